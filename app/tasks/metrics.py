@@ -44,9 +44,12 @@ class Metric(ABC):
         """
 
     def value(self, sums: "Tensor") -> float:
-        """Return the metric over all rows, from their ``sums``: by default the first sum divided by the second."""
+        """Return the metric over all rows, from their ``sums``. NaN if there is no row.
+
+        By default it is the first sum divided by the second.
+        """
         total, count = sums.tolist()
-        return float(total / count)
+        return float(total / count) if count else math.nan
 
     def drop(self, before: float, after: float) -> float:
         """Return how much worse ``after`` is, for the gates: of an error (mode ``min``) as a share of it."""
@@ -89,4 +92,4 @@ class Perplexity(Metric):
 
     def value(self, sums: "Tensor") -> float:
         loss = super().value(sums)
-        return math.exp(loss) if loss < _MAX_EXPONENT else math.inf
+        return math.inf if loss >= _MAX_EXPONENT else math.exp(loss)

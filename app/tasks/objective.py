@@ -1,5 +1,6 @@
 """What training minimizes, and how a validation adds up: losses and metrics as sums over batches and ranks."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -46,9 +47,9 @@ class MeanLoss:
     num_sums = 2
 
     def value(self, sums: Tensor) -> float:
-        """Return the mean loss."""
+        """Return the mean loss; NaN if no target counts."""
         total, count = sums.tolist()
-        return float(total / count)
+        return float(total / count) if count else math.nan
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,13 @@ class Objective:
 
     def sums(self, output: object, targets: Tensor) -> Tensor:
         """Return the sums of the loss, then of each metric, float64 of shape (``num_sums``,)."""
-        outputs, counted = select_counted(logits_of(output).float(), targets)
+        # Converted once, because the float32 logits of a language model take gigabytes.
+        logits = logits_of(output).float()
+        # Another loss may read more of the output.
+        of_loss = self.loss.sums(logits if isinstance(self.loss, CrossEntropy | RowLoss) else output, targets)
+        outputs, counted = select_counted(logits, targets)
         parts = [metric.sums(outputs, counted).double() for metric in self.metrics if not metric.of_loss]
-        return torch.cat([self.loss.sums(output, targets), *parts])
+        return torch.cat([of_loss, *parts])
 
     def values(self, sums: Tensor) -> dict[str, float]:
         """Return ``val_loss``, and ``val_NAME`` of each metric, from ``sums`` of all batches and ranks."""

@@ -64,7 +64,14 @@ def find_task(name: str) -> Task:
         )
     if missing := _missing(found):
         raise RecipeError(f"task {name!r} has no {', no '.join(missing)}: add it to the class {found.__name__}")
-    task = found()
+    try:
+        task = found()
+    except Exception as error:  # code of the user's own
+        raise RecipeError(
+            f"task {name!r}: {found.__name__}() fails ({error}): let the class be created without arguments"
+        ) from error
+    if fault := _fault_of_metrics(task):
+        raise RecipeError(f"task {name!r}: {fault}")
     task.name = name
     return task
 
@@ -91,6 +98,20 @@ def _missing(task: type[Task]) -> list[str]:
     if issubclass(task, ServedTask):
         parts += [part for part in ("processor", "targets") if not hasattr(task, part)]
     return parts
+
+
+def _fault_of_metrics(task: Task) -> str | None:
+    """Return what is wrong with the metrics of a task, and what to do; None if nothing is."""
+    names = [getattr(metric, "name", "") for metric in task.metrics]
+    if unnamed := [type(metric).__name__ for metric, name in zip(task.metrics, names, strict=True) if not name]:
+        return f"the metric {unnamed[0]} has no name: give the class a name"
+    if "loss" in names:
+        return "a metric is called loss, but val_loss is the loss itself: choose another name"
+    if twice := [name for name in names if names.count(name) > 1]:
+        return f"two metrics are called {twice[0]}: choose another name for one"
+    if isinstance(task, ServedTask) and (gate := task.gate) and gate.of_loss and not gate.size:
+        return f"the gate {gate.name} is made of the loss, which compile lacks: let gate return another metric"
+    return None
 
 
 def prepare(recipe: Recipe) -> PreparedData:

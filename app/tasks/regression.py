@@ -70,7 +70,7 @@ class RSquared(Metric):
 
     def value(self, sums: "Tensor") -> float:
         error, count, total, squares = sums.tolist()
-        variance = squares - total**2 / count
+        variance = squares - total**2 / count if count else 0.0
         return 1.0 - error / variance if variance else math.nan
 
 

@@ -71,6 +71,61 @@ def test_a_class_that_lacks_a_part_is_refused_with_its_name(name: str, words: st
         find_task(f"{__name__}:{name}")
 
 
+class Nameless(Metric):
+    def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return sum_and_count(outputs[:, 0])
+
+
+class OfLoss(Nameless):
+    name = "loss"
+
+
+class Judged(TASKS["text-classification"]):  # type: ignore[misc]
+    metrics = (Nameless(),)
+
+
+class JudgedByLoss(Judged):
+    metrics = (OfLoss(),)
+
+
+class JudgedTwice(Judged):
+    metrics = (Accuracy(), Accuracy())
+
+
+class JudgedByPerplexity(Judged):
+    metrics = (Perplexity(), Accuracy())
+
+
+class WithArguments(Judged):
+    metrics = (Accuracy(),)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Judged", "the metric Nameless has no name: give"),
+        ("JudgedByLoss", "a metric is called loss, but val_loss is the loss itself"),
+        ("JudgedTwice", "two metrics are called accuracy: choose another name"),
+        ("JudgedByPerplexity", "the gate perplexity is made of the loss, which compile lacks"),
+        ("WithArguments", r"WithArguments\(\) fails .*'size'.*: let the class be created without arguments"),
+    ],
+)
+def test_a_task_that_would_fail_after_training_is_refused(name: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        find_task(f"{__name__}:{name}")
+
+
+@pytest.mark.parametrize("name", ["text-classification", "text-regression", "language-modeling"])
+def test_without_a_row_that_counts_every_number_is_nan(name: str) -> None:
+    task = find_task(name)
+    objective = Objective(CrossEntropy() if task.learns_classes else RowLoss(task.loss), tuple(task.metrics))
+    values = objective.values(torch.zeros(objective.num_sums, dtype=torch.float64))
+    assert all(map(math.isnan, values.values())), values
+
+
 def test_a_language_model_is_not_compiled_and_a_processor_makes_a_classification() -> None:
     with pytest.raises(RecipeError, match="language-modeling cannot be compiled or served: expected text-class"):
         find_served_task("language-modeling")
@@ -180,6 +235,17 @@ class LogLikelihood(Metric):
 )
 def test_a_rise_of_an_error_is_worse_whatever_its_sign(before: float, after: float, drop: float) -> None:
     assert LogLikelihood().drop(before, after) == pytest.approx(drop)
+
+
+def test_a_validation_holds_the_float32_logits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+    real = CrossEntropy.sums
+    monkeypatch.setattr(CrossEntropy, "sums", lambda self, *args: given.append(args[0]) or real(self, *args))
+    monkeypatch.setattr(Accuracy, "sums", lambda _, *args: given.append(args[0]) or torch.zeros(2))
+    outputs, targets = torch.randn(2, 5, 3).bfloat16(), torch.randint(3, (2, 5))
+    Objective(CrossEntropy(), (Accuracy(),)).sums(outputs, targets)
+    assert [logits.dtype for logits in given] == [torch.float32] * 2
+    assert given[0].data_ptr() == given[1].data_ptr()
 
 
 def test_tensor_parallel_ranks_add_to_a_validation_once() -> None:
