@@ -198,6 +198,11 @@ class DataConfig(Section):
     def _shards_can_be_made(self) -> Self:
         if self.group_column is not None and self.shards is None:
             raise ValueError(f"group_column is {self.group_column!r}, which only data in shards has: set shards: {{}}")
+        if self.group_column is not None and not self.clean.deduplicate:
+            raise ValueError(
+                f"group_column is {self.group_column!r} and clean.deduplicate is false: equal inputs of two groups "
+                "could be in two splits; leave one of them out"
+            )
         if self.clean.near_duplicates is not None and self.shards is None:
             raise ValueError("clean.near_duplicates are found in data in shards only: set shards: {}")
         if self.shards and self.sampling != "natural":

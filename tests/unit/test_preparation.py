@@ -119,6 +119,14 @@ def test_rows_of_a_group_are_in_one_split(tmp_path: Path) -> None:
     assert sum(map(len, groups)) == len(set().union(*groups)) == 60
 
 
+def test_rows_without_a_group_are_split_one_by_one(tmp_path: Path) -> None:
+    write_table(tmp_path / "rows.csv", [(item, label, "") for item, label, _ in ROWS])
+    data = prepared(tmp_path / "rows.csv", "data.group_column=author", "data.test_fraction=0.2")
+    assert 180 < data.rows["test"] < 300
+    with pytest.raises(RecipeError, match="equal inputs of two groups could be in two splits"):
+        recipe_of(tmp_path / "rows.csv", "data.group_column=author", "data.clean={deduplicate: false}")
+
+
 def test_what_is_dropped_is_what_the_data_in_memory_drop(tmp_path: Path) -> None:
     odd = [
         ("  ", "good"),
@@ -299,6 +307,30 @@ def test_other_settings_make_other_shards_and_other_windows_do_not(tmp_path: Pat
     assert prepared(source, "data.seed=1").reference.location != first
     write_table(source, ROWS[:-1])
     assert prepared(source).reference.location != first
+
+
+def test_another_tokenizer_at_the_same_place_makes_other_shards(tmp_path: Path) -> None:
+    source, folder = tmp_path / "texts.csv", to_path(tmp_path / "model")
+    write_table(source, [(text(number),) for number in range(400)], ["text"])
+    recipe = language_recipe(source)
+    model = recipe.model.model_copy(update={"pretrained": str(folder)})
+    places = []
+    for size in (300, 280):
+        config = language_recipe(source, f"data.tokenizer.vocab_size={size}").data
+        LanguageTokenizer.fit([text(number) for number in range(400)], config).save(folder)
+        (folder / "config.json").write_text('{"model_type": "some"}')
+        data = prepare_shards(recipe.model_copy(update={"model": model}), map)
+        assert isinstance(data, ShardedLanguageData)
+        assert data.tokenizer.facts["vocab_size"] == size
+        places.append(data.reference.location)
+    assert places[0] != places[1]
+
+
+def test_a_driver_that_lists_no_versions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_table(tmp_path / "rows.csv", ROWS)
+    monkeypatch.setattr("app.data.preparation.units._listed", lambda root: [(root, {"size": 9})])
+    with pytest.raises(DataError, match="lists neither an ETag nor a time of the last change"):
+        prepared(tmp_path / "rows.csv")
 
 
 def test_a_run_keeps_a_reference_and_refuses_other_shards(tmp_path: Path, storage: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from upath import UPath
 
+from app.checksums import checksum_lines, sha256_of
 from app.config import Recipe
 from app.data.examples import REASONS, CleaningReport, Input, Modality, Reason
 from app.data.preparation.near_duplicates import NearDuplicates
@@ -22,10 +23,10 @@ from app.data.preparation.work import EXAMPLES, UnitResult, UnitWork
 from app.data.preparation.writers import block_schema, labelled_schema
 from app.data.shards import FORMAT, Shard, ShardIndex
 from app.data.targets import save_labels
-from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
+from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer, read_tokenizer
 from app.errors import DataError
 from app.heartbeat import wait_for_lock
-from app.pretrained import open_pretrained
+from app.pretrained import PretrainedFolder, open_pretrained
 from app.storage import list_names, write_atomically
 
 SHARDS = "data"
@@ -108,6 +109,9 @@ class Preparer:
         unread = {"shards", "buckets", "image", "chat", "sampling"} if is_language_model else _UNREAD
         read = config.model_dump(mode="json", exclude=unread)
         pretrained = self.recipe.model.pretrained if is_language_model else None
+        if pretrained is not None:
+            # Its place alone would not tell another tokenizer at the same place.
+            read["tokenizer_sha256"] = _tokenizer_sha256(open_pretrained(pretrained))
         kind = "language-modeling" if is_language_model else self.modality
         return {"format": FORMAT, "kind": kind, "pretrained": pretrained, "size": config.shards.size, **read}
 
@@ -260,3 +264,10 @@ class Preparer:
                     f"data.source {config.source!r} has too few tokens in its {split} documents for one block: give "
                     f"more text, or lower data.block_length, which is {config.block_length}"
                 )
+
+
+def _tokenizer_sha256(folder: PretrainedFolder) -> str:
+    """Return the sha256 of a pretrained tokenizer and of the files beside it."""
+    sums = {"tokenizer": sha256_of(read_tokenizer(folder).to_str().encode())}
+    sums |= {name: sha256_of(content) for name, content in folder.companions.items()}
+    return sha256_of(checksum_lines(sums))

@@ -169,8 +169,10 @@ class Surveyor:
         cleaned = [self._cleaner.clean(item) for item in rows.inputs]
         digests = b"".join(map(_digest, cleaned))
         self._digests += digests
-        for group in rows.groups or ():
-            self._groups += hashlib.blake2b(group.encode(), digest_size=8).digest()
+        for place, group in enumerate(rows.groups or ()):
+            # A row without a group is on its own, by its content: else all of them would be in one split.
+            own = digests[16 * place + 8 : 16 * place + 16]
+            self._groups += hashlib.blake2b(group.encode(), digest_size=8).digest() if group else own
         labels: Sequence[str | None] = rows.labels or [None] * len(cleaned)
         for item, label in zip(cleaned, labels, strict=True):
             self._codes.append(self._cleaner.code(item, label))

@@ -29,6 +29,8 @@ _TABLES: dict[str, Kind] = {
     ".csv": "csv",
     ".jsonl": "jsonl",
 }
+_VERSION_KEYS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
+"""What drivers of fsspec call the version of a file, or the time of its last change."""
 TABLE_KINDS = frozenset(_TABLES.values())
 MAX_DOCUMENT_BYTES = 2**20
 """A larger text file is read as several documents, which are cut at ends of lines.
@@ -89,7 +91,7 @@ def list_files(config: DataConfig, modality: Modality, is_language_model: bool) 
     root = open_source(source)
     files = sorted(_listed(root), key=lambda file: str(file[0]))
     found = [
-        SourceFile(str(path), kind, int(info["size"]), str(info.get("ETag") or info.get("mtime") or ""))
+        SourceFile(str(path), kind, int(info["size"]), _version_of(path, info))
         for path, info in files
         if (kind := _kind_of(path, modality, is_language_model)) and not _is_hidden(path, root)
     ]
@@ -161,6 +163,16 @@ def _listed(root: UPath) -> list[tuple[UPath, dict[str, Any]]]:
         return [(root, root.fs.info(root.path))]
     found: dict[str, dict[str, Any]] = root.fs.find(root.path, detail=True)
     return [(root / name.removeprefix(root.path.rstrip("/")).lstrip("/"), info) for name, info in found.items()]
+
+
+def _version_of(path: UPath, info: dict[str, Any]) -> str:
+    """Return what changes with a file. Raises DataError if the listing has nothing."""
+    if version := next((value for key in _VERSION_KEYS if (value := info.get(key))), None):
+        return str(version)
+    raise DataError(
+        f"{str(path)!r}: the storage driver {path.protocol!r} lists neither an ETag nor a time of the last change, "
+        "so changes would not be noticed; copy the source to a disk or to S3"
+    )
 
 
 def _is_hidden(path: UPath, root: UPath) -> bool:
