@@ -152,7 +152,8 @@ class TrainConfig(Section):
     )
     prune: PruneConfig | None = Field(default=None, description="trained weights to prune and train on; default: none")
     linear_baseline: bool = Field(
-        default=False, description="for texts: also fit a linear model on the same split as a baseline"
+        default=False,
+        description="for texts with one label: also fit a linear model on the same split as a baseline",
     )
     report_samples: NonNegativeInt = Field(
         default=2000,
