@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from upath import UPath
 
 from app.data.preparation.near_duplicates import NearDuplicates, SignatureFiles, signatures_of
 from app.data.sharded import ShardReference
+from app.storage import to_path
 from benchmarks.data.corpus import s3_of, write_texts
 from benchmarks.data.readers import BATCH, READERS, Share, Source, read
 from benchmarks.machine import load_average, machine, today, versions
@@ -211,7 +211,7 @@ def _near_duplicates(folder: Path) -> list[Goal]:
         started = time.process_time()
         signatures = np.concatenate([signatures_of(joined[at : at + 4096]) for at in range(0, len(joined), 4096)])
         rates.append(len(joined) / (time.process_time() - started))
-    files = SignatureFiles(UPath(folder), 0)
+    files = SignatureFiles(to_path(folder), 0)
     files.save(signatures, 0.8)
     codes = np.zeros(len(joined), np.uint8)
     NearDuplicates([files], np.array([0, len(joined)]), 0.8, 10**9).drop(codes)

@@ -348,7 +348,7 @@ def test_plans_are_for_the_cluster_that_runs_the_job_or_for_a_named_one(cluster:
 def test_submit_refuses_before_it_sends_anything(cluster: dict[str, str]) -> None:
     for arguments, words in (
         (["train", "recipes/digits.yaml", "train.epoch=1"], "'epochs'"),
-        (["trian", "recipes/digits.yaml"], "known are compile, deploy, lifecycle, plan, train, tune"),
+        (["trian", "recipes/digits.yaml"], "known are compile, deploy, lifecycle, plan, prepare, train, tune"),
         (["train", "/etc/hostname"], "recipe '/etc/hostname' holds "),
     ):
         refused = run("rayloom", "submit", *arguments, environment=cluster)

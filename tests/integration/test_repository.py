@@ -105,7 +105,7 @@ def test_the_words_of_the_command_line(repository: Repository, storage: str, tmp
     assert rayloom("promote", "toy", "2").stdout.startswith("toy, version 2, is production now\n")
     assert rayloom("rollback", "toy").stdout.startswith("toy, version 1, is in production again\n")
     head, *rows = rayloom("list").stdout.splitlines()
-    assert head.split() == ["model", "version", "aliases", "precision", "engine", "accuracy", "size", "created"]
+    assert head.split() == ["model", "version", "aliases", "precision", "engine", "score", "size", "created"]
     assert [row.split()[:2] for row in rows] == [["toy", "1"], ["toy", "2"], ["toy", "3"]]
     assert rows[1].split()[2:6] == ["previous", "fp32", "openvino", "0.9000"]
 

@@ -1,10 +1,11 @@
 """Requests with natural input, and their responses."""
 
+import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat
+from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, PositiveFloat
 
 from app.data.examples import Modality, Natural
 
@@ -20,10 +21,19 @@ class NaturalModel(BaseModel):
     """Of a model that takes rows: what each has a value for."""
 
 
+def _require_finite(row: dict[str, Any]) -> dict[str, Any]:
+    """Refuse NaN and infinities, which pydantic reads but JSON does not have."""
+    json.dumps(row, allow_nan=False)
+    return row
+
+
+Row = Annotated[dict[str, Any], AfterValidator(_require_finite)]
+
+
 class PredictRequest(BaseModel):
     """The body of ``predict``: one text, image or row, or several. In JSON an image is base64, and a row an object."""
 
-    inputs: str | bytes | dict[str, Any] | list[str | dict[str, Any]]
+    inputs: str | bytes | Row | list[str | Row]
     timeout_s: PositiveFloat | None = None
     """Time until the answer. The server may allow less."""
     priority: NonNegativeInt = 0
