@@ -46,6 +46,7 @@ def write_canvases(folder: Path, count: int) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_a_task_outside_the_library_is_trained_compiled_and_served(tmp_path: Path) -> None:
     rows = write_canvases(tmp_path, 400)
     given = [f"storage={tmp_path}/storage", f"data.source={tmp_path}/boxes.jsonl", "train.workers=1"]

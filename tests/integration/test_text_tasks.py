@@ -55,6 +55,7 @@ def post(client: httpx.Client, path: str, **body: Any) -> Any:
     return answer.json()
 
 
+@pytest.mark.slow
 def test_a_pretrained_encoder_learns_to_embed_and_answers_openais_requests(tmp_path: Path) -> None:
     with chain("docstrings", tmp_path, *EMBEDDING) as (trained, compiled, client):
         assert trained["metrics"]["val_recall_at_1"] > 0.5
