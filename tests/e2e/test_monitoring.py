@@ -221,6 +221,9 @@ def test_every_metric_and_panel_has_data(watched: dict[str, str], state: Cluster
         wait_until(lambda: bool(ask(state, "ray_rayloom_train_checkpoint_seconds")), timeout_s=90.0)
         Cluster(watched).processes("RayTrainWorker")[0].kill()
         assert training.result()["status"] == "succeeded"
+    # Its task has metrics besides the loss and accuracy.
+    regression = run_job(watched, "train", "recipes/diabetes.yaml", "train.workers=1", "train.epochs=2")
+    assert regression["status"] == "succeeded"
     short = ["train.workers=1", "tune.trials=3", "tune.epochs=2"]
     tuned = run("rayloom", "submit", "tune", "recipes/digits.yaml", *short, environment=watched)
     assert tuned.returncode == 0, tuned.stdout
