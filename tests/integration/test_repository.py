@@ -107,7 +107,7 @@ def test_the_words_of_the_command_line(repository: Repository, storage: str, tmp
     head, *rows = rayloom("list").stdout.splitlines()
     assert head.split() == ["model", "version", "aliases", "precision", "engine", "score", "size", "created"]
     assert [row.split()[:2] for row in rows] == [["toy", "1"], ["toy", "2"], ["toy", "3"]]
-    assert rows[1].split()[2:6] == ["previous", "fp32", "openvino", "0.9000"]
+    assert rows[1].split()[2:7] == ["previous", "fp32", "openvino", "accuracy", "0.9000"]
 
     shown = rayloom("show", "toy").stdout
     for line in ("model toy, version 1", "data d", "recipe sha256:r", "code s", "train run t", "compile run c",
