@@ -85,6 +85,10 @@ class ShardedSamples(Protocol):
         """Have these shards downloaded in the background."""
         ...
 
+    def close(self) -> None:
+        """Drop downloads that have not begun."""
+        ...
+
 
 def longest_sample(dataset: Dataset) -> int:
     """Return the index of a sample with the greatest length."""

@@ -101,6 +101,10 @@ class ShardedRows:
         for shard in range(len(self.shard_rows)):
             yield from self._cache.open(shard).column(name).to_pylist()
 
+    def close(self) -> None:
+        """Drop downloads that have not begun, so that a process need not wait for them when it ends."""
+        self._cache.close()
+
     def read(self, indices: Sequence[int] | NDArray[np.int64]) -> pa.Table:
         """Return rows in the order of ``indices``.
 

@@ -152,8 +152,11 @@ class Feed:
         )
 
     def close(self) -> None:
-        """End the loader's processes."""
+        """End the loader's processes, and drop downloads of shards that have not begun."""
         self.loader.close()
+        for samples in (self.data.train, self.data.validation):
+            if shards := shards_of(samples):
+                shards.close()
 
     def _weigher(self) -> Callable[[Indices, Indices], float | None]:
         """Return a function that weighs a micro-batch of a global batch by its targets, where samples differ in them.
