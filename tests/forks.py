@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import runpy
+import secrets
 import select
 import signal
 import socket
@@ -32,6 +33,7 @@ TRAINING = [
 JOBS = [*TRAINING, "jobs.tune", "jobs.deploy", "transformers", "onnxscript"]
 """ONNX Runtime is left out: it starts a thread on import. A fork lacks this thread and would wait for it on exit."""
 _LONGEST_MESSAGE = 2**17
+_MAX_DRAWS = 2**14
 T = TypeVar("T")
 
 
@@ -138,9 +140,21 @@ def _next_command(requests: socket.socket) -> Command | None:
             requests.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _watch_fork(*descriptors)
+            _move_ray_generator()
             return Command(**json.loads(message))
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _move_ray_generator() -> None:
+    """Draw a random number of Ray's random IDs, if Ray has been imported.
+
+    A fork has its parent's generator. Two drivers that start at the same time would create an object with the same ID,
+    and the second one aborts ("Seal() called on an object without a reference to it").
+    """
+    if ray := sys.modules.get("ray"):
+        for _ in range(secrets.randbelow(_MAX_DRAWS)):
+            ray.TaskID.for_fake_task(ray.JobID.from_int(1))
 
 
 def _watch_fork(output: int, errors: int, status: int) -> None:

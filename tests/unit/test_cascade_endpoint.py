@@ -138,7 +138,8 @@ def test_stages_that_are_not_alike_are_refused(small: LoadedModel, words: str) -
 
 def test_a_stage_gets_the_time_that_is_left() -> None:
     async def scenario() -> None:
-        small, large = (ServedModel(brightness(name), POLICY) for name in ("small", "large"))
+        small = ServedModel(brightness("small", work=500), POLICY)  # takes some milliseconds
+        large = ServedModel(brightness("large"), POLICY)
         cascade = ServedCascade([small, large], rule_of(1.0))
         engine = large.model.engine
         assert isinstance(engine, Brightness)

@@ -41,8 +41,9 @@ def test_every_layer_rounds_in_training_as_in_the_file(name: str, tmp_path: Path
     with closing(open_oracle(quantized)) as engine, torch.no_grad():
         in_file, in_float = engine.run(batch)[OUTPUT], subject.logits(batch)
         in_training = logits_of(program.run(*(torch.from_numpy(batch[spec.name]) for spec in subject.specs))).numpy()
-    # In a few numbers the two round a tie differently.
-    assert np.linalg.norm(in_training - in_file) < 0.1 * np.linalg.norm(in_float - in_file)
+    # In a few numbers the two round a tie differently, which depends on the processor. Most rows have no such number.
+    apart, rounded = (np.linalg.norm(other - in_file, axis=1) for other in (in_training, in_float))
+    assert np.median(apart) < 0.01 * np.median(rounded)
 
 
 def test_a_file_that_fails_passes_once_it_is_fine_tuned(tmp_path: Path) -> None:
