@@ -1,7 +1,14 @@
 """The recipe as typed values. Every other part of Rayloom imports it, and it imports none of them."""
 
 from app.config.alerts import AlertConfig
-from app.config.augment import AugmentConfig, AugmentImageConfig, AugmentTextConfig, RandAugmentConfig
+from app.config.augment import (
+    AugmentAudioConfig,
+    AugmentConfig,
+    AugmentImageConfig,
+    AugmentTextConfig,
+    MixConfig,
+    RandAugmentConfig,
+)
 from app.config.cascade import CascadeConfig
 from app.config.compile import (
     PLAN_ENGINES,
@@ -59,6 +66,7 @@ __all__ = [
     "TOKEN_CLASSIFICATION",
     "AdapterConfig",
     "AlertConfig",
+    "AugmentAudioConfig",
     "AugmentConfig",
     "AugmentImageConfig",
     "AugmentTextConfig",
@@ -82,6 +90,7 @@ __all__ = [
     "Layout",
     "LoaderConfig",
     "LoraConfig",
+    "MixConfig",
     "Mode",
     "ModelConfig",
     "ModelTraits",

@@ -1,12 +1,13 @@
 """The recipe's ``train.augment``: random changes of the training samples."""
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from app.config.section import Fraction, Section
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Alpha = Annotated[float, Field(gt=0.0)]
 
 
 class RandAugmentConfig(Section):
@@ -40,8 +41,44 @@ class AugmentTextConfig(Section):
     synonym_share: Fraction = Field(default=0.1, description="for synonyms: share of the known words that are replaced")
 
 
+class AugmentAudioConfig(Section):
+    """Masks on spectrograms (SpecAugment). Each covers frames or bins in a row with the mean of the spectrogram."""
+
+    time_mask: Fraction = Field(default=0.0, description="largest width of a time mask, as a share of the frames")
+    frequency_mask: Fraction = Field(
+        default=0.0, description="largest height of a frequency mask, as a share of the bins"
+    )
+    masks: PositiveInt = Field(default=2, description="masks of each kind on a spectrogram")
+
+
+class MixConfig(Section):
+    """Samples mixed with another one of their batch, for classes. The target has both labels, each by its share."""
+
+    mixup: Alpha | None = Field(
+        default=None,
+        description="blend both inputs (mixup): alpha of the Beta distribution that the share is drawn from, such as "
+        "0.2; more mixes stronger; default: no mixup",
+    )
+    cutmix: Alpha | None = Field(
+        default=None,
+        description="for images: paste a part of the other one (CutMix): alpha of the Beta distribution that its area "
+        "is drawn from, such as 1.0; default: no CutMix. With mixup, each sample gets one of the two",
+    )
+    share: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        default=1.0, description="share of the samples that are mixed"
+    )
+
+    @model_validator(mode="after")
+    def _mixes(self) -> Self:
+        if self.mixup is None and self.cutmix is None:
+            raise ValueError("mix has neither mixup nor cutmix: give one of them an alpha, such as mixup: 0.2")
+        return self
+
+
 class AugmentConfig(Section):
     """Random changes of the training samples. Validation sees the samples as they are."""
 
     image: AugmentImageConfig | None = Field(default=None, description="for images; default: no change")
     text: AugmentTextConfig | None = Field(default=None, description="for texts; default: no change")
+    audio: AugmentAudioConfig | None = Field(default=None, description="for spectrograms; default: no change")
+    mix: MixConfig | None = Field(default=None, description="for images and numbers with classes; default: no mixing")

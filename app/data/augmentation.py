@@ -6,11 +6,11 @@ So a sample changes in the same way on any number of workers, and in a run that 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
@@ -19,12 +19,17 @@ from PIL.Image import Resampling, Transform
 from app.config import AugmentConfig, AugmentImageConfig, AugmentTextConfig, RandAugmentConfig, TrainConfig
 from app.data.classification import LabelledDataset
 from app.data.examples import Modality
-from app.data.prepared import PreparedData
-from app.data.processor import AugmentingProcessor, Change
+from app.data.prepared import Batch, PreparedData
+from app.data.processor import AugmentingProcessor, Change, Processor
 from app.errors import RecipeError
 from app.storage import to_path
 
+if TYPE_CHECKING:
+    from app.data.mixing import Mask, Mix
+
 Generator = np.random.Generator
+_MASKS, _MIXES = 1, 2
+"""What is drawn beside the change of an input. Each has random numbers of its own."""
 _ASPECT = math.log(4 / 3)
 """A part that is cut out is at most so much wider or taller than the image, as a logarithm."""
 _MAX_MAGNITUDE = 10.0
@@ -36,14 +41,52 @@ _UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3
 class Augmentation:
     """The changes of a run's training samples."""
 
-    change: Callable[[Any, Generator], Any]
     seed: int
+    change: Callable[[Any, Generator], Any] | None = None
+    """Changes an input before it is encoded."""
+    mask: "Mask | None" = None
+    """Masks encoded inputs."""
+    mix: "Mix | None" = None
+    """Mixes encoded inputs with those of their partners, and the targets alike."""
 
     def of(self, row: int, epoch: int, batch: int) -> Change:
         """Return the change of a sample in a global batch of an epoch, in which balanced sampling may repeat it."""
+        change = self.change
+        assert change is not None
+        return lambda item: change(item, self._generator(epoch, batch, row))
+
+    def batch(
+        self, dataset: LabelledDataset, indices: Sequence[int], partners: Sequence[int], epoch: int, number: int
+    ) -> Batch:
+        """Return samples of a global batch as training sees them. Raises DataError for one that cannot be read.
+
+        Args:
+            dataset: the training split.
+            indices: the rows of the samples.
+            partners: the row that each of them is mixed with, if samples are mixed.
+            epoch: number of the epoch.
+            number: number of the global batch in the epoch.
+        """
+        # A partner among the samples is read once.
+        rows = list(dict.fromkeys([*indices, *partners])) if self.mix else list(indices)
+        inputs, values = dataset.split.take(rows)
+        if self.change:
+            assert isinstance(dataset.processor, AugmentingProcessor)
+            tensors = dataset.processor.encode_changed(inputs, [self.of(row, epoch, number) for row in rows])
+        else:
+            tensors = dataset.processor.encode(inputs)
+        if self.mask:
+            tensors = self.mask(tensors, [self._generator(epoch, number, row, _MASKS) for row in rows])
+        batch = Batch(tensors, dataset.targets.batch(values))
+        if not self.mix:
+            return batch
+        places = {row: place for place, row in enumerate(rows)}
+        generators = [self._generator(epoch, number, row, _MIXES) for row in indices]
+        return self.mix(batch, [places[row] for row in indices], [places[row] for row in partners], generators)
+
+    def _generator(self, *numbers: int) -> Generator:
         # NumPy takes no negative seeds.
-        entropy = (self.seed % 2**64, epoch, batch, row)
-        return lambda item: self.change(item, np.random.default_rng(entropy))
+        return np.random.default_rng((self.seed % 2**64, *numbers))
 
 
 def augmentation_of(train: TrainConfig, data: PreparedData) -> Augmentation | None:
@@ -53,12 +96,25 @@ def augmentation_of(train: TrainConfig, data: PreparedData) -> Augmentation | No
         RecipeError: the task's inputs are of another kind, its processor changes none, or the synonyms cannot be read.
     """
     config = train.augment or AugmentConfig()
-    kinds: list[Modality] = [kind for kind in ("image", "text") if getattr(config, kind) is not None]
-    if not kinds:
+    if config == AugmentConfig():
         return None
     if not isinstance(data.train, LabelledDataset):
         raise RecipeError("train.augment changes labelled samples, and the task learns from tokens: leave it out")
-    processor = data.train.processor
+    processor, targets = data.train.processor, data.train.targets
+    mask = mix = None
+    if config.audio or config.mix:
+        from app.data.mixing import Mask, Mix  # most runs change inputs alone
+
+        mask = Mask.of(config.audio, processor.inputs) if config.audio else None
+        mix = Mix.of(config.mix, processor.inputs, targets.num_outputs) if config.mix else None
+    return Augmentation(train.seed, _change_of(config, processor), mask, mix)
+
+
+def _change_of(config: AugmentConfig, processor: Processor) -> Callable[[Any, Generator], Any] | None:
+    """Return the change of inputs before they are encoded, if there is one. Raises RecipeError as above."""
+    kinds: list[Modality] = [kind for kind in ("image", "text") if getattr(config, kind) is not None]
+    if not kinds:
+        return None
     if kinds != [processor.modality]:
         given = " and ".join(f"{kind}s" for kind in kinds)
         raise RecipeError(
@@ -70,9 +126,9 @@ def augmentation_of(train: TrainConfig, data: PreparedData) -> Augmentation | No
             f"train.augment needs a processor that changes inputs: {type(processor).__name__} has no encode_changed"
         )
     if config.text:
-        return Augmentation(TextAugmentation(config.text), train.seed)
+        return TextAugmentation(config.text)
     assert config.image
-    return Augmentation(partial(change_image, config.image), train.seed)
+    return partial(change_image, config.image)
 
 
 class TextAugmentation:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Self, cast
+from typing import Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +16,12 @@ from app.checksums import write_checksums
 from app.config import DataConfig
 from app.data.examples import CleaningReport, Examples, Input, LabelledSplit, Split, clean
 from app.data.prepared import SHARDS_FILE, Batch, ShardedSamples
-from app.data.processor import AugmentingProcessor, PretrainedProcessor, Processor
+from app.data.processor import PretrainedProcessor, Processor
 from app.data.sources import load_examples, load_test_examples
 from app.data.targets import Classes, Targets
 from app.errors import DataError
 from app.pretrained import open_pretrained
 from app.storage import write_atomically
-
-if TYPE_CHECKING:  # most runs change no samples
-    from app.data.augmentation import Augmentation
 
 LINEAR_BASELINE = "linear baseline (character 1- and 2-grams, TF-IDF, logistic regression)"
 _TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
@@ -58,13 +55,6 @@ class LabelledDataset:
     def batch(self, indices: Sequence[int]) -> Batch:
         inputs, values = self.split.take(indices)
         return Batch(self.processor.encode(inputs), self.targets.batch(values))
-
-    def changed_batch(self, indices: Sequence[int], augmentation: "Augmentation", epoch: int, number: int) -> Batch:
-        """Return samples of a global batch as training sees them. Raises DataError for one that cannot be read."""
-        inputs, values = self.split.take(indices)
-        assert isinstance(self.processor, AugmentingProcessor)
-        changes = [augmentation.of(index, epoch, number) for index in indices]
-        return Batch(self.processor.encode_changed(inputs, changes), self.targets.batch(values))
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,13 @@ class Batch:
 
     Attributes:
         inputs: the model's tensors by name. The first dimension is the batch.
-        targets: int64. Classes of shape (batch,), or the next token at each position, of shape (batch, length).
+        targets: int64. Classes of shape (batch,), or the next token at each position, of shape (batch, length). Of
+            mixed samples, float32 shares of the classes, of shape (batch, classes).
         taught: float32, a teacher's logits of shape (batch, classes); None without a teacher.
     """
 
     inputs: Tensors
-    targets: NDArray[np.int64]
+    targets: NDArray[np.int64] | NDArray[np.float32]
     taught: NDArray[np.float32] | None = None
 
 

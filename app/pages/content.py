@@ -35,9 +35,12 @@ class Picture:
 
     png_base64: str
     description: str
+    caption: str = ""
+    """Shown below it."""
 
     def __html__(self) -> str:
-        return str(Markup('<img src="data:image/png;base64,{}" alt="{}">').format(self.png_base64, self.description))
+        image = Markup('<img src="data:image/png;base64,{}" alt="{}">').format(self.png_base64, self.description)
+        return str(image + Markup("<small>{}</small>").format(self.caption) if self.caption else image)
 
 
 @dataclass(frozen=True)

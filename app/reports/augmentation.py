@@ -18,11 +18,13 @@ class ShownInput(BaseModel):
 
     text: str = ""
     png_base64: str | None = None
+    caption: str = ""
+    """Of a picture that is mixed from two: the share of each label."""
 
     @property
     def cell(self) -> str | Picture:
         """The input in a table of the page."""
-        return Picture(self.png_base64, "a sample") if self.png_base64 else self.text
+        return Picture(self.png_base64, "a sample", self.caption) if self.png_base64 else self.text
 
 
 class AugmentedSamples(BaseModel):

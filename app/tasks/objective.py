@@ -135,6 +135,8 @@ def class_weights(given: Literal["balanced"] | Mapping[str, float], data: Prepar
 class CrossEntropy(MeanLoss):
     """Cross-entropy between logits (batch, …, classes) and targets, int64 (batch, …). ``IGNORED`` does not count.
 
+    In training, targets of mixed samples are shares of the classes instead, float32 (batch, classes).
+
     With a teacher, its share of the training loss is the divergence from the teacher's distribution.
     """
 
@@ -161,6 +163,9 @@ class CrossEntropy(MeanLoss):
         torch would divide by the weights of the micro-batch, so that a row would count differently on each rank.
         """
         smoothing = self.label_smoothing
+        if targets.is_floating_point():
+            weights = None if self.weights is None else logits.new_tensor(self.weights)
+            return functional.cross_entropy(logits, targets, weights, label_smoothing=smoothing)
         if self.weights is None:
             mean = functional.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=smoothing)
             return torch.where((targets != IGNORED).any(), mean, torch.zeros_like(mean))
@@ -212,6 +217,6 @@ def select_counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flatten(output: object, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float32 logits of shape (targets, classes), and targets of shape (targets,)."""
+    """Return float32 logits of shape (targets, classes), and targets of shape (targets,), or shares of classes."""
     logits = logits_of(output).float()
-    return logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    return logits.reshape(-1, logits.shape[-1]), targets if targets.is_floating_point() else targets.reshape(-1)

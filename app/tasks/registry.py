@@ -142,6 +142,7 @@ def require_keys(recipe: Recipe) -> None:
             ("train.class_weights", recipe.train.class_weights is not None),
             ("train.label_smoothing", recipe.train.label_smoothing > 0.0 and not task.learns_classes),
             ("train.teacher", recipe.train.teacher is not None),
+            ("train.augment.mix", recipe.train.augment is not None and recipe.train.augment.mix is not None),
             ("data.sampling", recipe.data.sampling != "natural"),
             ("serve.cascade", recipe.serve.cascade is not None),
         ):

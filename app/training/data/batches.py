@@ -86,6 +86,17 @@ def micro_batches(batch: Indices, data_rank: DataRank, count: int) -> list[Indic
     return np.array_split(batch[data_rank.rank :: data_rank.size], count)
 
 
+def partners_of(batch: Indices, block: int) -> Indices:
+    """Return the sample that each one of a global batch is mixed with, in the order of the batch.
+
+    Pairs lie half a block of about ``block`` samples apart. They do not depend on the number of workers. With the block
+    chosen to suit how ranks share a batch, a micro-batch nearly always holds the partners of its samples, too, so that
+    they are read once.
+    """
+    blocks = np.array_split(batch, max(1, len(batch) // block))
+    return np.concatenate([np.roll(samples, -(len(samples) // 2)) for samples in blocks])
+
+
 def validation_batches(lengths: Lengths, data_rank: DataRank, size: int) -> list[Indices]:
     """Return this rank's share of a split, in batches of ``size`` and similar length. Each sample is in one rank.
 

@@ -22,6 +22,7 @@ from app.training.data.batches import (
     DataRank,
     Indices,
     micro_batches,
+    partners_of,
     shards_of,
     train_batches,
     validation_batches,
@@ -30,7 +31,11 @@ from app.training.data.streams import StreamOrder, sharded_validation_batches
 from app.training.worker import Worker, seed_random
 
 Split = Literal["train", "validation"]
-SplitBatch = Callable[[int], list[tuple[Indices, float | None]]]
+Part = tuple[Indices, Indices | None, float | None]
+"""A micro-batch: its samples, the partners that they are mixed with, if they are, and its weight."""
+SplitBatch = Callable[[int], list[Part]]
+_PAIRED = 64
+"""Block of ``partners_of`` for samples in memory: a rank has every n-th sample of a batch."""
 _VALIDATION_EPOCH = 0
 """Validation draws the same random numbers in every epoch. Training epochs begin at 1."""
 
@@ -71,6 +76,8 @@ class BatchRequest:
     entropy: tuple[int, ...]
     """Seed sequence of the loader process while it reads this micro-batch: seed, epoch, rank, number."""
     weight: float | None = None
+    partners: list[int] = field(default_factory=list)
+    """The sample that each one is mixed with. Empty: none is."""
     batch: int = 0
     """Number of the global batch. Random changes of the samples depend on it, and on the epoch."""
 
@@ -110,9 +117,9 @@ class Feed:
         accumulation = self.layout.gradient_accumulation
         split = self._split_from_shards(epoch) if self._order else self._split_from_memory(epoch)
         return self.loader.read(
-            self._request("train", epoch, number * accumulation + place, indices, weight)
+            self._request("train", epoch, number * accumulation + place, *part)
             for number in batch_numbers
-            for place, (indices, weight) in enumerate(split(number))
+            for place, part in enumerate(split(number))
         )
 
     def _split_from_memory(self, epoch: int) -> SplitBatch:
@@ -121,9 +128,14 @@ class Feed:
         batches = train_batches(train.lengths, batch_size, self.config.seed, epoch, self.classes)
         weigh = self._weigher()
 
-        def split(number: int) -> list[tuple[Indices, float | None]]:
-            parts = micro_batches(batches[number], self._rank, self.layout.gradient_accumulation)
-            return [(indices, weigh(indices, batches[number])) for indices in parts]
+        def split(number: int) -> list[Part]:
+            batch, accumulation = batches[number], self.layout.gradient_accumulation
+            parts = micro_batches(batch, self._rank, accumulation)
+            weights = [weigh(indices, batch) for indices in parts]
+            partners: Sequence[Indices | None] = [None] * len(parts)
+            if self._mixes:
+                partners = micro_batches(partners_of(batch, _PAIRED), self._rank, accumulation)
+            return list(zip(parts, partners, weights, strict=True))
 
         return split
 
@@ -132,9 +144,13 @@ class Feed:
         assert self._order
         order, rank = self._order, self._rank
 
-        def split(number: int) -> list[tuple[Indices, float | None]]:
-            share = order.share(epoch, number, rank)
-            return [(indices, None) for indices in np.array_split(share, self.layout.gradient_accumulation)]
+        def split(number: int) -> list[Part]:
+            count = self.layout.gradient_accumulation
+            if not self._mixes:
+                return [(part, None, None) for part in np.array_split(order.share(epoch, number, rank), count)]
+            rows = order.share(epoch, number, rank), order.partners(epoch, number, rank)
+            parts, partners = (np.array_split(part, count) for part in rows)
+            return [(part, others, None) for part, others in zip(parts, partners, strict=True)]
 
         return split
 
@@ -169,12 +185,25 @@ class Feed:
         parts = self.layout.gradient_accumulation * self.layout.data
         return lambda indices, whole: parts * float(num_targets[indices].sum() / num_targets[whole].sum())
 
+    @property
+    def _mixes(self) -> bool:
+        """Whether training mixes samples."""
+        return self.config.augment is not None and self.config.augment.mix is not None
+
     def _request(
-        self, split: Split, epoch: int, number: int, indices: Indices, weight: float | None = None
+        self,
+        split: Split,
+        epoch: int,
+        number: int,
+        indices: Indices,
+        partners: Indices | None = None,
+        weight: float | None = None,
     ) -> BatchRequest:
         """Return the request for micro-batch ``number`` of the epoch. Its seed is the same in a resumed run."""
         entropy = (self.config.seed % 2**64, epoch, self._rank.rank, number)
-        return BatchRequest(split, indices.tolist(), entropy, weight, number // self.layout.gradient_accumulation)
+        mixed_with = [] if partners is None else partners.tolist()
+        batch = number // self.layout.gradient_accumulation
+        return BatchRequest(split, indices.tolist(), entropy, weight, mixed_with, batch)
 
     @property
     def _rank(self) -> DataRank:
@@ -247,7 +276,7 @@ class _Reader(TorchDataset[MicroBatch]):
             # Only the loader's own processes are seeded. Checkpoints save the random state of the training process.
             seed_random(int(np.random.SeedSequence(request.entropy).generate_state(1, np.uint64)[0]))
         # An empty batch has the shape of one sample that does not count, because some ranks must compute along.
-        batch = self._read(request, request.indices or [0])
+        batch = self._read(request)
         inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
         targets = torch.from_numpy(batch.targets)
         taught = None if batch.taught is None else torch.from_numpy(batch.taught)
@@ -255,9 +284,9 @@ class _Reader(TorchDataset[MicroBatch]):
             targets = torch.full_like(targets, math.nan if targets.is_floating_point() else IGNORED)
         return MicroBatch(inputs, targets, taught, request.weight)
 
-    def _read(self, request: BatchRequest, indices: list[int]) -> Batch:
+    def _read(self, request: BatchRequest) -> Batch:
         samples = self._splits[request.split]
-        if self._augmentation is None or request.split != "train":
-            return samples.batch(indices)
+        if self._augmentation is None or request.split != "train" or not request.indices:
+            return samples.batch(request.indices or [0])
         assert isinstance(samples, LabelledDataset)
-        return samples.changed_batch(indices, self._augmentation, request.epoch, request.batch)
+        return self._augmentation.batch(samples, request.indices, request.partners, request.epoch, request.batch)

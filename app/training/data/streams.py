@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.data.prepared import ShardedSamples
-from app.training.data.batches import BATCHES_PER_SORT, DataRank, Indices, validation_batches
+from app.training.data.batches import BATCHES_PER_SORT, DataRank, Indices, partners_of, validation_batches
 
 STREAM_ORDER = "streams-1"
 """Name of the sample order of ``StreamOrder``. A change of the order needs a new name."""
 _MAX_STREAMS = 16
+_NEIGHBOURS = 2
+"""Block of ``partners_of``: a rank has consecutive samples of a batch."""
 _MAX_WINDOW_ROWS = 2**20
 """Small samples: a window's rows are listed in memory."""
 _SHARDS, _BATCHES, _ROWS = range(3)
@@ -72,6 +74,14 @@ class StreamOrder:
         parts = [self._parts[epoch, window, stream][step] for stream in streams]
         first = start - streams.start * per_stream
         return np.concatenate(parts)[first : first + count]
+
+    def partners(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
+        """Return the sample that each one of ``share`` is mixed with: its neighbour."""
+        count = self.batch_size // data_rank.size
+        if count % _NEIGHBOURS == 0:
+            return partners_of(self.share(epoch, number, data_rank), _NEIGHBOURS)
+        first = data_rank.rank * count
+        return partners_of(self.batch(epoch, number), _NEIGHBOURS)[first : first + count]
 
     def _enter(self, epoch: int, window: int, streams: range) -> None:
         """Compute a window for some streams, and have the next one's shards fetched."""
