@@ -17,6 +17,23 @@ def rates(trial: Trial) -> None:
     trial.suggest_float("train.label_smoothing", 0.0, 0.2)
 
 
+def augmentation(trial: Trial) -> None:
+    """``rates``, and how much training images are changed. More epochs than usual pay for stronger changes.
+
+    - ``crop``: the smallest part of the area that is cut out. Below 0.4 a small image loses its object.
+    - ``flip``: mirror half of the images, or none, as for digits, where left and right matter.
+    - ``color``: brightness, contrast and saturation, by up to 40 %.
+    - ``mixup``: alpha of its Beta distribution. 0.2 mixes a little, and 1.0 evenly.
+    - ``mix.share``: from no mixed image to all.
+    """
+    rates(trial)
+    trial.suggest_float("train.augment.image.crop", 0.4, 1.0)
+    trial.suggest_categorical("train.augment.image.flip", [0.0, 0.5])
+    trial.suggest_float("train.augment.image.color", 0.0, 0.4)
+    trial.suggest_float("train.augment.mix.mixup", 0.1, 1.0, log=True)
+    trial.suggest_float("train.augment.mix.share", 0.0, 1.0)
+
+
 def space(trial: Trial) -> None:
     """The optimizer, which matters most, and the width of the network.
 

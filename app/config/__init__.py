@@ -23,7 +23,14 @@ from app.config.compile import (
 )
 from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, ShardsConfig, TokenizerConfig
 from app.config.layout import Layout
-from app.config.loading import dump_recipe, load_recipe, load_stored_recipe, parse_stored_recipe, with_values
+from app.config.loading import (
+    dump_recipe,
+    load_recipe,
+    load_stored_recipe,
+    parse_stored_recipe,
+    recipe_keys,
+    with_values,
+)
 from app.config.metrics import Mode
 from app.config.named_model import load_job_recipe, names_model, recipe_of_model
 from app.config.notify import EmailConfig, NotifyConfig, WebhookConfig
@@ -128,6 +135,7 @@ __all__ = [
     "names_model",
     "parse_stored_recipe",
     "read_text",
+    "recipe_keys",
     "recipe_of_model",
     "refusal",
     "title_of",

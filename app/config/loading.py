@@ -87,6 +87,11 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+def recipe_keys() -> list[str]:
+    """Return every dotted key of a recipe, also those of sections that a recipe may leave out."""
+    return list(_keys(Recipe))
+
+
 def _explain(problem: ErrorDetails) -> str:
     key = ".".join(map(str, problem["loc"])) or "recipe"
     match problem["type"]:

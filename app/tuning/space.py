@@ -17,7 +17,7 @@ from optuna.samplers import RandomSampler
 from optuna.trial import Trial
 from ray.tune.search.sample import Categorical, Domain, Float, Integer, LogUniform, Quantized, Uniform
 
-from app.config import AutoPlan, PlanConfig, Recipe, with_values
+from app.config import AutoPlan, PlanConfig, Recipe, recipe_keys, with_values
 from app.errors import RecipeError
 from app.import_string import did_you_mean, import_attribute
 from app.tuning import optuna_internals
@@ -258,7 +258,9 @@ def _plain(name: str, key: str, value: Any) -> Value:
 
 
 def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
-    known = dict(_leaves(_tree(recipe))) | {PLAN: None}
+    tree = _tree(recipe)
+    left_out = {key: None for key in recipe_keys() if _is_in_none(tree, key)}
+    known = dict(_leaves(tree)) | left_out | {PLAN: None}
     for key in keys:
         if key in _FIXED:
             where = "tune.workers" if key == "train.workers" else key
@@ -311,9 +313,22 @@ def _leaves(tree: object, prefix: str = "") -> Iterator[tuple[str, Value]]:
 
 
 def _value(tree: Any, key: str) -> Value:
+    """Return the value of a dotted key; None in a section that is left out."""
     for part in key.split("."):
+        if tree is None:
+            return None
         tree = tree[int(part)] if isinstance(tree, list) else tree[part]
     return tree
+
+
+def _is_in_none(tree: Any, key: str) -> bool:
+    """Return True for a key of a section that the recipe leaves out, such as ``train.augment.image.crop``."""
+    *sections, _ = key.split(".")
+    for section in sections:
+        if not isinstance(tree, dict):
+            break
+        tree = tree.get(section)
+    return tree is None
 
 
 def _contains(distribution: BaseDistribution, value: Value) -> bool:

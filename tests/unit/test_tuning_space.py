@@ -109,6 +109,18 @@ def test_the_spaces_that_come_with_rayloom_fit_their_recipes(file: str) -> None:
     assert space.values_outside() == {}
 
 
+def test_a_space_draws_keys_of_sections_that_the_recipe_leaves_out(recipe: Recipe) -> None:
+    assert recipe.train.augment is None
+    assert recipe.tune
+    space = load_space("tune_spaces.image:augmentation", recipe)
+    augments = [trial_recipe(recipe, draw(space, seed), recipe.tune).train.augment for seed in range(10)]
+    assert all(augment and augment.image and augment.mix for augment in augments)
+    assert len({augment.mix.mixup for augment in augments if augment and augment.mix}) == 10
+    assert {augment.image.flip for augment in augments if augment and augment.image} == {0.0, 0.5}
+    assert not any(key.startswith("train.augment") for key in space.own_values())
+    assert space.values_outside()["train.augment.image.crop"] is None
+
+
 @pytest.mark.parametrize(
     ("space", "words"),
     [
