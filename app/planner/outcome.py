@@ -47,7 +47,7 @@ def prediction_of(
     calibration = read_calibration(cluster, recipe.train.precision) if cluster.device.kind == "cpu" else None
     if calibration is None and is_small(blueprint, cluster):
         return None
-    measured = measured_run(metrics, profile, recipe.train.global_batch_size)
+    measured = measured_run(metrics, profile)
     if measured is None:
         return None
 
@@ -77,16 +77,16 @@ def prediction_of(
     return prediction
 
 
-def measured_run(metrics: UPath, profile: UPath, global_batch: int) -> MeasuredRun | None:
+def measured_run(metrics: UPath, profile: UPath) -> MeasuredRun | None:
     """Return what the records of a run's steps say; None if there are none."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
-    steps = [line for line in lines if line.get("samples_per_s") and "memory" in line]
+    steps = [line for line in lines if line.get("step_s") and "memory" in line]
     if not steps:
         return None
     summary = profile / SUMMARY_FILE
     communication = json.loads(summary.read_text(encoding="utf-8")).get("communication") if summary.exists() else None
     return MeasuredRun(
-        step_s=median(global_batch / line["samples_per_s"] for line in steps),
+        step_s=median(line["step_s"] for line in steps),
         memory_bytes=max(line["memory"]["peak_bytes"] for line in steps),
         communication=communication,
     )

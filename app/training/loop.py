@@ -109,7 +109,7 @@ class Loop:
         position = self.position
         numbers = [
             number
-            for number in range(position.batches_done, self.feed.batches_per_epoch)
+            for number in range(position.batches_done, self.feed.order.num_batches(position.epoch))
             if (position.epoch, number) not in position.left_out
         ][: self._steps_left()]
         stream = self.feed.train(position.epoch, numbers)
@@ -132,6 +132,7 @@ class Loop:
         """Do one optimizer step on global batch ``number`` of the epoch."""
         began, seconds_in = time.monotonic(), self.activity.start_clock()
         accumulation = self.feed.layout.gradient_accumulation
+        samples = self.feed.order.batch_size(self.position.epoch, number)
         result = self.engine.train_step(islice(stream, accumulation), self.activity)
 
         self.position.step += 1
@@ -146,7 +147,8 @@ class Loop:
                 busy_s=seconds_in[Phase.DATA] + seconds_in[Phase.FORWARD],
                 data_s=seconds_in[Phase.DATA],
                 seconds=seconds,
-                mfu=self.meter.utilisation(last, seconds) if last else None,
+                mfu=self.meter.utilisation(last, samples, seconds) if last else None,
+                samples=samples,
             )
         )
         self.profiler.step()

@@ -21,6 +21,8 @@ class StepRecord(Record):
     grad_norm: float | None = None
     samples_per_s: float
     """Rate of all steps of the same sync between the workers, about one second."""
+    step_s: float | None = None
+    """Mean seconds of these steps. None in records of versions that did not keep it."""
     data_stall: float
     """Share of the step's time that the first worker waited for data."""
     loss_scale: float | None = None

@@ -37,7 +37,7 @@ from app.tasks.objective import class_weights
 from app.telemetry.profiler import PROFILE
 from app.training.augmented_samples import augmented_samples
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
-from app.training.data.batches import count_steps
+from app.training.data.batches import count_steps, order_of
 from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
 from app.training.engine.deepspeed_engine import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
@@ -76,7 +76,7 @@ def prepare_run(
     # Again, because now it has the configuration of a pretrained model.
     recipe = run.recipe
     # This, ``augmentation_of``, ``_texts_of`` and ``class_weights`` are called for their errors only.
-    count_steps(recipe.train, len(data.train))
+    count_steps(recipe.train, order_of(recipe.train, data))
     if isinstance(recipe.train.plan, AutoPlan):
         chosen = choose_plan(recipe, blueprint, data, partial(find_cluster, recipe.train))
         print(f"train.plan auto: {chosen.reason}", flush=True)

@@ -33,9 +33,8 @@ from app.training.checkpoints.state import Position
 from app.training.checkpoints.store import CheckpointStore
 from app.training.coordination.sync import StepSync
 from app.training.coordination.watchdog import Watchdog
-from app.training.data.batches import EPOCH_ORDER, count_steps, shards_of
+from app.training.data.batches import count_steps, order_of
 from app.training.data.feed import Feed
-from app.training.data.streams import STREAM_ORDER
 from app.training.engine import TrainingEngine, create_engine
 from app.training.loop import Loop
 from app.training.records import Ending, EpochRecord
@@ -165,7 +164,8 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     recipe, data, worker, stack = attempt.recipe, attempt.data, attempt.worker, attempt.stack
     run_folder, config, layout = attempt.run_folder, recipe.train, recipe.train.layout(worker.size)
     activity = Activity(watchdog.beat, watchdog.report_progress)
-    total_steps = count_steps(config, len(data.train))
+    order = order_of(config, data, _classes_to_balance(data, recipe))
+    total_steps = count_steps(config, order)
     # One process looks for a checkpoint, so that all build the model in the same way.
     is_resumed = bool(on_first(CheckpointStore(run_folder / CHECKPOINTS).committed))
     engine, meter = _make_engine(recipe, data, layout, total_steps, worker, activity, is_resumed)
@@ -173,9 +173,8 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     stack.callback(engine.deepspeed.destroy)
     stop_signals = _listen_for_stops(run_folder, worker, alerts, stack)
     # With ``mirror.flush``, the logs in storage are never behind a committed checkpoint.
-    order = STREAM_ORDER if shards_of(data.train) else EPOCH_ORDER
     folder = run_folder / CHECKPOINTS
-    checkpoints = CheckpointManager(folder, engine, config, layout, worker, activity, mirror.flush, order)
+    checkpoints = CheckpointManager(folder, engine, config, layout, worker, activity, mirror.flush, order.name)
     stack.callback(checkpoints.close)
     metrics = RunMetrics(attempt.publish, run_folder.name, recipe, total_steps, lambda: checkpoints.last_commit)
 
@@ -186,7 +185,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
         return (*_open_logs(mirror, position.step, records, stack), alerts, progress, metrics)
 
     taught = _with_teacher(data, recipe) if config.teacher else data
-    feed = Feed(taught, config, layout, worker, activity, _classes_to_balance(data, recipe))
+    feed = Feed(taught, config, layout, worker, activity, order)
     stack.callback(feed.close)
     # A search may answer only when its other trials have.
     report = watchdog.rest()(attempt.report)
@@ -198,9 +197,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
         feed=feed,
         checkpoints=checkpoints,
         sync=StepSync(worker, stop_signals, checkpoints.has_lost, attempt.poll_stop_request),
-        recorder=Recorder(
-            config, worker.device, data.tokens_per_sample, report, open_sinks, attempt.started, metrics.ranks
-        ),
+        recorder=Recorder(worker.device, data.tokens_per_sample, report, open_sinks, attempt.started, metrics.ranks),
         meter=meter,
         profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank, metrics.profiled)),
         activity=activity,

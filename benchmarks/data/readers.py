@@ -47,7 +47,7 @@ def our_texts(source: Source, rank: int) -> Texts:
     """The rank's part of each batch of an epoch, from canonical streams."""
     rows = source.shards.open("train")
     order = StreamOrder(rows, BATCH, 0)
-    for number in range(source.seek_to, order.batches_per_epoch):
+    for number in range(source.seek_to, order.num_batches(1)):
         yield rows.read(order.share(1, number, DataRank(rank, RANKS)))["input"].to_pylist()
 
 

@@ -36,7 +36,7 @@ from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
-from app.training.data.batches import DataRank, micro_batches
+from app.training.data.batches import DataRank
 from app.training.data.feed import MicroBatch
 from app.training.engine import create_engine
 from app.training.session import train
@@ -181,7 +181,7 @@ def planned_losses(norm: bool, size: int, **plan: int) -> list[float]:
     engine = create_engine(Blueprint.of(partial(Classifier, norm)), config, layout, total_steps=STEPS)
     data_rank, losses = DataRank(torch.distributed.get_rank(), workers), []
     for inputs, classes in zip(*batches(size), strict=True):
-        shares = micro_batches(np.arange(size), data_rank, layout.gradient_accumulation)
+        shares = np.array_split(np.arange(size)[data_rank.rank :: data_rank.size], layout.gradient_accumulation)
         stream = (MicroBatch({"features": inputs[share]}, classes[share]) for share in shares)
         loss = engine.train_step(stream, Activity()).loss
         torch.distributed.all_reduce(loss)

@@ -30,7 +30,7 @@ from app.training.checkpoints.snapshot import take_snapshot
 from app.training.checkpoints.state import Position
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
-from app.training.data.batches import DataRank, micro_batches
+from app.training.data.batches import DataRank
 from app.training.data.feed import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.optimizer import lr_factor
@@ -147,7 +147,7 @@ def train(engine: TrainingEngine, layout: Layout, steps: range) -> list[float]:
     data_rank = DataRank(layout.data_rank(torch.distributed.get_rank()), layout.data)
 
     def stream(tokens: torch.Tensor) -> Iterator[MicroBatch]:
-        for indices in micro_batches(np.arange(BATCH), data_rank, layout.gradient_accumulation):
+        for indices in np.array_split(np.arange(BATCH)[data_rank.rank :: data_rank.size], layout.gradient_accumulation):
             yield MicroBatch({"input_ids": tokens[indices][:, :-1]}, tokens[indices][:, 1:])
 
     losses = []

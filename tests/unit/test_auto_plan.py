@@ -162,9 +162,9 @@ def _run(subject: str, stage: int, step_s: float) -> MeasuredPlan:
 
 def test_a_run_tells_where_its_prediction_was_off(tmp_path: Path) -> None:
     metrics = to_path(tmp_path / "metrics.jsonl")
-    lines = [{"step": n, "samples_per_s": 320.0, "memory": {"peak_bytes": 2**30}} for n in range(3)]
+    lines = [{"step": n, "step_s": 0.1, "memory": {"peak_bytes": 2**30}} for n in range(3)]
     metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-    measured = measured_run(metrics, to_path(tmp_path / "profile"), global_batch=32)
+    measured = measured_run(metrics, to_path(tmp_path / "profile"))
     assert measured is not None
     assert (measured.step_s, measured.memory_bytes, measured.communication) == (0.1, 2**30, None)
     stated = Prediction(step_s=0.2, error=0.15, memory_bytes=2**30, communication=0.1, measured=measured)
@@ -182,7 +182,7 @@ def test_the_prediction_for_a_calibrated_plan_is_its_measured_time(
     recipe = load_recipe(DIGITS, ["train.workers=2", "train.plan.micro_batch=32"])
     _calibrate(recipe, tmp_path, monkeypatch)
     metrics = to_path(tmp_path / "metrics.jsonl")
-    metrics.write_text('{"step": 0, "samples_per_s": 64.0, "memory": {"peak_bytes": 1}}\n', encoding="utf-8")
+    metrics.write_text('{"step": 0, "step_s": 1.0, "memory": {"peak_bytes": 1}}\n', encoding="utf-8")
     for stage, measured_s in ((1, 0.02), (3, 0.05)):
         staged = load_recipe(DIGITS, ["train.workers=2", "train.plan.micro_batch=32", f"train.plan.zero_stage={stage}"])
         profile = to_path(tmp_path / "profile")

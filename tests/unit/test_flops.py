@@ -76,7 +76,7 @@ def test_batch_norm_is_counted_in_micro_batches_of_one_sample() -> None:
     model = nn.Sequential(nn.Linear(30, 70), nn.BatchNorm1d(70))
     meter = Meter.of(model, config, config.layout(1), worker)
     batch = MicroBatch({"input": torch.zeros(1, 30)}, torch.zeros(1))
-    first, second = meter.utilisation(batch, seconds=1.0), meter.utilisation(batch, seconds=1.0)
+    first, second = meter.utilisation(batch, 1, seconds=1.0), meter.utilisation(batch, 1, seconds=1.0)
     assert first is None
     assert second is not None
 

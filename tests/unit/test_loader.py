@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from app.config.layout import lay_out
 from app.config.plan import PlanConfig
 from app.data.prepared import Batch
 from app.training.activity import Activity
+from app.training.data.batches import order_of
 from app.training.data.feed import Feed
 from app.training.worker import Worker
 
@@ -54,13 +56,14 @@ def feed(rank: int = 0, num_workers: int = 2, seed: int = 0) -> Iterator[Feed]:
     config = TrainConfig.model_validate({"global_batch_size": BATCH, "seed": seed, "loader": loader, "workers": 2})
     layout: Layout = lay_out(PlanConfig(micro_batch=4), BATCH, workers=2)
     worker = Worker(rank, 2, torch.device("cpu"))
-    with closing(Feed(NoiseData(), config, layout, worker, Activity())) as opened:  # type: ignore[arg-type]
+    data: Any = NoiseData()
+    with closing(Feed(data, config, layout, worker, Activity(), order_of(config, data))) as opened:
         yield opened
 
 
 def noise_of(opened: Feed, epoch: int, first: int = 0) -> list[list[float]]:
     """Return the random numbers of each micro-batch, from global batch ``first`` of the epoch."""
-    numbers = range(first, opened.batches_per_epoch)
+    numbers = range(first, opened.order.num_batches(epoch))
     return [batch.inputs["noise"].flatten().tolist() for batch in opened.train(epoch, numbers)]
 
 

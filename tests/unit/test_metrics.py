@@ -231,8 +231,8 @@ def test_a_run_publishes_its_newest_figures() -> None:
     metrics.ranks([0.1, 0.3])
     steps = [
         StepRecord(
-            step=step, epoch=1, loss=2.0 / step, lr=0.1, grad_norm=3.0, samples_per_s=128.0, data_stall=0.01,
-            memory=MemoryRecord(peak_bytes=4096),
+            step=step, epoch=1, loss=2.0 / step, lr=0.1, grad_norm=3.0, samples_per_s=128.0, step_s=0.5,
+            data_stall=0.01, memory=MemoryRecord(peak_bytes=4096),
         )
         for step in (1, 2)
     ]  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from upath import UPath
 from upath.implementations.memory import MemoryPath
 
-from app.config import AlertConfig, TrainConfig
+from app.config import AlertConfig
 from app.storage import to_path
 from app.telemetry.alerts import Alerts, Notifier
 from app.telemetry.mirror import Mirror
@@ -47,14 +47,14 @@ def report(record: EpochRecord) -> None:
 def synced(step_s: float) -> SyncedSteps:
     """Steps of ``step_s`` seconds."""
     result = StepResult(torch.tensor(1.0), Factors(lr=0.1, loss_scale=None), grad_norm=1.0, is_applied=True)
-    steps = [LocalStep(0, result, busy_s=0.0, data_s=0.0, seconds=step_s, mfu=None) for _ in range(STEPS)]
+    steps = [LocalStep(0, result, busy_s=0.0, data_s=0.0, seconds=step_s, mfu=None, samples=64) for _ in range(STEPS)]
     return SyncedSteps(steps, [1.0] * STEPS, StopRequest.NONE, has_lost_state=False, busy_s=[0.0])
 
 
 def test_a_run_that_becomes_slow_is_noticed_with_its_first_slow_steps() -> None:
     rule = AlertConfig(when="samples_per_s has fallen by 50 %", do=["pause"])
     alerts = Alerts([rule], Notifier(), "run-1", "digits")
-    recorder = Recorder(TrainConfig(), torch.device("cpu"), None, report, lambda *_: [alerts], started=0.0)
+    recorder = Recorder(torch.device("cpu"), None, report, lambda *_: [alerts], started=0.0)
     recorder.open(Position(), [])
     recorder.begin_epoch()
     for number, step_s in enumerate([0.1] * 50 + [0.3], start=1):
@@ -65,7 +65,7 @@ def test_a_run_that_becomes_slow_is_noticed_with_its_first_slow_steps() -> None:
 
 def test_a_run_that_was_paused_on_an_epochs_last_batch_still_knows_its_rate() -> None:
     def begin(position: Position) -> Recorder:
-        recorder = Recorder(TrainConfig(), torch.device("cpu"), None, report, lambda *_: [], 0.0, clock=lambda: now)
+        recorder = Recorder(torch.device("cpu"), None, report, lambda *_: [], 0.0, clock=lambda: now)
         recorder.open(position, [])
         recorder.begin_epoch()
         return recorder

@@ -1,5 +1,6 @@
 """Shards: written whole, refused when torn, and read in an order that does not depend on the number of workers."""
 
+import hashlib
 import itertools
 import os
 import pickle
@@ -157,13 +158,18 @@ def test_an_epoch_has_each_sample_once_but_those_of_an_incomplete_batch(tmp_path
     order = order_of(rows_of(str(tmp_path)), batch=batch)
     left_out = []
     for epoch in (1, 2):
-        seen = Counter(
-            np.concatenate([order.batch(epoch, number) for number in range(order.batches_per_epoch)]).tolist()
-        )
+        seen = Counter(np.concatenate([order.batch(epoch, number) for number in range(order.num_batches(1))]).tolist())
         assert set(seen.values()) == {1}
         assert len(seen) == ROWS // batch * batch
         left_out.append(set(range(ROWS)) - set(seen))
     assert ROWS % batch == 0 or left_out[0] != left_out[1]
+
+
+def test_the_recorded_order_of_shards_stays_as_it_was(tmp_path: Path) -> None:
+    order = order_of(rows_of(str(tmp_path)))
+    batches = [order.batch(epoch, number) for epoch in (1, 2) for number in range(ROWS // BATCH)]
+    digest = hashlib.sha256(np.concatenate(batches).astype("<i8").tobytes()).hexdigest()
+    assert (order.name, digest[:16]) == ("streams-1", "8eb56c0f2124b8c4")
 
 
 @pytest.mark.parametrize("batch", [24, 16])
@@ -180,7 +186,7 @@ def test_a_run_goes_on_exactly_on_one_two_four_and_one_workers(tmp_path: Path) -
     """Each world begins with an order of its own, which knows nothing but the epoch and the number of the batch."""
     rows = rows_of(str(tmp_path))
     undisturbed = order_of(rows)
-    batches = undisturbed.batches_per_epoch
+    batches = undisturbed.num_batches(1)
     positions = [(epoch, number) for epoch in (1, 2) for number in range(batches)]
     seen = []
     for size, start, stop in ((1, 0, 75), (2, 75, 130), (4, 130, 201), (1, 201, len(positions))):
@@ -197,7 +203,7 @@ def test_a_rank_reads_shards_of_its_own(tmp_path: Path) -> None:
     assert order.num_streams == 16
     opened = []
     for rank in range(size):
-        shares = [order.share(1, number, DataRank(rank, size)) for number in range(order.batches_per_epoch)]
+        shares = [order.share(1, number, DataRank(rank, size)) for number in range(order.num_batches(1))]
         opened.append(set((np.searchsorted(rows.first_rows, np.concatenate(shares), side="right") - 1).tolist()))
     # They share the shard at the border of their streams, and the one where the epoch begins and ends.
     assert len(opened[0] & opened[1]) <= 2
@@ -209,7 +215,7 @@ def test_batches_are_shuffled_and_of_similar_lengths(tmp_path: Path) -> None:
     first, second = (order.batch(epoch, 0) for epoch in (1, 2))
     assert not np.array_equal(np.sort(first), np.sort(second))
     lengths = np.array([len(text) for text in texts()])
-    padded = [lengths[order.batch(1, number)].max() for number in range(order.batches_per_epoch)]
+    padded = [lengths[order.batch(1, number)].max() for number in range(order.num_batches(1))]
     assert np.mean(padded) < 0.75 * lengths.max()
     assert abs(np.corrcoef(np.arange(len(padded)), padded)[0, 1]) < 0.3
 

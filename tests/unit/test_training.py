@@ -1,8 +1,10 @@
 """The parts of training that need no process group."""
 
+import hashlib
 import time
 from math import inf, nan
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,15 @@ from app.config import EarlyStoppingConfig, ModelConfig, ScheduleConfig, TrainCo
 from app.errors import RecipeError, TrainingError
 from app.models.factory import build_model, logits_of
 from app.runs import CONFIG_FILE, Run
-from app.training.data.batches import DataRank, count_steps, micro_batches, train_batches, validation_batches
+from app.training.data.batches import (
+    EPOCH_ORDER,
+    DataRank,
+    MemoryOrder,
+    count_steps,
+    order_of,
+    train_batches,
+    validation_batches,
+)
 from app.training.engine.batch_norm import synchronize_batch_norm
 from app.training.engine.deepspeed_engine import Factors, StepResult
 from app.training.engine.optimizer import lr_factor
@@ -26,13 +36,12 @@ LENGTHS = [(index * 37) % 101 for index in range(1000)]
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_workers_together_see_the_global_batch(world_size: int) -> None:
-    batches = train_batches(LENGTHS, batch_size=32, seed=0, epoch=1)
-    for batch in batches[:5]:
-        shares = [micro_batches(batch, DataRank(rank, world_size), 3) for rank in range(world_size)]
-        assert sorted(index for share in shares for micro in share for index in micro) == sorted(batch)
-        assert {len(micro) for share in shares for micro in share} <= {
-            32 // world_size // 3 + extra for extra in (0, 1)
-        }
+    order = MemoryOrder(LENGTHS, 32, seed=0)
+    for number, batch in enumerate(train_batches(LENGTHS, batch_size=32, seed=0, epoch=2)[:5]):
+        shares = [order.share(2, number, DataRank(rank, world_size)) for rank in range(world_size)]
+        assert np.array_equal(order.batch(2, number), batch)
+        assert sorted(np.concatenate(shares)) == sorted(batch)
+        assert {len(share) for share in shares} == {order.batch_size(2, number) // world_size}
 
 
 def test_an_epoch_sees_a_sample_once_and_in_its_own_order() -> None:
@@ -42,6 +51,14 @@ def test_an_epoch_sees_a_sample_once_and_in_its_own_order() -> None:
     assert np.array_equal(first, train_batches(LENGTHS, 32, seed=0, epoch=1))
     assert not np.array_equal(first, second)
     assert set(seen) != {index for batch in second for index in batch}
+
+
+def test_the_recorded_order_stays_as_it_was() -> None:
+    """Checkpoints count batches in it. A change of the order needs a new name."""
+    batches = np.concatenate(
+        [train_batches(np.arange(5000) * 37 % 101, 48, seed=7, epoch=epoch) for epoch in (1, 2, 3)]
+    )
+    assert (EPOCH_ORDER, hashlib.sha256(batches.tobytes()).hexdigest()[:16]) == ("numpy-1", "64a2966ca6bd68f2")
 
 
 def test_no_length_is_left_out_more_than_others() -> None:
@@ -165,9 +182,10 @@ def test_batch_norm_over_workers_validates_with_float32_statistics(dtype: torch.
 
 def test_too_few_samples_for_a_batch_are_refused() -> None:
     config = load_recipe(ROOT / "recipes/digits.yaml").train
-    assert count_steps(config, 200) == 3 * config.epochs
+    assert count_steps(config, MemoryOrder([0] * 200, 64, seed=0)) == 3 * config.epochs
+    few: Any = SimpleNamespace(train=[0] * 10)
     with pytest.raises(TrainingError, match="global_batch_size is 64, the training split has 10 samples"):
-        count_steps(config, 10)
+        order_of(config, few)
 
 
 @pytest.mark.parametrize(

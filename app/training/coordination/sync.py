@@ -34,6 +34,8 @@ class LocalStep:
     """Seconds of the whole step."""
     mfu: float | None
     """Model FLOPs utilisation."""
+    samples: int
+    """Samples of the global batch."""
 
 
 @dataclass(frozen=True)

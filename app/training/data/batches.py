@@ -1,19 +1,22 @@
 """The samples of each batch. Global batches are the same for any number of workers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.config import TrainConfig
-from app.data.prepared import Dataset, ShardedSamples
+from app.data.prepared import Dataset, PreparedData, ShardedSamples
 from app.errors import TrainingError
 
 Indices = NDArray[np.int64]
 Lengths = NDArray[np.int64] | Sequence[int]
 EPOCH_ORDER = "numpy-1"
 """Name of the sample order of ``train_batches``. A change of the order needs a new name."""
+_PAIRED = 64
+"""Block of ``partners_of`` for samples in memory: a rank has every n-th sample of a batch."""
 BATCHES_PER_SORT = 32
 """Number of batches whose samples are sorted by length together. More pad less, fewer mix better."""
 
@@ -26,25 +29,104 @@ class DataRank:
     size: int
 
 
+class SampleOrder(Protocol):
+    """The global batches of every epoch. They depend on the data, the recipe and the seed, not on the workers."""
+
+    @property
+    def name(self) -> str:
+        """Name of the order, which checkpoints record. A change of the order needs a new name."""
+        ...
+
+    def num_batches(self, epoch: int) -> int:
+        """Return the number of global batches of an epoch. Epochs begin at 1."""
+        ...
+
+    def batch_size(self, epoch: int, number: int) -> int:
+        """Return the number of samples of a global batch."""
+        ...
+
+    def batch(self, epoch: int, number: int) -> Indices:
+        """Return global batch ``number`` of an epoch, as indices into the split, of shape (samples,)."""
+        ...
+
+    def share(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
+        """Return a rank's part of a global batch. The parts of all ranks are the batch."""
+        ...
+
+    def partners(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
+        """Return the sample that each one of ``share`` is mixed with."""
+        ...
+
+
+def order_of(config: TrainConfig, data: PreparedData, classes: Sequence[int] | None = None) -> SampleOrder:
+    """Return the order of a recipe's training samples.
+
+    ``classes`` has the class of each sample, if all classes shall come equally often.
+
+    Raises:
+        TrainingError: there are fewer samples than one batch takes.
+    """
+    if (num_samples := len(data.train)) < config.global_batch_size:
+        raise TrainingError(
+            f"train.global_batch_size is {config.global_batch_size}, the training split has {num_samples} samples: "
+            "lower the batch size or give more data"
+        )
+    if shards := shards_of(data.train):
+        from app.training.data.streams import StreamOrder  # it builds on this module
+
+        return StreamOrder(shards, config.global_batch_size, config.seed)
+    return MemoryOrder(data.train.lengths, config.global_batch_size, config.seed, classes)
+
+
 def shards_of(dataset: Dataset) -> ShardedSamples | None:
     """Return the shards that a dataset lies in; None if it is in memory."""
     shards: ShardedSamples | None = getattr(dataset, "shards", None)
     return shards
 
 
-def count_steps(config: TrainConfig, num_samples: int) -> int:
-    """Return the number of optimizer steps of the whole run.
+def count_steps(config: TrainConfig, order: SampleOrder) -> int:
+    """Return the number of optimizer steps of the whole run."""
+    total = sum(order.num_batches(epoch) for epoch in range(1, config.epochs + 1))
+    return min(total, config.max_steps or total)
 
-    Raises:
-        TrainingError: there are fewer samples than one batch takes.
-    """
-    per_epoch = num_samples // config.global_batch_size
-    if not per_epoch:
-        raise TrainingError(
-            f"train.global_batch_size is {config.global_batch_size}, the training split has {num_samples} samples: "
-            "lower the batch size or give more data"
-        )
-    return min(config.epochs * per_epoch, config.max_steps or config.epochs * per_epoch)
+
+@dataclass
+class MemoryOrder:
+    """The order of samples in memory: ``train_batches`` of each epoch, of which one is kept."""
+
+    name: ClassVar[str] = EPOCH_ORDER
+
+    lengths: Lengths
+    size: int
+    """Samples of a global batch."""
+    seed: int
+    classes: Sequence[int] | None = None
+    """The class of each sample, if all classes shall come equally often."""
+    _epoch: tuple[int, Indices] | None = field(default=None, init=False)
+    """The last epoch that was asked for, and its batches."""
+
+    def num_batches(self, epoch: int) -> int:  # noqa: ARG002
+        """Return the number of full batches. Samples that do not fill a last one are left out of this epoch."""
+        return len(self.lengths) // self.size
+
+    def batch_size(self, epoch: int, number: int) -> int:  # noqa: ARG002
+        """Return the number of samples of each batch."""
+        return self.size
+
+    def batch(self, epoch: int, number: int) -> Indices:
+        """Return a global batch, as indices of shape (size,)."""
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, train_batches(self.lengths, self.size, self.seed, epoch, self.classes)
+        batch: Indices = self._epoch[1][number]
+        return batch
+
+    def share(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
+        """Return a rank's part of a global batch."""
+        return self.batch(epoch, number)[data_rank.rank :: data_rank.size]
+
+    def partners(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
+        """Return the sample that each one of ``share`` is mixed with."""
+        return partners_of(self.batch(epoch, number), _PAIRED)[data_rank.rank :: data_rank.size]
 
 
 def train_batches(
@@ -79,11 +161,6 @@ def _balanced(classes: Indices, generator: np.random.Generator) -> Indices:
         rounds = [generator.permutation(members) for _ in range(-(-share // len(members)))]
         chosen.append(np.concatenate(rounds)[:share])
     return generator.permutation(np.concatenate(chosen))
-
-
-def micro_batches(batch: Indices, data_rank: DataRank, count: int) -> list[Indices]:
-    """Split this rank's share of a global batch into ``count`` micro-batches whose sizes differ by at most one."""
-    return np.array_split(batch[data_rank.rank :: data_rank.size], count)
 
 
 def partners_of(batch: Indices, block: int) -> Indices:

@@ -18,24 +18,11 @@ from app.data.prepared import IGNORED, Batch, Dataset, PreparedData
 from app.models.precision import TORCH_DTYPES
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
-from app.training.data.batches import (
-    DataRank,
-    Indices,
-    micro_batches,
-    partners_of,
-    shards_of,
-    train_batches,
-    validation_batches,
-)
-from app.training.data.streams import StreamOrder, sharded_validation_batches
+from app.training.data.batches import DataRank, Indices, SampleOrder, shards_of, validation_batches
+from app.training.data.streams import sharded_validation_batches
 from app.training.worker import Worker, seed_random
 
 Split = Literal["train", "validation"]
-Part = tuple[Indices, Indices | None, float | None]
-"""A micro-batch: its samples, the partners that they are mixed with, if they are, and its weight."""
-SplitBatch = Callable[[int], list[Part]]
-_PAIRED = 64
-"""Block of ``partners_of`` for samples in memory: a rank has every n-th sample of a batch."""
 _VALIDATION_EPOCH = 0
 """Validation draws the same random numbers in every epoch. Training epochs begin at 1."""
 
@@ -96,63 +83,28 @@ class Feed:
     layout: Layout
     worker: Worker
     activity: Activity
-    classes: Sequence[int] | None = None
-    """The class of each training sample, if all classes shall come equally often."""
+    order: SampleOrder
     loader: "Loader" = field(init=False)
-    _order: StreamOrder | None = field(init=False)
-    """The order of samples in shards. None: the samples are in memory."""
 
     def __post_init__(self) -> None:
-        shards = shards_of(self.data.train)
-        self._order = StreamOrder(shards, self.config.global_batch_size, self.config.seed) if shards else None
         self.loader = Loader(self.data, self.config, self.worker.device, self.activity)
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Number of global batches of an epoch. Samples that do not fill a last one are left out."""
-        return len(self.data.train) // self.config.global_batch_size
 
     def train(self, epoch: int, batch_numbers: Sequence[int]) -> Iterator[MicroBatch]:
         """Yield the micro-batches of these global batches of ``epoch``, in order."""
-        accumulation = self.layout.gradient_accumulation
-        split = self._split_from_shards(epoch) if self._order else self._split_from_memory(epoch)
+        accumulation, weigh = self.layout.gradient_accumulation, self._weigher(epoch)
         return self.loader.read(
-            self._request("train", epoch, number * accumulation + place, *part)
+            self._request("train", epoch, number * accumulation + place, *part, weigh(part[0], number))
             for number in batch_numbers
-            for place, part in enumerate(split(number))
+            for place, part in enumerate(self._parts(epoch, number))
         )
 
-    def _split_from_memory(self, epoch: int) -> SplitBatch:
-        """Return a function that splits a global batch of the epoch into this rank's weighted micro-batches."""
-        train, batch_size = self.data.train, self.config.global_batch_size
-        batches = train_batches(train.lengths, batch_size, self.config.seed, epoch, self.classes)
-        weigh = self._weigher()
-
-        def split(number: int) -> list[Part]:
-            batch, accumulation = batches[number], self.layout.gradient_accumulation
-            parts = micro_batches(batch, self._rank, accumulation)
-            weights = [weigh(indices, batch) for indices in parts]
-            partners: Sequence[Indices | None] = [None] * len(parts)
-            if self._mixes:
-                partners = micro_batches(partners_of(batch, _PAIRED), self._rank, accumulation)
-            return list(zip(parts, partners, weights, strict=True))
-
-        return split
-
-    def _split_from_shards(self, epoch: int) -> SplitBatch:
-        """Return the same function for samples in shards. Each batch is computed when it is split."""
-        assert self._order
-        order, rank = self._order, self._rank
-
-        def split(number: int) -> list[Part]:
-            count = self.layout.gradient_accumulation
-            if not self._mixes:
-                return [(part, None, None) for part in np.array_split(order.share(epoch, number, rank), count)]
-            rows = order.share(epoch, number, rank), order.partners(epoch, number, rank)
-            parts, partners = (np.array_split(part, count) for part in rows)
-            return [(part, others, None) for part, others in zip(parts, partners, strict=True)]
-
-        return split
+    def _parts(self, epoch: int, number: int) -> list[tuple[Indices, Indices | None]]:
+        """Return this rank's micro-batches of a global batch, each with the samples that its own are mixed with."""
+        count = self.layout.gradient_accumulation
+        parts = np.array_split(self.order.share(epoch, number, self._rank), count)
+        if not self._mixes:
+            return [(part, None) for part in parts]
+        return list(zip(parts, np.array_split(self.order.partners(epoch, number, self._rank), count), strict=True))
 
     def validation(self) -> Iterator[MicroBatch]:
         """Yield the validation split, each sample once over all workers."""
@@ -174,16 +126,21 @@ class Feed:
             if shards := shards_of(samples):
                 shards.close()
 
-    def _weigher(self) -> Callable[[Indices, Indices], float | None]:
+    def _weigher(self, epoch: int) -> Callable[[Indices, int], float | None]:
         """Return a function that weighs a micro-batch of a global batch by its targets, where samples differ in them.
 
         Then the loss of a step is the mean over all its targets, however they are shared out.
         """
         num_targets = getattr(self.data.train, "num_targets", None)
         if num_targets is None:
-            return lambda indices, whole: None  # noqa: ARG005
+            return lambda indices, number: None  # noqa: ARG005
         parts = self.layout.gradient_accumulation * self.layout.data
-        return lambda indices, whole: parts * float(num_targets[indices].sum() / num_targets[whole].sum())
+
+        def weigh(indices: Indices, number: int) -> float:
+            whole = self.order.batch(epoch, number)
+            return parts * float(num_targets[indices].sum() / num_targets[whole].sum())
+
+        return weigh
 
     @property
     def _mixes(self) -> bool:

@@ -9,6 +9,7 @@ part of a batch from streams of its own where V is a multiple of the ranks.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +33,12 @@ Segment = tuple[int, int, int]
 
 @dataclass
 class StreamOrder:
-    """The global batches of sharded samples."""
+    """The global batches of sharded samples, each of ``size`` samples."""
+
+    name: ClassVar[str] = STREAM_ORDER
 
     samples: ShardedSamples
-    batch_size: int
+    size: int
     seed: int
     _parts: dict[tuple[int, int, int], Indices] = field(default_factory=dict, init=False)
     """Rows of the window under way, by epoch, window and stream."""
@@ -45,30 +48,37 @@ class StreamOrder:
     def num_streams(self) -> int:
         """V: the largest power of two up to 16 that divides the batch, and is no larger than the number of shards."""
         shards, streams = len(self.samples.shard_rows), 1
-        while streams < _MAX_STREAMS and self.batch_size % (2 * streams) == 0 and 2 * streams <= shards:
+        while streams < _MAX_STREAMS and self.size % (2 * streams) == 0 and 2 * streams <= shards:
             streams *= 2
         return streams
 
+    def num_batches(self, epoch: int) -> int:  # noqa: ARG002
+        """Return the number of full batches. Other rows are left out of each epoch."""
+        return self._num_batches
+
+    def batch_size(self, epoch: int, number: int) -> int:  # noqa: ARG002
+        """Return the number of samples of each batch."""
+        return self.size
+
     @cached_property
-    def batches_per_epoch(self) -> int:
-        """Rows that do not fill a last batch are left out. They are others in each epoch."""
-        return len(self.samples) // self.batch_size
+    def _num_batches(self) -> int:
+        return len(self.samples) // self.size
 
     @cached_property
     def steps_per_window(self) -> int:
         """Number of batches whose samples are shuffled together."""
-        return max(1, min(self.samples.window_rows, _MAX_WINDOW_ROWS) // self.batch_size)
+        return max(1, min(self.samples.window_rows, _MAX_WINDOW_ROWS) // self.size)
 
     def batch(self, epoch: int, number: int) -> Indices:
-        """Return a global batch, as indices of shape (batch_size,)."""
+        """Return a global batch, as indices of shape (size,)."""
         return self.share(epoch, number, DataRank(0, 1))
 
     def share(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
         """Return a rank's part of global batch ``number`` of an epoch. Only the streams that it is in are computed."""
         window, step = divmod(number, self.steps_per_window)
-        count = self.batch_size // data_rank.size
+        count = self.size // data_rank.size
         start, stop = data_rank.rank * count, (data_rank.rank + 1) * count
-        per_stream = self.batch_size // self.num_streams
+        per_stream = self.size // self.num_streams
         streams = range(start // per_stream, -(-stop // per_stream))
         self._enter(epoch, window, streams)
         parts = [self._parts[epoch, window, stream][step] for stream in streams]
@@ -77,7 +87,7 @@ class StreamOrder:
 
     def partners(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
         """Return the sample that each one of ``share`` is mixed with: its neighbour."""
-        count = self.batch_size // data_rank.size
+        count = self.size // data_rank.size
         if count % _NEIGHBOURS == 0:
             return partners_of(self.share(epoch, number, data_rank), _NEIGHBOURS)
         first = data_rank.rank * count
@@ -92,7 +102,7 @@ class StreamOrder:
         self.samples.prefetch(self._shards_of(epoch, window, streams))
         for stream in streams:
             self._parts[epoch, window, stream] = self._shuffled(epoch, window, stream)
-        is_last = (window + 1) * self.steps_per_window >= self.batches_per_epoch
+        is_last = (window + 1) * self.steps_per_window >= self._num_batches
         following = (epoch + 1, 0) if is_last else (epoch, window + 1)
         self.samples.prefetch(self._shards_of(*following, streams))
 
@@ -101,15 +111,15 @@ class StreamOrder:
 
     def _segments(self, epoch: int, window: int, stream: int) -> list[Segment]:
         """Return the rows of a stream in a window, before they are shuffled."""
-        per_stream = self.batch_size // self.num_streams
+        per_stream = self.size // self.num_streams
         first = window * self.steps_per_window
-        last = min(first + self.steps_per_window, self.batches_per_epoch)
-        start = stream * self.batches_per_epoch * per_stream
+        last = min(first + self.steps_per_window, self._num_batches)
+        start = stream * self._num_batches * per_stream
         return self._epoch(epoch).segments(start + first * per_stream, start + last * per_stream)
 
     def _shuffled(self, epoch: int, window: int, stream: int) -> Indices:
         """Return the rows of a stream in a window, of shape (steps, rows a step)."""
-        per_stream = self.batch_size // self.num_streams
+        per_stream = self.size // self.num_streams
         rows, lengths = self._rows(self._segments(epoch, window, stream))
         order = self._generator(_ROWS, epoch, window, stream).permutation(len(rows))
         if lengths is not None:

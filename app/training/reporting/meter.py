@@ -38,8 +38,10 @@ class Meter:
         """Create a meter for the whole ``model``, before it is split."""
         return cls(layout, worker.device, TORCH_DTYPES[config.precision], _copy(model) if worker.is_first else None)
 
-    def utilisation(self, batch: MicroBatch, seconds: float) -> float | None:
-        """Model FLOPs utilisation of a step of ``seconds`` on micro-batches like ``batch``; None if unknown.
+    def utilisation(self, batch: MicroBatch, samples: int, seconds: float) -> float | None:
+        """Return the model FLOPs utilisation of a step on micro-batches like ``batch``; None if unknown.
+
+        The step took ``seconds`` for a global batch of ``samples``.
 
         It is unknown for the first step. Counting operations and measuring the CPU takes longer than a small step, and
         would delay its record.
@@ -47,7 +49,7 @@ class Meter:
         is_first, self._has_begun = not self._has_begun, True
         if is_first or (flops := self._flops(batch.inputs)) is None:
             return None
-        return utilisation(self.layout.share / seconds, flops, self.layout.model_parallel, self._peak)
+        return utilisation(samples / self.layout.data / seconds, flops, self.layout.model_parallel, self._peak)
 
     @cached_property
     def _peak(self) -> float | None:

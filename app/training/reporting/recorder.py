@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from app.config import TrainConfig
 from app.storage import no_op
 from app.telemetry.record import memory_record
 from app.training.checkpoints.state import Position
@@ -31,7 +30,6 @@ class Sink(Protocol):
 class Recorder:
     """Makes the records of steps and epochs. Every worker has one; only the first worker's has sinks."""
 
-    config: TrainConfig
     device: torch.device
     tokens_per_sample: int | None
     """None unless the task is language modelling. Its records also have a perplexity."""
@@ -67,13 +65,14 @@ class Recorder:
         now = self.clock()
         # All workers count, because each has the run's position.
         position.seconds += now - self._last_recorded
-        position.samples += len(synced.steps) * self.config.global_batch_size
+        samples = sum(step.samples for step in synced.steps)
+        position.samples += samples
         self._last_recorded = now
         if not self._sinks:
             return
 
         seconds = sum(step.seconds for step in synced.steps)
-        samples_per_s = len(synced.steps) * self.config.global_batch_size / seconds
+        samples_per_s = samples / seconds
         self.ranks(synced.busy_s)
 
         first = position.step - len(synced.steps) + 1
@@ -87,6 +86,7 @@ class Recorder:
                     lr=step.result.factors.lr,
                     grad_norm=step.result.grad_norm,
                     samples_per_s=samples_per_s,
+                    step_s=seconds / len(synced.steps),
                     data_stall=step.data_s / step.seconds,
                     loss_scale=step.result.factors.loss_scale,
                     tokens_per_s=samples_per_s * self.tokens_per_sample if self.tokens_per_sample else None,

@@ -31,7 +31,6 @@ class RunMetrics:
         """``last_commit`` returns the newest checkpoint that was stored, and ``clock`` the seconds since 1970."""
         self._publish, self._last_commit, self._clock = publish, last_commit, clock
         self._labels = run_id, recipe.name
-        self._global_batch_size = recipe.train.global_batch_size
         self._samples: dict[tuple[Metric, str], Sample] = {}
         self._publishing = BestEffort("metrics cannot be published")
         self._set(catalog.TRAIN_STEPS_PLANNED, total_steps)
@@ -76,7 +75,7 @@ class RunMetrics:
         self._set(catalog.TRAIN_TOKENS_PER_SECOND, record.tokens_per_s)
         self._set(catalog.TRAIN_MFU_RATIO, record.mfu)
         self._set(catalog.TRAIN_DATA_STALL_RATIO, record.data_stall)
-        self._set(catalog.TRAIN_STEP_SECONDS, self._global_batch_size / record.samples_per_s)
+        self._set(catalog.TRAIN_STEP_SECONDS, record.step_s)
         self._set(catalog.TRAIN_MEMORY_PEAK_BYTES, record.memory.peak_bytes)
         self._set(catalog.TRAIN_MEMORY_FRAGMENTATION_RATIO, record.memory.fragmentation)
 
