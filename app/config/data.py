@@ -18,6 +18,11 @@ class CleanConfig(Section):
     max_length: PositiveInt | None = Field(
         default=None, description="drop texts with more characters; not for chat; default: any length"
     )
+    max_unreadable: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        default=0.01,
+        description="with shards: refuse a source with a larger share of pictures that cannot be decoded, or of texts "
+        "that are not UTF-8; fewer are dropped",
+    )
     near_duplicates: Annotated[float, Field(ge=0.5, le=1.0)] | None = Field(
         default=None,
         description="with shards: drop texts whose word sequences of five are at least so similar to an earlier text "

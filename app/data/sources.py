@@ -1,16 +1,18 @@
 """Sources of labelled examples: built-in sets, tables, image folders and IDX files."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from upath import UPath
 
+from app.conditional import map_concurrently
 from app.config import ColumnsConfig, DataConfig
 from app.data.builtin import BUILTIN, BUILTIN_TEST
 from app.data.examples import Examples, Modality
 from app.data.idx import TEST_FILES, TRAIN_FILES, IdxFiles, holds_idx, read_idx_folder
-from app.errors import DataError
+from app.errors import DataError, RayloomError
 from app.import_string import did_you_mean
 from app.storage import to_path
 
@@ -69,7 +71,7 @@ def _read(
     path = open_source(source)
     if not path.is_dir():
         return _read_table(path, source, columns, modality)
-    return read_idx_folder(path, idx_files) if holds_idx(path, idx_files) else _read_image_folder(path)
+    return read_idx_folder(path, idx_files) if holds_idx(path, idx_files) else _read_image_folder(path, source)
 
 
 def find_builtin(source: Source, known: Mapping[str, Found]) -> Found | None:
@@ -84,17 +86,53 @@ def find_builtin(source: Source, known: Mapping[str, Found]) -> Found | None:
 
 def open_source(source: Source) -> UPath:
     """Return the path of a source that is not built in. Raises DataError if it does not exist."""
-    try:
+    with _named_in_errors(source):
         path = to_path(source.uri).expanduser()
         is_there = path.exists()
-    except Exception as error:  # each protocol's driver has errors of its own
-        raise DataError(f"{source} cannot be opened ({error}): check the URI and the credentials") from error
     if not is_there:
         raise DataError(
             f"{source} does not exist: give builtin:NAME, or the path or URI of a csv, jsonl "
             "or parquet file or of a folder"
         )
     return path
+
+
+@contextmanager
+def _named_in_errors(source: Source) -> Iterator[None]:
+    try:
+        yield
+    except RayloomError:
+        raise
+    except Exception as error:  # each protocol's driver has errors of its own
+        raise DataError(f"{source} cannot be opened ({error}): check the URI and the credentials") from error
+
+
+def list_source(source: Source, root: UPath) -> list[tuple[UPath, dict[str, Any]]]:
+    """List the files of a source with what the driver tells of each, sorted by path. Hidden files are left out.
+
+    It takes one listing, however many there are. Raises DataError if it is refused.
+    """
+    with _named_in_errors(source):
+        if root.is_file():
+            return [(root, root.fs.info(root.path))]
+        found: dict[str, dict[str, Any]] = root.fs.find(root.path, detail=True)
+    inside = {name: name.removeprefix(root.path.rstrip("/")).lstrip("/") for name in found}
+    files = [(root / place, found[name]) for name, place in inside.items() if not _is_hidden(place)]
+    return sorted(files, key=lambda file: str(file[0]))
+
+
+def _is_hidden(place: str) -> bool:
+    return any(part.startswith(".") for part in place.split("/"))
+
+
+def require_class_folders(source: Source, root: UPath, images: Iterable[UPath]) -> None:
+    """Raise DataError if an image does not lie in a folder that is named as its class, right in the source."""
+    for image in images:
+        if len(image.relative_to(root).parts) != 2:
+            raise DataError(
+                f"{source} has the image {str(image)!r}: expected CLASS/FILE below the source; move it, or give the "
+                "folder whose subfolders are the classes"
+            )
 
 
 def _read_table(path: UPath, source: Source, columns: ColumnsConfig, modality: Modality) -> Examples:
@@ -110,14 +148,9 @@ def _read_table(path: UPath, source: Source, columns: ColumnsConfig, modality: M
     return Examples("text", list(texts), labels)
 
 
-def _read_image_folder(root: UPath) -> Examples:
+def _read_image_folder(root: UPath, source: Source) -> Examples:
     """Read a folder with one subfolder per class, as torchvision's ImageFolder does. An input is a file's content."""
-    examples = [
-        (file.read_bytes(), folder.name)
-        # Storage lists names in any order, and equal configurations must give equal data.
-        for folder in sorted(root.iterdir(), key=str)
-        if folder.is_dir()
-        for file in sorted(folder.iterdir(), key=str)
-        if file.suffix.lower() in IMAGE_SUFFIXES
-    ]
-    return Examples("image", [content for content, _ in examples], [label for _, label in examples])
+    images = [path for path, _ in list_source(source, root) if path.suffix.lower() in IMAGE_SUFFIXES]
+    require_class_folders(source, root, images)
+    images.sort(key=lambda image: (image.parent.name, image.name))
+    return Examples("image", map_concurrently(root, UPath.read_bytes, images), [image.parent.name for image in images])

@@ -1,6 +1,5 @@
 """Preparation as shards: every format, in units, cleaned and split as told, the same bytes whoever works on it."""
 
-import csv
 import json
 import os
 import random
@@ -10,15 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from PIL import Image
 from upath import UPath
 
-from app.config import Recipe, load_recipe
+from app.config import load_recipe
 from app.data.preparation import prepare as preparing
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.units import cut_units, list_files
@@ -29,61 +26,7 @@ from app.errors import DataError, RecipeError
 from app.heartbeat import HEARTBEAT_FILE
 from app.storage import open_storage, to_path
 from app.tasks import load_prepared, load_with_test, prepare, prepare_shards
-
-WORDS = ["river", "stone", "lantern", "orchard", "velvet", "copper", "meadow", "harbour", "thistle", "ember"]
-
-
-def text(number: int) -> str:
-    """A text of its own for each number."""
-    source = random.Random(number)
-    return f"{number}: " + " ".join(source.choices(WORDS, k=source.randint(3, 30)))
-
-
-ROWS = [(text(number), ("good", "bad", "fair")[number % 3], f"author {number // 20}") for number in range(1200)]
-
-
-def write_table(
-    path: Path, rows: Sequence[tuple[str, ...]], names: Sequence[str] = ("text", "label", "author")
-) -> None:
-    """Write rows in the format that the file's name has."""
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    table = pa.table(dict(zip(names, columns, strict=True)))
-    if path.suffix == ".parquet":
-        pa.parquet.write_table(table, path, row_group_size=100)
-    elif path.suffix == ".arrow":
-        with pa.ipc.new_file(path, table.schema) as file:
-            file.write_table(table, max_chunksize=100)
-    elif path.suffix == ".csv":
-        with path.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([names, *rows])
-    else:
-        lines = [json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) for row in rows]
-        path.write_text("\n".join(lines), encoding="utf-8")
-
-
-def recipe_of(source: Path | str, *overrides: str) -> Recipe:
-    """A recipe of small shards."""
-    shards = "data.shards={size: 5KB, window: 20KB}"
-    return load_recipe(
-        "recipes/reviews.yaml", [f"data.source={source}", "train.linear_baseline=false", shards, *overrides]
-    )
-
-
-def prepared(source: Path | str, *overrides: str) -> ShardedClassificationData:
-    """The data of such a recipe."""
-    data = prepare(recipe_of(source, *overrides))
-    assert isinstance(data, ShardedClassificationData)
-    return data
-
-
-def rows_in(data: ShardedClassificationData) -> dict[str, list[tuple[Any, str]]]:
-    """The inputs and labels of each split."""
-    splits = {"train": data.train, "validation": data.validation, "test": data.test}
-    return {
-        name: [(item, data.labels[label]) for item, label in zip(*split.split.take(range(len(split))), strict=True)]
-        for name, split in splits.items()
-        if split
-    }
+from tests.preparing import ROWS, WORDS, language_recipe, prepared, recipe_of, rows_in, text, write_table
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "csv", "jsonl"])
@@ -328,7 +271,7 @@ def test_another_tokenizer_at_the_same_place_makes_other_shards(tmp_path: Path) 
 
 def test_a_driver_that_lists_no_versions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(tmp_path / "rows.csv", ROWS)
-    monkeypatch.setattr("app.data.preparation.units._listed", lambda root: [(root, {"size": 9})])
+    monkeypatch.setattr("app.data.preparation.units.list_source", lambda source, root: [(root, {"size": 9})])
     with pytest.raises(DataError, match="lists neither an ETag nor a time of the last change"):
         prepared(tmp_path / "rows.csv")
 
@@ -348,11 +291,6 @@ def test_a_run_keeps_a_reference_and_refuses_other_shards(tmp_path: Path, storag
     index.save(to_path(data.reference.location))  # type: ignore[attr-defined]
     with pytest.raises(Exception, match="are not those that the run began with"):
         load_prepared(recipe, folder)
-
-
-def language_recipe(source: Path, *overrides: str) -> Recipe:
-    keys = [f"data.source={source}", "data.block_length=16", "data.tokenizer.vocab_size=300"]
-    return load_recipe("recipes/stdlib_gpt.yaml", [*keys, "data.shards={size: 5KB, window: 20KB}", *overrides])
 
 
 def test_documents_become_blocks_of_tokens(tmp_path: Path) -> None:
@@ -427,10 +365,13 @@ def test_pictures_that_cannot_be_decoded_are_counted_or_refused(tmp_path: Path) 
     recipe = load_recipe("recipes/digits.yaml", [f"data.source={tmp_path}", shards])
     data = prepare(recipe)
     assert data.report.dropped == {"unreadable": 1}
+    assert data.report.examples["unreadable"] == [str(tmp_path / "dark" / "torn.png")]
     assert data.train.batch([0, 1]).inputs["pixel_values"].shape[0] == 2
     for number in range(9):
         (tmp_path / "dark" / f"torn{number}.png").write_bytes(b"\x89PNG nothing")
-    with pytest.raises(DataError, match="10 pictures of 310 that cannot be decoded, more than 1%"):
+    with pytest.raises(
+        DataError, match=r"10 pictures that cannot be decoded among 310 rows, more than 1%, such as '.*/dark/torn\.png'"
+    ):
         prepare(recipe)
 
 
@@ -441,43 +382,10 @@ def test_groups_are_of_tables_only(tmp_path: Path) -> None:
 
 
 def test_a_line_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.data.preparation.rows._MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("app.data.preparation.lines._MAX_LINE_BYTES", 1000)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "x" * 1200, "label": "a"}))
     with pytest.raises(DataError, match=r"rows\.jsonl' has a line of more than 1,000 bytes"):
         prepare(recipe_of(tmp_path / "rows.jsonl"))
-
-
-def broken(folder: Path, name: str) -> Path:
-    """A folder of two good files and a bad one."""
-    write_table(folder / "a.jsonl", ROWS[:100])
-    write_table(folder / "b.csv", ROWS[100:200])
-    match name:
-        case "missing":
-            write_table(folder / "c.parquet", [row[:1] for row in ROWS[200:210]], ["text"])
-        case "json":
-            (folder / "c.jsonl").write_text('{"text": "a", "label": "b"}\n{"text": \n')
-        case "list":
-            (folder / "c.jsonl").write_text('{"text": "a", "label": "b"}\n[1]\n')
-        case "parquet":
-            (folder / "c.parquet").write_bytes(b"PAR1 this is none")
-        case "csv":
-            (folder / "c.csv").write_text("text,label\na,good\nb,bad,more\n")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("missing", r"data\.columns\.label is 'label', which '.*c\.parquet' does not have: it has text"),
-        ("json", r"c\.jsonl' has a line at byte 28 that is not JSON"),
-        ("list", r"c\.jsonl' has a line at byte 28 that is a list: expected an object"),
-        ("parquet", r"c\.parquet' cannot be read as parquet"),
-        ("csv", r"c\.csv' cannot be read as csv \(CSV parse error: Row #3: Expected 2 columns, got 3"),
-    ],
-)
-def test_a_bad_file_is_named(tmp_path: Path, name: str, told: str) -> None:
-    with pytest.raises(DataError, match=told):
-        prepare(recipe_of(broken(tmp_path, name)))
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,15 @@ from app.config import Recipe
 from app.data.examples import REASONS, CleaningReport, Input, Modality, Reason
 from app.data.preparation.near_duplicates import NearDuplicates
 from app.data.preparation.progress import UnitProgress
+from app.data.preparation.rows import merge_types
 from app.data.preparation.survey import KEPT, SPLITS, Sample, Survey, Surveys, resolve
-from app.data.preparation.units import TABLE_KINDS, SourceFile, cut_units, fingerprint_of, list_files
-from app.data.preparation.work import EXAMPLES, UnitResult, UnitWork
+from app.data.preparation.units import TABLE_KINDS, SourceFile, cut_units, fingerprint_of, list_files, list_unread
+from app.data.preparation.work import EXAMPLES, UnitFacts, UnitResult, UnitWork
 from app.data.preparation.writers import block_schema, labelled_schema
 from app.data.shards import FORMAT, Shard, ShardIndex
 from app.data.targets import save_labels
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer, read_tokenizer
-from app.errors import DataError
+from app.errors import DataError, RecipeError
 from app.heartbeat import wait_for_lock
 from app.pretrained import PretrainedFolder, open_pretrained
 from app.storage import list_names, write_atomically
@@ -35,7 +36,6 @@ SAMPLE_FILE = "sample.arrow"
 SAMPLE_BYTES = 16_000_000
 """Bytes of texts, about, of which a tokenizer is learned."""
 _UNIT_SHARDS = 8
-_MAX_UNREADABLE = 0.01
 _UNREAD = {"shards", "buckets", "image", "tokenizer", "block_length", "chat", "sampling"}
 """Keys that the shards of labelled examples do not depend on: processors read them."""
 
@@ -61,10 +61,7 @@ class Preparer:
         config = self.recipe.data
         assert config.shards is not None
         files = self._files()
-        if config.group_column and (file := next((file for file in files if file.kind not in TABLE_KINDS), None)):
-            raise DataError(
-                f"data.group_column is {config.group_column!r}, and {file.path!r} is no table: leave it out"
-            )
+        self._require_keys(files)
         settings = self._settings()
         fingerprint = fingerprint_of(files, settings)
         folder = self.storage / SHARDS / fingerprint[:16]
@@ -75,10 +72,27 @@ class Preparer:
                 self._make(folder, files, fingerprint, settings)
         return folder
 
+    def _require_keys(self, files: list[SourceFile]) -> None:
+        """Raise RecipeError or DataError if the recipe has keys that its source has not."""
+        config, is_image = self.recipe.data, self.modality == "image"
+        if config.group_column and (file := next((file for file in files if file.kind not in TABLE_KINDS), None)):
+            raise DataError(
+                f"data.group_column is {config.group_column!r}, and {file.path!r} is no table: leave it out"
+            )
+        of_texts = {key: getattr(config.clean, key) for key in ("near_duplicates", "min_length", "max_length")}
+        if is_image and (key := next((key for key, value in of_texts.items() if value is not None), None)):
+            raise RecipeError(f"data.clean.{key} is {of_texts[key]}, and only texts are compared by it: leave it out")
+
     def _make(self, folder: UPath, files: list[SourceFile], fingerprint: str, settings: dict[str, Any]) -> None:
         """Make the shards, or go on where an earlier job was interrupted."""
         config = self.recipe.data
         assert config.shards is not None
+        unread = list_unread(config, self.modality, self.recipe.is_language_model)
+        # A source can have storage in it.
+        if unread := [path for path in unread if not path.startswith(f"{self.storage}/")]:
+            print(
+                f"data.source {config.source!r}: {len(unread):,} files are not read, such as {unread[0]!r}", flush=True
+            )
         units = cut_units(files, _UNIT_SHARDS * config.shards.size)
         fraction = min(1.0, SAMPLE_BYTES / max(1, sum(unit.bytes for unit in units)))
         work = UnitWork(str(folder), config, tuple(units), self.modality, self.recipe.is_language_model, fraction)
@@ -125,6 +139,8 @@ class Preparer:
 
     def _decide(self, work: UnitWork) -> tuple[CleaningReport, list[str]]:
         """Decide which rows are kept, and return how many were dropped, and the labels of those kept."""
+        facts = [UnitFacts.model_validate_json(work.facts_file(unit.number).read_bytes()) for unit in work.units]
+        merge_types(unit.types for unit in facts)
         surveys = Surveys.of([work.survey_file(unit.number) for unit in work.units])
         config, total = self.recipe.data, int(surveys.starts[-1])
         assert config.shards is not None
@@ -140,10 +156,15 @@ class Preparer:
             if threshold := config.clean.near_duplicates:
                 files = [work.signature_files(unit.number) for unit in work.units]
                 NearDuplicates(files, surveys.starts, threshold, config.shards.memory).drop(codes)
-            return self._count(work, surveys, codes)
+            return self._count(work, surveys, codes, next((unit.unreadable for unit in facts if unit.unreadable), ""))
 
-    def _count(self, work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8]) -> tuple[CleaningReport, list[str]]:
-        """Save the decision for each unit, and check that there is enough in each split."""
+    def _count(
+        self, work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8], unreadable: str
+    ) -> tuple[CleaningReport, list[str]]:
+        """Save the decision for each unit, and check that there is enough in each split.
+
+        ``unreadable`` is the first row that is no text or picture, if there is any.
+        """
         kept = np.zeros((len(surveys.labels) + 1, len(SPLITS)), np.int64)
         dropped: Counter[Reason] = Counter()
         for unit, (start, survey) in zip(work.units, surveys, strict=True):
@@ -153,21 +174,27 @@ class Preparer:
             np.add.at(kept, (surveys.labels_of(survey)[chosen], survey.splits[chosen]), 1)
             for code, count in zip(*np.unique(part[~chosen], return_counts=True), strict=True):
                 dropped[REASONS[code - 1]] += int(count)
-        self._require_readable(dropped["unreadable"], len(codes))
         what = "documents" if self.recipe.is_language_model else "examples"
         report = CleaningReport(what=what, given=len(codes), kept=int(kept.sum()), dropped=dropped)
+        self._require_readable(report, unreadable)
         self._require_splits(kept.sum(axis=0), str(report))
         if self.recipe.is_language_model:
             return report, []
         self._require_classes(surveys.labels, kept)
         return report, [label for label, row in zip(surveys.labels, kept, strict=False) if row.sum()]
 
-    def _require_readable(self, unreadable: int, total: int) -> None:
-        if unreadable > _MAX_UNREADABLE * total:
-            raise DataError(
-                f"data.source {self.recipe.data.source!r} has {unreadable:,} pictures of {total:,} that cannot be "
-                f"decoded, more than {_MAX_UNREADABLE:.0%}: repair or remove them"
-            )
+    def _require_readable(self, report: CleaningReport, first: str) -> None:
+        limit = self.recipe.data.clean.max_unreadable
+        unreadable: dict[Reason, str] = {
+            "unreadable": "pictures that cannot be decoded",
+            "not_text": "texts not in UTF-8",
+        }
+        for reason, what in unreadable.items():
+            if (count := report.dropped.get(reason, 0)) > limit * report.given:
+                raise DataError(
+                    f"data.source {self.recipe.data.source!r} has {count:,} {what} among {report.given:,} rows, more "
+                    f"than {limit:.0%}, such as {first!r}: repair or remove them, or raise data.clean.max_unreadable"
+                )
 
     def _require_splits(self, sizes: NDArray[np.int64], report: str) -> None:
         config = self.recipe.data

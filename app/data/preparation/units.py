@@ -17,7 +17,7 @@ from app.checksums import sha256_of
 from app.config import DataConfig
 from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS
 from app.data.examples import Modality
-from app.data.sources import IMAGE_SUFFIXES, Source, find_builtin, open_source
+from app.data.sources import IMAGE_SUFFIXES, Source, find_builtin, list_source, open_source, require_class_folders
 from app.errors import DataError
 from app.storage import to_path
 
@@ -89,16 +89,27 @@ def list_files(config: DataConfig, modality: Modality, is_language_model: bool) 
     if find_builtin(source, known) is not None:
         return [SourceFile(config.source, "builtin", 0, "")]
     root = open_source(source)
-    files = sorted(_listed(root), key=lambda file: str(file[0]))
+    files = list_source(source, root)
+    kinds = {path: kind for path, _ in files if (kind := _kind_of(path, modality, is_language_model))}
+    require_class_folders(source, root, (path for path, kind in kinds.items() if kind == "image"))
     found = [
-        SourceFile(str(path), kind, int(info["size"]), _version_of(path, info))
+        SourceFile(str(path), kinds[path], int(info["size"]), _version_of(path, info))
         for path, info in files
-        if (kind := _kind_of(path, modality, is_language_model)) and not _is_hidden(path, root)
+        if path in kinds
     ]
     if not found:
         expected = "PNG or JPEG files in a folder for each class" if modality == "image" else f"{', '.join(_TABLES)}"
         raise DataError(f"{source} has none of the files that the task reads: expected {expected}")
     return found
+
+
+def list_unread(config: DataConfig, modality: Modality, is_language_model: bool) -> list[str]:
+    """List the files of ``data.source`` that the task does not read. Hidden files are left out."""
+    source = Source(config.source)
+    if source.uri.startswith("builtin:"):
+        return []
+    files = list_source(source, open_source(source))
+    return [str(path) for path, _ in files if _kind_of(path, modality, is_language_model) is None]
 
 
 def fingerprint_of(files: Sequence[SourceFile], settings: dict[str, Any]) -> str:
@@ -158,13 +169,6 @@ def _arrow_sizes(file: SourceFile) -> list[int]:
     return [file.bytes // max(1, count)] * count
 
 
-def _listed(root: UPath) -> list[tuple[UPath, dict[str, Any]]]:
-    if root.is_file():
-        return [(root, root.fs.info(root.path))]
-    found: dict[str, dict[str, Any]] = root.fs.find(root.path, detail=True)
-    return [(root / name.removeprefix(root.path.rstrip("/")).lstrip("/"), info) for name, info in found.items()]
-
-
 def _version_of(path: UPath, info: dict[str, Any]) -> str:
     """Return what changes with a file. Raises DataError if the listing has nothing."""
     if version := next((value for key in _VERSION_KEYS if (value := info.get(key))), None):
@@ -173,10 +177,6 @@ def _version_of(path: UPath, info: dict[str, Any]) -> str:
         f"{str(path)!r}: the storage driver {path.protocol!r} lists neither an ETag nor a time of the last change, "
         "so changes would not be noticed; copy the source to a disk or to S3"
     )
-
-
-def _is_hidden(path: UPath, root: UPath) -> bool:
-    return path != root and any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
 def _kind_of(path: UPath, modality: Modality, is_language_model: bool) -> Kind | None:

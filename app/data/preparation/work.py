@@ -10,8 +10,9 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import REASONS, Input, Modality, Reason
+from app.data.preparation.formats import read_unit
 from app.data.preparation.near_duplicates import PERMUTATIONS, SignatureFiles, signatures_of
-from app.data.preparation.rows import Columns, RowsDigest, read_unit
+from app.data.preparation.rows import CellType, Columns, Rows, RowsDigest, merge_types
 from app.data.preparation.survey import KEPT, SPLITS, Cleaner, SplitRule, Survey, Surveyor
 from app.data.preparation.units import Unit
 from app.data.preparation.writers import BlockWriter, LabelledWriter, SplitWriter
@@ -26,6 +27,15 @@ EXAMPLES = 10
 _MAX_EXAMPLE = 120
 WORK = ".work"
 """Folder of what a preparation needs until it ends."""
+
+
+class UnitFacts(BaseModel):
+    """What the messages about a unit say."""
+
+    types: dict[str, dict[CellType, str]]
+    """As ``merge_types`` returns them."""
+    unreadable: str | None
+    """The first row that is no text or picture: its file, or what it begins with."""
 
 
 class UnitResult(BaseModel):
@@ -67,6 +77,10 @@ class UnitWork:
         """One byte for each row of a unit: whether it is kept."""
         return self.work / f"codes-{number:05d}.bin"
 
+    def facts_file(self, number: int) -> UPath:
+        """The ``UnitFacts`` of a unit."""
+        return self.work / f"facts-{number:05d}.json"
+
     def digest_file(self, number: int) -> UPath:
         """The ``RowsDigest`` of a unit, by which the second pass notices that the source changed."""
         return self.work / f"digest-{number:05d}.bin"
@@ -80,15 +94,20 @@ class UnitWork:
         rule = SplitRule(self.config.seed, self.config.validation_fraction, self.config.test_fraction or 0.0)
         surveyor = Surveyor(self._cleaner, rule, self.sample_fraction)
         signatures, digest = [np.empty((0, PERMUTATIONS), np.uint32)], RowsDigest()
+        facts = UnitFacts(types={}, unreadable=None)
         for rows in read_unit(self.units[number], self._columns):
             digest.add(rows)
             cleaned = surveyor.add(rows)
+            facts.types = merge_types([facts.types, rows.types])
+            if facts.unreadable is None and None in cleaned:
+                facts.unreadable = _shown(rows, cleaned.index(None))
             if self.config.clean.near_duplicates:
                 signatures.append(signatures_of(cleaned))
         survey, sample = surveyor.finish()
         if self.config.clean.near_duplicates:
             self.signature_files(number).save(np.concatenate(signatures), self.config.clean.near_duplicates)
         write_atomically(self.digest_file(number), digest.digest())
+        write_atomically(self.facts_file(number), facts.model_dump_json().encode())
         sample.save(self.sample_file(number))
         survey.save(self.survey_file(number))  # last: it says that the unit is done
         return number
@@ -100,24 +119,24 @@ class UnitWork:
         examples: dict[Reason, list[str]] = {}
         writers = {split: self._writer(split, number) for split in SPLITS}
         names = [*survey.label_names, ""]  # -1 is no label
-        for start, inputs in self._converted(number):
+        for start, inputs, rows in self._converted(number):
             part = slice(start, start + len(inputs))
             if part.stop > len(codes):
                 raise self._changed(number)
             labels = [names[label] for label in survey.labels[part]]
             self._add(writers, inputs, labels, codes[part], survey.splits[part])
-            _collect(examples, inputs, codes[part])
+            _collect(examples, inputs, rows, codes[part])
         shards = {split: writer.close() for split, writer in writers.items()}
         result = UnitResult(shards=shards, examples=examples)
         write_atomically(self.result_file(number), result.model_dump_json().encode())
         return number
 
-    def _converted(self, number: int) -> Iterator[tuple[int, list[Input | None]]]:
-        """Yield the first row and the converted inputs of each batch of a unit."""
+    def _converted(self, number: int) -> Iterator[tuple[int, list[Input | None], Rows]]:
+        """Yield the first row of each batch of a unit, its converted inputs, and the batch."""
         start, cleaner, digest = 0, self._cleaner, RowsDigest()
         for rows in read_unit(self.units[number], self._columns):
             digest.add(rows)
-            yield start, [cleaner.convert(item) for item in rows.inputs]
+            yield start, [cleaner.convert(item) for item in rows.inputs], rows
             start += len(rows.inputs)
         if digest.digest() != self.digest_file(number).read_bytes():
             raise self._changed(number)
@@ -158,10 +177,17 @@ class UnitWork:
         return Cleaner(self.config.clean, not self.is_language_model, self.modality == "image")
 
 
-def _collect(examples: dict[Reason, list[str]], inputs: list[Input | None], codes: NDArray[np.uint8]) -> None:
-    """Keep the first few rows that are dropped for each reason."""
+def _collect(
+    examples: dict[Reason, list[str]], inputs: list[Input | None], rows: Rows, codes: NDArray[np.uint8]
+) -> None:
+    """Keep the first few rows that are dropped for each reason: their texts, or else the names of their files."""
     for row in np.flatnonzero(codes != KEPT).tolist():
         shown = examples.setdefault(REASONS[codes[row] - 1], [])
         if len(shown) < EXAMPLES:
             item = inputs[row]
-            shown.append(item[:_MAX_EXAMPLE] if isinstance(item, str) else "(not a text)")
+            shown.append(item[:_MAX_EXAMPLE] if isinstance(item, str) else _shown(rows, row))
+
+
+def _shown(rows: Rows, row: int) -> str:
+    """Return the file of a row that is not a text; if it has no file of its own, what it begins with."""
+    return rows.files[row] if rows.files else repr(rows.inputs[row][:_MAX_EXAMPLE])

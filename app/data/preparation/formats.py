@@ -1,0 +1,217 @@
+"""The rows of a unit, read in batches of bounded size from every format."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from app.conditional import map_concurrently
+from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS
+from app.data.examples import Input
+from app.data.preparation.json_lines import read_jsonl
+from app.data.preparation.lines import CSV_BLOCK_BYTES, go_to_line
+from app.data.preparation.rows import CellType, Columns, Rows, cell_text, decode, rows_of_cells
+from app.data.preparation.units import Piece, Unit
+from app.data.sources import Source, find_builtin
+from app.errors import DataError
+from app.storage import to_path
+
+_BATCH_ROWS, _BATCH_BYTES = 4096, 4 * 2**20
+_BUFFER_BYTES = 2**20
+"""Bytes of a Parquet column that are read at a time. By default Arrow reads all of a row group."""
+_FILES, _FILES_BYTES = 64, 16 * 2**20
+"""Whole files that are read together, at most; one at least."""
+
+
+def read_unit(unit: Unit, columns: Columns) -> Iterator[Rows]:
+    """Yield the rows of a unit, always in the same order.
+
+    Raises:
+        DataError: a file cannot be read, or lacks a column. The message names the file and the row.
+    """
+    for is_whole, pieces in groupby(unit.pieces, _is_read_whole):
+        if is_whole:
+            yield from _read_whole(list(pieces))
+            continue
+        for piece in pieces:
+            with _named_in_errors(piece):
+                yield from _READERS[piece.kind](piece, columns)
+
+
+@contextmanager
+def _named_in_errors(piece: Piece) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{piece.path!r} is gone: the source changed; prepare it again") from error
+    except PermissionError as error:
+        raise DataError(f"{piece.path!r} may not be read ({error}): check its rights and the credentials") from error
+    except pa.ArrowException as error:
+        raise DataError(f"{piece.path!r} cannot be read as {piece.kind} ({error}): write it again") from error
+    except OSError as error:
+        raise DataError(f"{piece.path!r} cannot be read ({error}): prepare the data again") from error
+
+
+def _is_read_whole(piece: Piece) -> bool:
+    return piece.kind == "image" or (piece.kind == "text" and piece.stop is None)
+
+
+def _read_whole(pieces: Sequence[Piece]) -> Iterator[Rows]:
+    """Yield small files, several at a time. From an object store they are read concurrently."""
+
+    def content_of(piece: Piece) -> bytes:
+        with _named_in_errors(piece):
+            content: bytes = to_path(piece.path).read_bytes()
+            return content
+
+    for some in _grouped(pieces):
+        contents = map_concurrently(to_path(some[0].path), content_of, some)
+        labels = [to_path(piece.path).parent.name for piece in some] if some[0].kind == "image" else None
+        yield Rows(contents, labels, files=[piece.path for piece in some])
+
+
+def _grouped(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    some: list[Piece] = []
+    for piece in pieces:
+        if some and (len(some) == _FILES or sum(other.bytes for other in some) + piece.bytes > _FILES_BYTES):
+            yield some
+            some = []
+        some.append(piece)
+    yield some
+
+
+def _read_parquet(piece: Piece, columns: Columns) -> Iterator[Rows]:
+    names = list(columns.names.values())
+    with (
+        to_path(piece.path).open("rb") as file,
+        pq.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False) as table,
+    ):
+        columns.require_in(piece.path, table.schema_arrow.names)
+        groups = [table.metadata.row_group(group) for group in range(table.num_row_groups)]
+        stop = len(groups) if piece.stop is None else piece.stop
+        row = sum(group.num_rows for group in groups[: piece.start])
+        for number in range(piece.start, stop):
+            row_bytes = groups[number].total_byte_size // max(1, groups[number].num_rows)
+            count = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, row_bytes)))
+            for batch in table.iter_batches(count, [number], names, use_threads=False):
+                yield _rows_of(batch, columns, piece.path, row)
+                row += batch.num_rows
+
+
+def _read_arrow(piece: Piece, columns: Columns) -> Iterator[Rows]:
+    with to_path(piece.path).open("rb") as file, pa.ipc.open_file(file) as table:
+        columns.require_in(piece.path, table.schema.names)
+        stop = table.num_record_batches if piece.stop is None else piece.stop
+        row = 0
+        for number in range(piece.start, stop):
+            batch = table.get_batch(number)
+            count = max(1, min(_BATCH_ROWS, _BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
+            for start in range(0, batch.num_rows, count):
+                yield _rows_of(batch.slice(start, count), columns, piece.path, row + start)
+            row += batch.num_rows
+
+
+def _read_csv(piece: Piece, columns: Columns) -> Iterator[Rows]:
+    parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    read = pyarrow.csv.ReadOptions(block_size=CSV_BLOCK_BYTES, use_threads=False)
+    if not piece.bytes:
+        return
+    with to_path(piece.path).open("rb") as file, pyarrow.csv.open_csv(file, read, parse) as table:
+        columns.require_in(piece.path, table.schema.names)
+        header: list[str] = table.schema.names
+    names = list(columns.names.values())
+    # Cells are read as bytes: Arrow would change one such as 007, and end at one that is not UTF-8.
+    convert = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.binary()), include_columns=names)
+    if piece.start:
+        read.column_names = header
+    with to_path(piece.path).open("rb") as file, pa.PythonFile(file, "r") as opened:
+        length = (piece.bytes if piece.stop is None else piece.stop) - piece.start
+        row = 1
+        with pyarrow.csv.open_csv(opened.get_stream(piece.start, length), read, parse, convert) as table:
+            for batch in table:
+                for start in range(0, batch.num_rows, _BATCH_ROWS):
+                    where = f" after byte {piece.start:,}" if piece.start else ""
+                    yield _rows_of(batch.slice(start, _BATCH_ROWS), columns, piece.path, row + start, where)
+                row += batch.num_rows
+
+
+def _rows_of(batch: pa.RecordBatch, columns: Columns, path: str, first_row: int, where: str = "") -> Rows:
+    """Return rows of a table. ``where`` is what ``first_row`` is counted from."""
+    cells: dict[str, list[Input]] = {}
+    types: dict[str, dict[CellType, str]] = {}
+    for name in dict.fromkeys(columns.names.values()):
+        column = batch.column(batch.schema.get_field_index(name))
+        cell_type = _type_of(column.type)
+        if cell_type is None:
+            raise DataError(f"{path!r} has {column.type} in {name!r}: expected texts or numbers")
+        cells[name] = _texts(column) if cell_type == "text" else [cell_text(value) for value in column.to_pylist()]
+        if pa.types.is_binary(column.type) or column.null_count == len(column):
+            continue
+        types[name] = {cell_type: f"{path!r} (row {first_row:,}{where})"}
+    return rows_of_cells(cells, columns, types, lambda row: f"{path!r}, row {first_row + row:,}{where}")
+
+
+def _type_of(given: pa.DataType) -> CellType | None:
+    """Return the type of the cells of a column; None for lists and the like."""
+    if pa.types.is_dictionary(given):
+        return _type_of(given.value_type)
+    if pa.types.is_integer(given):
+        return "integer"
+    if pa.types.is_floating(given) or pa.types.is_decimal(given):
+        return "number"
+    if pa.types.is_boolean(given):
+        return "boolean"
+    if pa.types.is_temporal(given):
+        return "time"
+    is_text = pa.types.is_string(given) or pa.types.is_large_string(given) or pa.types.is_string_view(given)
+    is_bytes = pa.types.is_binary(given) or pa.types.is_large_binary(given)
+    return "text" if is_text or is_bytes or pa.types.is_null(given) else None
+
+
+def _texts(column: pa.Array) -> list[Input]:
+    """Return the cells of a column of texts. One that is not UTF-8 stays bytes."""
+    try:
+        if not pa.types.is_string(column.type):
+            column = column.cast(pa.string())
+        else:
+            column.validate(full=True)
+        return ["" if cell is None else cell for cell in column.to_pylist()]
+    except (pa.ArrowInvalid, UnicodeDecodeError):
+        return [decode(cell or b"") for cell in column.cast(pa.binary()).to_pylist()]
+
+
+def _read_text(piece: Piece, columns: Columns) -> Iterator[Rows]:  # noqa: ARG001
+    assert piece.stop is not None
+    with to_path(piece.path).open("rb") as file:
+        first, last = (go_to_line(file, position, piece.path) for position in (piece.start, piece.stop))
+        file.seek(first)
+        if content := file.read(last - first):
+            yield Rows([content], files=[piece.path])
+
+
+def _read_builtin(piece: Piece, columns: Columns) -> Iterator[Rows]:
+    source = Source(piece.path)
+    if columns.label is None:
+        documents = find_builtin(source, BUILTIN_DOCUMENTS)
+        assert documents is not None
+        yield from (Rows([document]) for document in documents())
+        return
+    read = find_builtin(source, BUILTIN)
+    assert read is not None
+    examples = read()
+    for start in range(0, len(examples), _BATCH_ROWS):
+        part = slice(start, start + _BATCH_ROWS)
+        yield Rows(examples.inputs[part], examples.labels[part])
+
+
+_READERS: dict[str, Callable[[Piece, Columns], Iterator[Rows]]] = {
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+    "csv": _read_csv,
+    "jsonl": read_jsonl,
+    "text": _read_text,
+    "builtin": _read_builtin,
+}

@@ -1,0 +1,60 @@
+"""Lines and csv rows of a file, and where they begin: by these positions a large file is cut."""
+
+import csv
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from app.errors import DataError
+
+_MAX_LINE_BYTES = 64 * 2**20
+CSV_BLOCK_BYTES = 16 * 2**20
+"""A row of a csv file must fit into a block."""
+
+
+def read_line(file: BinaryIO, path: str) -> bytes:
+    """Return the next line with its end, or nothing. Raises DataError if it is too long to be held in memory."""
+    line = file.readline(_MAX_LINE_BYTES + 1)
+    if len(line) > _MAX_LINE_BYTES:
+        raise DataError(
+            f"{path!r} has a line of more than {_MAX_LINE_BYTES:,} bytes before byte {file.tell():,}: break it up"
+        )
+    return line
+
+
+def go_to_line(file: BinaryIO, start: int, path: str) -> int:
+    """Go to the first line that begins at ``start`` or after it, and return its position."""
+    if not start:
+        return 0
+    # If the byte before is the end of a line, the line begins here.
+    file.seek(start - 1)
+    return start - 1 + len(read_line(file, path))
+
+
+def csv_row_ends(file: BinaryIO, path: str) -> Iterator[int]:
+    """Yield the position after each row of a csv file. A quoted cell may have ends of lines.
+
+    Raises:
+        DataError: a row is too long to be held in memory.
+    """
+    # The limit is of the process. This one is higher than Python's.
+    csv.field_size_limit(max(csv.field_size_limit(), CSV_BLOCK_BYTES))
+    position = 0
+
+    def lines(first: bytes) -> Iterator[str]:
+        nonlocal position
+        line = first
+        while line:
+            yield line.decode("latin-1")
+            line = read_line(file, path)
+            position += len(line)
+
+    while line := read_line(file, path):
+        begin, position = position, position + len(line)
+        if b'"' in line:
+            try:
+                next(csv.reader(lines(line)), None)
+            except csv.Error as error:
+                raise DataError(
+                    f"{path!r} has a row at byte {begin:,} that cannot be read ({error}): is a quote left open?"
+                ) from error
+        yield position

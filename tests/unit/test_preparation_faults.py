@@ -1,0 +1,174 @@
+"""Faults of a source: which file and row, what was expected, and what to do; nothing is dropped silently."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from PIL import Image
+from upath import UPath
+
+from app.config import load_recipe
+from app.data.preparation import prepare as preparing
+from app.errors import DataError, RecipeError
+from app.storage import open_storage, to_path
+from app.tasks import prepare, prepare_shards
+from tests.preparing import ROWS, prepared, recipe_of, rows_in, write_table
+
+
+def broken(folder: Path, name: str) -> Path:
+    """A folder of two good files and a bad one."""
+    write_table(folder / "a.jsonl", ROWS[:100])
+    write_table(folder / "b.csv", ROWS[100:200])
+    match name:
+        case "missing":
+            write_table(folder / "c.parquet", [row[:1] for row in ROWS[200:210]], ["text"])
+        case "json":
+            (folder / "c.jsonl").write_text('{"text": "a", "label": "b"}\n{"text": \n')
+        case "list":
+            (folder / "c.jsonl").write_text('{"text": "a", "label": "b"}\n[1]\n')
+        case "parquet":
+            (folder / "c.parquet").write_bytes(b"PAR1 this is none")
+        case "csv":
+            (folder / "c.csv").write_text("text,label\na,good\nb,bad,more\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("missing", r"data\.columns\.label is 'label', which '.*c\.parquet' does not have: it has text"),
+        ("json", r"c\.jsonl' has a line at byte 28 that is not JSON"),
+        ("list", r"c\.jsonl' has a line at byte 28 that is a list: expected an object"),
+        ("parquet", r"c\.parquet' cannot be read as parquet"),
+        ("csv", r"c\.csv' cannot be read as csv \(CSV parse error: Row #3: Expected 2 columns, got 3"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, name: str, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        prepare(recipe_of(broken(tmp_path, name)))
+
+
+def lines_of(path: Path, *lines: bytes) -> Path:
+    """A file of the usual rows, with other lines among them."""
+    good = [json.dumps({"text": item, "label": label}).encode() for item, label, _ in ROWS]
+    path.write_bytes(b"\n".join([*lines, *good]))
+    return path
+
+
+def test_json_of_other_writers_is_read_as_in_memory(tmp_path: Path) -> None:
+    odd = [
+        b"",
+        b'{"text": "no number", "label": NaN}',
+        b'{"text": NaN, "label": "good"}',
+        b'{"label": "bad", "text": "x"}',
+    ]
+    path = lines_of(tmp_path / "rows.jsonl", *odd)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    data = prepared(path)
+    assert data.report.dropped == {"unlabelled": 1, "empty": 1}
+    assert ("x", "bad") in [row for rows in rows_in(data).values() for row in rows]
+
+
+def test_texts_that_are_not_utf_8_are_counted_and_shown(tmp_path: Path) -> None:
+    data = prepared(lines_of(tmp_path / "rows.jsonl", b'{"text": "half \\ud83d", "label": "good"}'))
+    assert data.report.dropped == {"not_text": 1}
+    assert data.report.examples["not_text"] == [repr("half \ud83d".encode("utf-8", "surrogatepass"))]
+    write_table(tmp_path / "rows.csv", ROWS)
+    with (tmp_path / "rows.csv").open("ab") as file:
+        file.write(b"caf\xe9,good,\n")
+    assert prepared(tmp_path / "rows.csv").report.dropped == {"not_text": 1}
+    with pytest.raises(DataError, match=r"1 texts not in UTF-8 among 1,201 rows, more than 0%, such as .*caf"):
+        prepared(tmp_path / "rows.csv", "data.clean={max_unreadable: 0.0}")
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ([b"", b'{"content": "a"}'], r"input is 'text', which the row at byte 1 of .* it has content"),
+        ([b'{"text": "a", "label": "b"}', b'{"text": "a"}'], r"label is 'label', which the row at byte 28 .* null"),
+        ([b'{"text": "a", "label": "\\udc80"}'], r"rows\.jsonl', byte 0: 'label' is not text in UTF-8"),
+        ([b'{"text": "a", "label": 1}'], r"'label' has cells of two types: \w+ in '.*' \(byte \d+\), and"),
+        ([b'{"text": ["a"], "label": "b"}'], r"\(byte 0\) has a list in 'text': expected a text or a number"),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_unlike_the_others_is_named(tmp_path: Path, lines: list[bytes], told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        prepared(lines_of(tmp_path / "rows.jsonl", *lines))
+
+
+def test_files_with_cells_of_other_types_are_named(tmp_path: Path) -> None:
+    for name, kind in (("a", pa.int64()), ("b", pa.float64())):
+        table = pa.table({"text": [item for item, _, _ in ROWS], "label": pa.array([1] * len(ROWS), kind)})
+        pa.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    told = (
+        r"'label' has cells of two types: integer in '.*a\.parquet' \(row 0\), and number in '.*b\.parquet' \(row 0\)"
+    )
+    with pytest.raises(DataError, match=told):
+        prepared(tmp_path)
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("text,label,text\na,good,b\n")
+    with pytest.raises(DataError, match=r"is 'text', and '.*rows\.csv' has 2 columns of this name: rename one"):
+        prepared(tmp_path / "rows.csv")
+
+
+def images_in(folder: Path, *places: str) -> None:
+    for number, place in enumerate(places):
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), number).save(folder / place)
+
+
+@pytest.mark.parametrize("odd", ["top.png", "dark/more/deep.png"])
+@pytest.mark.parametrize("shards", ["{size: 5KB, window: 20KB}", "null"])
+def test_images_at_another_depth_are_refused(tmp_path: Path, odd: str, shards: str) -> None:
+    images_in(tmp_path, "dark/1.png", "light/2.png", odd)
+    recipe = load_recipe("recipes/digits.yaml", [f"data.source={tmp_path}", f"data.shards={shards}"])
+    with pytest.raises(DataError, match=rf"has the image '.*{odd}': expected CLASS/FILE below the source"):
+        prepare(recipe)
+
+
+@pytest.mark.parametrize("key", ["near_duplicates: 0.8", "min_length: 3"])
+def test_keys_of_texts_are_refused_for_images(tmp_path: Path, key: str) -> None:
+    images_in(tmp_path, "dark/1.png", "light/2.png")
+    keys = [f"data.source={tmp_path}", "data.shards={size: 5KB, window: 20KB}", f"data.clean={{{key}}}"]
+    with pytest.raises(RecipeError, match=rf"data\.clean\.{key.partition(':')[0]} is .* only texts"):
+        prepare(load_recipe("recipes/digits.yaml", keys))
+
+
+def test_files_that_are_not_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_table(tmp_path / "rows.csv", ROWS)
+    (tmp_path / "README.md").write_text("about")
+    prepared(tmp_path)
+    assert f"1 files are not read, such as '{tmp_path / 'README.md'}'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("refused", ["listing", "reading"])
+def test_refused_credentials_are_told(
+    s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    UPath("s3://guarded").mkdir(exist_ok=True)
+    write_table(tmp_path / "rows.parquet", ROWS)
+    to_path("s3://guarded/source/rows.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes())
+
+    def refuse() -> None:
+        monkeypatch.setattr("moto.core.responses.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0)
+
+    def run_units(work: Callable[[int], int], numbers: Sequence[int]) -> Iterable[int]:
+        refuse()
+        return map(work, numbers)
+
+    if refused == "listing":
+        refuse()
+    told = {
+        "listing": r"data\.source 's3://guarded/source' cannot be opened .*: check the URI and the credentials",
+        "reading": r"'s3://guarded/source/rows\.parquet' may not be read .*: check its rights and the credentials",
+    }[refused]
+    with pytest.raises(DataError, match=told):
+        prepare_shards(recipe_of("s3://guarded/source"), run_units)
+    assert not list((open_storage(None) / preparing.SHARDS).rglob("*.arrow"))
