@@ -21,7 +21,7 @@ help:
 	@echo "make bench-compile   compiled models beside PyTorch and ONNX Runtime, into benchmarks/compile/RESULTS.md; the machine must be quiet"
 	@echo "make bench-serving   the endpoint beside other model servers, into benchmarks/serving/RESULTS.md; needs wrk and h2load; the machine must be quiet"
 	@echo "make bench-planning  the planner beside published runs and this machine, into benchmarks/planning/RESULTS.md; the machine must be quiet"
-	@echo "make bench-finetuning  fine-tuning beside its peers, into benchmarks/finetuning/RESULTS.md; the machine must be quiet"
+	@echo "make bench-finetuning  fine-tuning beside its peers, after pruning and by a teacher, and every built-in task, into pages of benchmarks/finetuning; the machine must be quiet"
 	@echo "make bench-many      the cost of many runs, trials, versions and models, into benchmarks/many/RESULTS.md"
 	@echo "make bench-data      preparing and reading shards beside Hugging Face datasets and Ray Data, into benchmarks/data/RESULTS.md; the machine must be quiet"
 	@echo "make bench-monitoring  what metrics and traces cost, into benchmarks/monitoring/RESULTS.md; needs Prometheus and wrk; the machine must be quiet"
@@ -96,6 +96,9 @@ bench-planning: $(INSTALLED_BENCH)
 
 bench-finetuning: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.finetuning
+	@$(BIN)/python -m benchmarks.finetuning.pruning
+	@$(BIN)/python -m benchmarks.finetuning.distillation
+	@$(BIN)/python -m benchmarks.finetuning.tasks
 
 bench-many: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.many

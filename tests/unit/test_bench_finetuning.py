@@ -1,8 +1,14 @@
 """The report of the benchmark of fine-tuning."""
 
-from benchmarks.finetuning import pruning
+import math
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.finetuning import pruning, tasks
 from benchmarks.finetuning.__main__ import goals, report
 from benchmarks.finetuning.contenders import CONTENDERS, Figures
+from benchmarks.finetuning.imports import Imported
 
 
 def measured(**changes: Figures) -> dict[str, list[Figures]]:
@@ -31,3 +37,43 @@ def test_one_seed_that_loses_too_much_misses_the_goal_of_pruning() -> None:
         text = pruning.report(found, "Load average: 0.1.")
         assert words in text
         assert "| 2 | 0.9900 | 0.8000 | " in text
+
+
+COMPILED = tasks.Compiled("accuracy", 0.9, 0.895, "openvino int8", 0.005, 0.01, 5, 1, 1e-6, 1e-4)
+MEASURED = tasks.Measured("text-classification", 1e-6, 1e-5, COMPILED)
+CHAT = tasks.Measured("chat", 1e-6, 1e-5, None)
+IMPORTED = Imported("m", "a model", "skl2onnx 1.20", 2, 3, True)
+
+
+def verdicts(*found: tasks.Measured, imported: Imported = IMPORTED) -> list[str]:
+    return [goal.verdict for goal in tasks.goals([*found, CHAT], [IMPORTED, imported])]
+
+
+def test_each_goal_of_the_tasks_is_missed_by_one_task_that_misses_it() -> None:
+    assert verdicts(MEASURED) == ["reached"] * 5
+    worse = [
+        (replace(MEASURED, losses_apart=math.inf), IMPORTED),
+        (replace(MEASURED, metrics_apart=0.01), IMPORTED),
+        (replace(MEASURED, compiled=replace(COMPILED, drop=math.nan)), IMPORTED),
+        (replace(MEASURED, compiled=replace(COMPILED, answers_apart=math.inf)), IMPORTED),
+        (MEASURED, replace(IMPORTED, is_equal=False)),
+    ]
+    for index, (task, model) in enumerate(worse):
+        found = verdicts(MEASURED, task, imported=model)
+        assert [place for place, words in enumerate(found) if words == "**missed**"] == [index]
+
+
+def test_the_page_of_the_tasks_has_a_row_for_each_task_and_model() -> None:
+    text = tasks.report([MEASURED, CHAT], [IMPORTED], 1.0, "Load average: 0.1.")
+    assert "| text-classification | 1.0e-06 | 1.0e-05 | accuracy | 0.9000 | 0.8950 | openvino int8 | 5, 1 |" in text
+    assert "| chat | 1.0e-06 | 1.0e-05 | – |" in text
+    assert "| a model | skl2onnx 1.20 | 2 and 3 | yes |" in text
+
+
+def test_answers_differ_without_bound_where_a_text_a_key_or_a_length_differs() -> None:
+    answer = {"label": "a", "scores": {"a": 0.75, "b": 0.25}, "entities": [{"start": 1}], "stage": None}
+    assert tasks.answers_apart([answer], [answer]) == 0.0
+    scores = {"a": 0.7, "b": 0.25}
+    assert tasks.answers_apart([answer | {"scores": scores}], [answer]) == pytest.approx(0.05)
+    for change in ({"label": "b"}, {"entities": []}, {"entities": [{"start": 2}]}, {"more": 1}):
+        assert math.isinf(tasks.answers_apart([answer | change], [answer])), change
