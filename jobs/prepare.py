@@ -5,7 +5,8 @@ import sys
 from pydantic import BaseModel
 
 from app.data.examples import Reason
-from app.data.sharded_data import TEST, TRAIN, VALIDATION, ShardedClassificationData, ShardedLanguageData
+from app.data.prepared import TEST, TRAIN, VALIDATION
+from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
 from app.errors import RecipeError
 from app.runs import Outcome, Run
 from app.telemetry.tracing import stage
@@ -35,7 +36,7 @@ def prepare(run: Run) -> Outcome:
     run.open()
     with stage("prepare"):
         data = prepare_on_cluster(run)
-    assert isinstance(data, ShardedClassificationData | ShardedLanguageData)
+    assert isinstance(data, ShardedLabelledData | ShardedLanguageData)
     print(data.summary, flush=True)
     index, report = data.reference.index, data.report
     metrics = PrepareMetrics(

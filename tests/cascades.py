@@ -6,8 +6,8 @@ from onnx import numpy_helper
 from upath import UPath
 
 from app.artifacts import DATA
-from app.data.classification import ClassificationData, LabelledDataset
-from app.data.examples import CleaningReport, Split
+from app.data.examples import CleaningReport
+from app.data.labelled import LabelledData, LabelledDataset, Split
 from app.data.targets import Classes
 from app.repository.repository import Repository
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported
@@ -22,7 +22,7 @@ def publish_stages(storage: UPath) -> UPath:
     targets = Classes(LABELS)
     run, dataset = storage / "runs/train/toy", LabelledDataset(Split([*TEXTS, *TEXTS], [2] * 32), PROCESSOR, targets)
     report = CleaningReport(what="examples", given=64, kept=64, dropped={})
-    ClassificationData(dataset, dataset, targets, PROCESSOR, report).save(run / DATA)
+    LabelledData(dataset, dataset, targets, PROCESSOR, report).save(run / DATA)
     for name, model in (("tiny", exported()), ("toy", _leaning(exported()))):
         version = publish_version(storage, name, model, SIGNATURE, PROCESSOR, LABELS, train_run=str(run))
         Repository(storage).promote(name, version)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from app.config import Recipe, load_recipe
-from app.data.sharded_data import ShardedClassificationData
+from app.data.sharded_data import ShardedLabelledData
 from app.tasks import prepare
 
 WORDS = ["river", "stone", "lantern", "orchard", "velvet", "copper", "meadow", "harbour", "thistle", "ember"]
@@ -53,14 +53,14 @@ def recipe_of(source: Path | str, *overrides: str) -> Recipe:
     )
 
 
-def prepared(source: Path | str, *overrides: str) -> ShardedClassificationData:
+def prepared(source: Path | str, *overrides: str) -> ShardedLabelledData:
     """The data of such a recipe."""
     data = prepare(recipe_of(source, *overrides))
-    assert isinstance(data, ShardedClassificationData)
+    assert isinstance(data, ShardedLabelledData)
     return data
 
 
-def rows_in(data: ShardedClassificationData) -> dict[str, list[tuple[Any, str]]]:
+def rows_in(data: ShardedLabelledData) -> dict[str, list[tuple[Any, str]]]:
     """The inputs and labels of each split."""
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
     return {

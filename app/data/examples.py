@@ -1,9 +1,9 @@
-"""Raw examples, as a source gives them and as a split keeps them, and their cleaning before the split."""
+"""Raw examples, as a source gives them, and their cleaning before the split."""
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel
 from upath import UPath
@@ -32,47 +32,6 @@ class Examples:
 
     def __iter__(self) -> Iterator[tuple[Input, str]]:
         return zip(self.inputs, self.labels, strict=True)
-
-
-class LabelledSplit(Protocol):
-    """Inputs with the class of each, an index into the labels; in memory or in shards."""
-
-    @property
-    def inputs(self) -> Sequence[Input]: ...
-
-    @property
-    def classes(self) -> Sequence[Any]: ...
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Number of characters of each text; 0 for pictures, which all have one size."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[Any]]:
-        """Return inputs and classes in the order of ``indices``."""
-        ...
-
-
-@dataclass(frozen=True)
-class Split:
-    """Inputs with the class of each, an index into the labels; of other targets, with the value of each."""
-
-    inputs: list[Input]
-    classes: list[Any]
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Number of characters of each text; 0 for pictures, which all have one size."""
-        return [len(item) if isinstance(item, str) else 0 for item in self.inputs]
-
-    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[Any]]:
-        """Return inputs and classes in the order of ``indices``."""
-        return [self.inputs[index] for index in indices], [self.classes[index] for index in indices]
 
 
 _REPORT_FILE = "cleaning.json"

@@ -1,46 +1,56 @@
 """Data of sentence embeddings: pairs of texts that belong together, cleaned and split."""
 
-import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from upath import UPath
 
-from app.checksums import write_checksums
 from app.config import DataConfig
 from app.data.builtin import BUILTIN_PAIRS
-from app.data.classification import fit_processor
 from app.data.examples import CleaningReport, Reason
-from app.data.prepared import Batch
+from app.data.labelled import fit_processor
+from app.data.prepared import TRAIN, Batch, Columns, SplitData
 from app.data.processor import Processor
 from app.data.sources import TABLE_SUFFIXES, Source, find_builtin, open_source
+from app.data.targets import Outputs
 from app.data.vectors import Vectors
 from app.errors import DataError
-from app.storage import write_atomically
 
 Pair = tuple[str, str]
 """An anchor, such as a question, and its positive, such as the answer."""
 
 MAX_HELD_OUT = 2000
 """Pairs of a held-out split at most. Each is compared with all others of it."""
-_TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
 
 
 @dataclass(frozen=True)
-class PairDataset:
+class _Pairs:
+    pairs: Sequence[Pair]
+    processor: Processor
+
+    @property
+    def columns(self) -> Mapping[str, Sequence[Any]]:
+        """``anchor`` and ``positive``."""
+        anchors, positives = zip(*self.pairs, strict=True)
+        return {"anchor": anchors, "positive": positives}
+
+    def content(self) -> Iterator[bytes]:
+        """Yield each pair as JSON."""
+        for pair in self.pairs:
+            yield json.dumps(pair).encode()
+
+
+@dataclass(frozen=True)
+class PairDataset(_Pairs):
     """Pairs to learn from. A batch of n pairs has 2 n rows of inputs: the anchors, then their positives.
 
     Its targets are int64 of shape (pairs, 2): numbers of the anchor and of the positive, equal for equal texts.
     """
-
-    pairs: Sequence[Pair]
-    processor: Processor
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -61,15 +71,12 @@ class PairDataset:
 
 
 @dataclass(frozen=True)
-class HeldOutTexts:
+class HeldOutTexts(_Pairs):
     """Both texts of each held-out pair, as one row each: an anchor, its positive, the next anchor.
 
     The targets of a row are its index and the number of rows, int64 of shape (rows, 2). By them vectors of all batches
     and ranks are put together.
     """
-
-    pairs: Sequence[Pair]
-    processor: Processor
 
     @cached_property
     def texts(self) -> list[str]:
@@ -90,81 +97,30 @@ class HeldOutTexts:
 
 
 @dataclass(frozen=True)
-class PairData:
-    """The splits, the processor, the size of the model's vectors, and the cleaning report."""
+class PairData(SplitData):
+    """Pairs of texts that belong together, and the size of the model's vectors."""
 
     train: PairDataset
     validation: HeldOutTexts
-    processor: Processor
     targets: Vectors
-    report: CleaningReport
     test: HeldOutTexts | None = None
 
-    @property
-    def facts(self) -> Mapping[str, int]:
-        """The size of the vectors, and the processor's facts."""
-        return {"dimensions": self.targets.dimensions, **self.processor.facts}
-
-    @property
-    def tokens_per_sample(self) -> None:
-        """None: the targets of a sample are not tokens."""
-
-    @property
-    def _splits(self) -> dict[str, Sequence[Pair]]:
-        held_out = {_VALIDATION: self.validation} | ({_TEST: self.test} if self.test else {})
-        return {_TRAIN: self.train.pairs} | {name: split.pairs for name, split in held_out.items()}
+    @classmethod
+    def open_split(
+        cls,
+        name: str,
+        columns: Columns,
+        processor: Processor,
+        targets: Outputs,  # noqa: ARG003
+    ) -> PairDataset | HeldOutTexts:
+        pairs = list(zip(columns["anchor"], columns["positive"], strict=True))
+        return PairDataset(pairs, processor) if name == TRAIN else HeldOutTexts(pairs, processor)
 
     @property
     def rows(self) -> Mapping[str, int]:
         """The pairs of each split."""
-        return {name: len(pairs) for name, pairs in self._splits.items()}
-
-    @property
-    def summary(self) -> str:
-        tested = f", testing the published version on {self.rows[_TEST]:,}" if self.test else ""
-        return (
-            f"{self.report}\ntraining on {self.rows[_TRAIN]:,} pairs, finding {self.rows[_VALIDATION]:,} held-out "
-            f"positives by their anchors{tested}"
-        )
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 over every pair of the training and validation splits, in order."""
-        return hashlib.sha256(json.dumps([self.train.pairs, self.validation.pairs]).encode()).hexdigest()
-
-    def save(self, folder: UPath) -> None:
-        """Write the splits as parquet, and the files of the targets and of the processor."""
-        import pandas as pd
-
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, pairs in self._splits.items():
-            table = pd.DataFrame(list(pairs), columns=["anchor", "positive"])
-            write_atomically(folder / f"{name}.parquet", table.to_parquet())
-        self.save_codec(folder)
-        self.report.save(folder)
-        write_checksums(folder)
-
-    def save_codec(self, folder: UPath) -> None:
-        """Write the files of the targets and of the processor."""
-        self.targets.save(folder)
-        self.processor.save(folder)
-
-    @classmethod
-    def load(cls, folder: UPath, processor_type: type[Processor]) -> Self:
-        """Load the data that ``save`` wrote, without the test split."""
-        processor = processor_type.load(folder)
-        return cls(
-            PairDataset(_load_pairs(folder, _TRAIN), processor),
-            HeldOutTexts(_load_pairs(folder, _VALIDATION), processor),
-            processor,
-            Vectors.load(folder),
-            CleaningReport.load(folder),
-        )
-
-
-def load_test(folder: UPath, processor: Processor) -> HeldOutTexts | None:
-    """Return the test split that ``save`` wrote; None if there is none."""
-    return HeldOutTexts(_load_pairs(folder, _TEST), processor) if (folder / f"{_TEST}.parquet").exists() else None
+        held_out = {name: rows // 2 for name, rows in super().rows.items()}
+        return held_out | {TRAIN: len(self.train)}
 
 
 def prepare(
@@ -197,8 +153,8 @@ def prepare(
     return PairData(
         PairDataset(train, processor),
         HeldOutTexts(validation, processor),
-        processor,
         targets,
+        processor,
         report,
         HeldOutTexts(test, processor) if test else None,
     )
@@ -253,11 +209,3 @@ def _hold_out(pairs: Sequence[Pair], count: int, seed: int, source: Source) -> t
     held_out = {int(index) for index in drawn}
     rest = [pair for index, pair in enumerate(pairs) if index not in held_out]
     return rest, [pairs[index] for index in sorted(held_out)]
-
-
-def _load_pairs(folder: UPath, name: str) -> list[Pair]:
-    import pandas as pd
-
-    with (folder / f"{name}.parquet").open("rb") as file:
-        table = pd.read_parquet(file)
-    return list(zip(table["anchor"].tolist(), table["positive"].tolist(), strict=True))

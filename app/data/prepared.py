@@ -1,19 +1,27 @@
-"""The protocols between data and training: batches, splits, and prepared data as jobs save and load it."""
+"""What passes between data and training: batches, splits, and prepared data as jobs save and load it."""
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import io
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 from upath import UPath
 
+from app.checksums import write_checksums
 from app.conditional import read
 from app.data.examples import CleaningReport
+from app.data.processor import Processor
+from app.data.targets import Outputs
 from app.storage import write_atomically
 from app.tensors import Tensors
 
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
 _REPORT_FILE = "data.json"
 SHARDS_FILE = "shards.json"
 """In a folder of prepared data whose splits lie in shards elsewhere: where they lie."""
@@ -148,6 +156,122 @@ class PreparedData(Protocol):
     def save_codec(self, folder: UPath) -> None:
         """Write the files that turn inputs into a trained model's tensors, and its answers into words."""
         ...
+
+
+Columns = Mapping[str, list[Any]]
+"""The columns of a table, by name."""
+
+
+class KeptSplit(Dataset, Protocol):
+    """A split that is kept as a table."""
+
+    @property
+    def columns(self) -> Mapping[str, Sequence[Any]]:
+        """The columns of the table, by name."""
+        ...
+
+    def content(self) -> Iterator[bytes]:
+        """Yield every row, so that no two splits yield the same bytes."""
+        ...
+
+
+@dataclass(frozen=True)
+class SplitData(ABC):
+    """Prepared data of a task whose models are served. Subclasses say what a row is, and narrow the types."""
+
+    tokens_per_sample: ClassVar[None] = None
+    """The targets of a sample are not tokens."""
+
+    train: KeptSplit
+    validation: KeptSplit
+    targets: Outputs
+    processor: Processor
+    """Fitted on the training split."""
+    report: CleaningReport
+    test: KeptSplit | None = None
+    """The test split, used once, on the published version. ``load`` leaves it out: see ``load_test``."""
+
+    @classmethod
+    @abstractmethod
+    def open_split(cls, name: str, columns: Columns, processor: Processor, targets: Outputs) -> KeptSplit:
+        """Return the split of this name, of which ``columns`` were kept."""
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of the output's columns; empty if they have none."""
+        return self.targets.labels
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """The facts of the targets and of the processor."""
+        return {**self.targets.facts, **self.processor.facts}
+
+    @property
+    def _splits(self) -> dict[str, KeptSplit]:
+        splits = {TRAIN: self.train, VALIDATION: self.validation}
+        return splits | {TEST: self.test} if self.test else splits
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """The rows of each split."""
+        return {name: len(split) for name, split in self._splits.items()}
+
+    @property
+    def summary(self) -> str:
+        rows = self.rows
+        tested = f", testing the published version on {rows[TEST]:,}" if TEST in rows else ""
+        return (
+            f"{self.report}\ntraining on {rows[TRAIN]:,} {self.report.what}, validating on {rows[VALIDATION]:,}{tested}"
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over the labels and every row of the training and validation splits, in order."""
+        digest = hashlib.sha256(json.dumps(self.labels).encode())
+        for split in (self.train, self.validation):
+            for piece in split.content():
+                digest.update(piece)
+        return digest.hexdigest()
+
+    def save(self, folder: UPath) -> None:
+        """Write the splits as parquet, the report as JSON, and the files of the targets and of the processor."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, split in self._splits.items():
+            buffer = io.BytesIO()
+            parquet.write_table(pa.table(dict(split.columns)), buffer)
+            write_atomically(folder / f"{name}.parquet", buffer.getvalue())
+        self.save_codec(folder)
+        self.report.save(folder)
+        write_checksums(folder)
+
+    def save_codec(self, folder: UPath) -> None:
+        """Write the files of the targets and of the processor."""
+        self.targets.save(folder)
+        self.processor.save(folder)
+
+    @classmethod
+    def load(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> Self:
+        """Load the data that ``save`` wrote, without the test split."""
+        processor, targets = processor_type.load(folder), targets_type.load(folder)
+        train, validation = (cls._read_split(folder, name, processor, targets) for name in (TRAIN, VALIDATION))
+        return cls(train, validation, targets, processor, CleaningReport.load(folder))
+
+    @classmethod
+    def load_test(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> KeptSplit | None:
+        """Return the test split that ``save`` wrote, or None. Only jobs that publish or save it again call it."""
+        if not (folder / f"{TEST}.parquet").exists():
+            return None
+        return cls._read_split(folder, TEST, processor_type.load(folder), targets_type.load(folder))
+
+    @classmethod
+    def _read_split(cls, folder: UPath, name: str, processor: Processor, targets: Outputs) -> KeptSplit:
+        from pyarrow import parquet
+
+        with (folder / f"{name}.parquet").open("rb") as file:
+            return cls.open_split(name, parquet.read_table(file).to_pydict(), processor, targets)
 
 
 class DataReport(BaseModel):

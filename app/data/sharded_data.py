@@ -7,19 +7,18 @@ from typing import Self
 from upath import UPath
 
 from app.checksums import sha256_of, write_checksums
-from app.data.classification import ClassificationData, LabelledDataset
 from app.data.examples import CleaningReport
+from app.data.labelled import LabelledData, LabelledDataset
+from app.data.prepared import TEST, TRAIN, VALIDATION
 from app.data.processor import Processor
 from app.data.sharded import ShardedBlocks, ShardedSplit, ShardReference
 from app.data.targets import Targets
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 
-TRAIN, VALIDATION, TEST = "train", "validation", "test"
-
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedClassificationData(ClassificationData):
+class ShardedLabelledData(LabelledData):
     """Labelled examples in shards. The processor encodes them when they are read."""
 
     reference: ShardReference
@@ -42,10 +41,10 @@ class ShardedClassificationData(ClassificationData):
         write_checksums(folder)
 
 
-def load_sharded(folder: UPath, processor: Processor, targets: Targets) -> ShardedClassificationData:
+def load_sharded(folder: UPath, processor: Processor, targets: Targets) -> ShardedLabelledData:
     """Return the data that ``save`` wrote, without the test split."""
     reference = _reference_in(folder)
-    return ShardedClassificationData(
+    return ShardedLabelledData(
         train=LabelledDataset(ShardedSplit(reference.open(TRAIN)), processor, targets),
         validation=LabelledDataset(ShardedSplit(reference.open(VALIDATION)), processor, targets),
         targets=targets,

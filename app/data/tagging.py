@@ -1,31 +1,27 @@
 """Data of token classification: texts whose words have classes, cleaned and split."""
 
-import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from upath import UPath
 
-from app.checksums import write_checksums
 from app.config import DataConfig
 from app.data.builtin import BUILTIN_SPANS
-from app.data.classification import fit_processor
 from app.data.examples import CleaningReport, Reason
-from app.data.prepared import IGNORED, Batch
+from app.data.labelled import fit_processor
+from app.data.prepared import IGNORED, Batch, Columns, SplitData
+from app.data.processor import Processor
 from app.data.sources import Source, find_builtin, open_source
 from app.data.tagged_texts import TaggedText, read_jsonl, tagged_by_spans
 from app.data.tags import Tags, Word, WordRule, first_tokens
+from app.data.targets import Outputs
 from app.data.text import TextProcessor
 from app.errors import DataError
-from app.storage import write_atomically
-
-_TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
 
 
 @dataclass(frozen=True)
@@ -48,6 +44,16 @@ class TaggedDataset:
         """Number of words of each row that the model reads. The loss of a step is a mean over these."""
         return np.array([(self._targets(index) != IGNORED).sum() for index in range(len(self))], np.int64)
 
+    @property
+    def columns(self) -> Mapping[str, Sequence[Any]]:
+        """``text``, and ``words`` with the first character, the end and the class of each."""
+        return {"text": [text for text, _ in self.rows], "words": [words for _, words in self.rows]}
+
+    def content(self) -> Iterator[bytes]:
+        """Yield each row as JSON."""
+        for row in self.rows:
+            yield json.dumps(row).encode()
+
     def batch(self, indices: Sequence[int]) -> Batch:
         inputs = self.processor.encode([self.rows[index][0] for index in indices])
         targets = np.full(inputs["input_ids"].shape, IGNORED, np.int64)
@@ -67,84 +73,24 @@ class TaggedDataset:
 
 
 @dataclass(frozen=True)
-class TaggedData:
-    """The splits, the processor, the types of entities, and the cleaning report."""
+class TaggedData(SplitData):
+    """Texts whose words have classes."""
 
     train: TaggedDataset
     validation: TaggedDataset
-    processor: TextProcessor
     targets: Tags
-    report: CleaningReport
+    processor: TextProcessor
     test: TaggedDataset | None = None
 
-    @property
-    def labels(self) -> list[str]:
-        """The names of the classes."""
-        return self.targets.labels
-
-    @property
-    def facts(self) -> Mapping[str, int]:
-        """The number of classes, that each token has one, and the processor's facts."""
-        return {"num_labels": self.targets.num_outputs, "per_token": 1, **self.processor.facts}
-
-    @property
-    def tokens_per_sample(self) -> None:
-        """None: not every token has a target."""
-
-    @property
-    def _splits(self) -> dict[str, TaggedDataset]:
-        return {_TRAIN: self.train, _VALIDATION: self.validation} | ({_TEST: self.test} if self.test else {})
-
-    @property
-    def rows(self) -> Mapping[str, int]:
-        """The texts of each split."""
-        return {name: len(split) for name, split in self._splits.items()}
+    @classmethod
+    def open_split(cls, name: str, columns: Columns, processor: Processor, targets: Outputs) -> TaggedDataset:  # noqa: ARG003
+        assert isinstance(processor, TextProcessor)
+        words = [[Word(*word) for word in given] for given in columns["words"]]
+        return TaggedDataset(list(zip(columns["text"], words, strict=True)), processor)
 
     @property
     def summary(self) -> str:
-        tested = f", testing the published version on {len(self.test):,}" if self.test else ""
-        return (
-            f"{self.report}\ntraining on {len(self.train):,} texts with {', '.join(self.targets.types)}, validating on "
-            f"{len(self.validation):,}{tested}"
-        )
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 over every text and class of the training and validation splits, in order."""
-        content = [self.labels, self.train.rows, self.validation.rows]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-    def save(self, folder: UPath) -> None:
-        """Write the splits as JSON, and the files of the targets and of the processor."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, split in self._splits.items():
-            write_atomically(folder / f"{name}.json", json.dumps(split.rows).encode())
-        self.save_codec(folder)
-        self.report.save(folder)
-        write_checksums(folder)
-
-    def save_codec(self, folder: UPath) -> None:
-        """Write the files of the targets and of the processor."""
-        self.targets.save(folder)
-        self.processor.save(folder)
-
-    @classmethod
-    def load(cls, folder: UPath) -> Self:
-        """Load the data that ``save`` wrote, without the test split."""
-        processor = TextProcessor.load(folder)
-        return cls(
-            TaggedDataset(_load_rows(folder, _TRAIN), processor),
-            TaggedDataset(_load_rows(folder, _VALIDATION), processor),
-            processor,
-            Tags.load(folder),
-            CleaningReport.load(folder),
-        )
-
-
-def load_test(folder: UPath) -> TaggedDataset | None:
-    """Return the test split that ``save`` wrote; None if there is none."""
-    there = (folder / f"{_TEST}.json").exists()
-    return TaggedDataset(_load_rows(folder, _TEST), TextProcessor.load(folder)) if there else None
+        return f"{super().summary}; entities: {', '.join(self.targets.types)}"
 
 
 def prepare(config: DataConfig, pretrained: str | None = None) -> TaggedData:
@@ -181,8 +127,8 @@ def prepare(config: DataConfig, pretrained: str | None = None) -> TaggedData:
     return TaggedData(
         TaggedDataset(train, processor),
         TaggedDataset(validation, processor),
-        processor,
         targets,
+        processor,
         report,
         TaggedDataset(test, processor) if test else None,
     )
@@ -213,8 +159,3 @@ def _clean(given: Sequence[TaggedText], config: DataConfig) -> tuple[list[Tagged
             kept[text.text] = text
     report = CleaningReport(what="texts", given=len(given), kept=len(kept), dropped=dict(dropped))
     return list(kept.values()), report
-
-
-def _load_rows(folder: UPath, name: str) -> list[tuple[str, list[Word]]]:
-    rows = json.loads((folder / f"{name}.json").read_bytes())
-    return [(text, [Word(*word) for word in words]) for text, words in rows]

@@ -1,7 +1,7 @@
 """What the outputs of a token classifier mean: for each word, whether an entity of a type begins or goes on there."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
@@ -62,6 +62,11 @@ class Tags:
     @property
     def num_outputs(self) -> int:
         return 1 + 2 * len(self.types)
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """The number of classes, and that each token has one."""
+        return {"num_labels": self.num_outputs, "per_token": 1}
 
     def words_of(self, text: str) -> list[Word]:
         """Return the words of a text."""

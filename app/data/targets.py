@@ -32,7 +32,12 @@ class Outputs(Protocol):
 
     @property
     def num_outputs(self) -> int:
-        """Columns of the model's output. A model factory receives it as ``num_labels``."""
+        """Columns of the model's output."""
+        ...
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """What a model factory may need to know of them, by the name of its argument."""
         ...
 
     def decode(self, outputs: NDArray[np.float32]) -> list[Answer]:
@@ -113,6 +118,10 @@ class Classes:
     def num_outputs(self) -> int:
         return len(self.labels)
 
+    @property
+    def facts(self) -> Mapping[str, int]:
+        return {"num_labels": self.num_outputs}
+
     def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[int]:
         """Return the class of each label: its index."""
         return _indices(self.labels, labels, config, key)
@@ -163,6 +172,10 @@ class LabelSets:
     def num_outputs(self) -> int:
         return len(self.labels)
 
+    @property
+    def facts(self) -> Mapping[str, int]:
+        return {"num_labels": self.num_outputs}
+
     def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[list[int]]:
         """Return the indices of the labels of each row, ascending."""
         return [sorted(_indices(self.labels, split_labels(given, self.separator), config, key)) for given in labels]
@@ -212,6 +225,7 @@ class Numbers:
     labels_agree: ClassVar[bool] = False
     labels: ClassVar[list[str]] = []
     num_outputs: ClassVar[int] = 1
+    facts: ClassVar[Mapping[str, int]] = {"num_labels": num_outputs}
     scale: Scale
 
     @classmethod

@@ -1,7 +1,7 @@
 """The base classes of tasks. ``Task`` is trained. ``ServedTask`` is also compiled and served."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import Recipe, TrainConfig
-from app.data import classification
-from app.data.classification import ClassificationData
+from app.data import labelled
 from app.data.examples import Natural
-from app.data.prepared import Dataset, PreparedData
+from app.data.labelled import LabelledData
+from app.data.prepared import KeptSplit, PreparedData, SplitData
 from app.data.processor import Processor
 from app.data.targets import Answer, Classes, Outputs, Targets
 from app.errors import RecipeError
@@ -83,8 +83,11 @@ class Task(ABC):
 class ServedTask(Task):
     """A task of labelled examples, whose models can be compiled and served.
 
-    A task with data of another kind overrides ``prepare``, ``load``, ``load_with_test`` and ``load_test``.
+    A task with data of another kind names their type, ``data``, and overrides ``prepare``.
     """
+
+    data: ClassVar[type[SplitData]] = LabelledData
+    """What ``prepare`` returns, and runs keep."""
 
     processor: ClassVar[type[Processor]]
     """Turns natural inputs into tensors, the same in training and behind the endpoint."""
@@ -100,10 +103,6 @@ class ServedTask(Task):
     def gate_of(self, targets: Outputs) -> Metric | None:
         """Return the gate for these targets."""
         return self.gate.bind(targets) if self.gate else None
-
-    def facts(self, targets: Outputs) -> Mapping[str, int]:
-        """Return what a model factory may need to know of the targets, by the name of its argument."""
-        return {"num_labels": targets.num_outputs}
 
     def output(self, targets: Outputs) -> TensorSpec:
         """Return the model's output, whose first dimension is the rows."""
@@ -123,7 +122,7 @@ class ServedTask(Task):
         return cast(type[Targets], self.targets)
 
     def prepare(self, recipe: Recipe) -> PreparedData:
-        return classification.prepare(recipe.data, self.processor, recipe.model.pretrained, self._targets)
+        return labelled.prepare(recipe.data, self.processor, recipe.model.pretrained, self._targets)
 
     def prepare_shards(self, recipe: Recipe, run_units: "RunUnits") -> PreparedData:
         if (
@@ -136,14 +135,12 @@ class ServedTask(Task):
 
         return prepare_sharded(recipe, self.processor, run_units)
 
-    def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
-        return ClassificationData.load(folder, self.processor, self._targets)
+    def load(self, recipe: Recipe, folder: UPath) -> SplitData:  # noqa: ARG002
+        return self.data.load(folder, self.processor, self.targets)
 
-    def load_with_test(self, recipe: Recipe, folder: UPath) -> PreparedData:
-        data = self.load(recipe, folder)
-        assert isinstance(data, ClassificationData)
-        return replace(data, test=classification.load_test(folder, data.processor, data.targets))
+    def load_with_test(self, recipe: Recipe, folder: UPath) -> SplitData:
+        return replace(self.load(recipe, folder), test=self.load_test(recipe, folder))
 
-    def load_test(self, recipe: Recipe, folder: UPath) -> Dataset | None:  # noqa: ARG002
+    def load_test(self, recipe: Recipe, folder: UPath) -> KeptSplit | None:  # noqa: ARG002
         """Load the test split; None if there is none. Only compile calls it, for the published version."""
-        return classification.load_test(folder, self.processor.load(folder), self._targets.load(folder))
+        return self.data.load_test(folder, self.processor, self.targets)

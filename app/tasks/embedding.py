@@ -1,16 +1,14 @@
 """Sentence embeddings: vectors of texts, near each other if the texts belong together."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from upath import UPath
 
 from app.config import Recipe, TrainConfig
 from app.data import pairs
-from app.data.pairs import HeldOutTexts, PairData
-from app.data.prepared import Dataset, PreparedData
+from app.data.pairs import PairData
+from app.data.prepared import PreparedData
 from app.data.targets import Answer, Outputs
 from app.data.text import TextProcessor
 from app.data.vectors import Vectors
@@ -65,6 +63,7 @@ class MeanReciprocalRank(Retrieval):
 class SentenceEmbedding(ServedTask):
     """Vectors of texts, learned from pairs of texts with the other pairs of the batch as negatives."""
 
+    data = PairData
     processor = TextProcessor
     targets = Vectors
     metrics = (RecallAt1(), MeanReciprocalRank())
@@ -74,23 +73,9 @@ class SentenceEmbedding(ServedTask):
 
         return Contrastive(config.temperature, len(data.validation), data.facts["dimensions"])
 
-    def facts(self, targets: Outputs) -> dict[str, int]:
-        return {"dimensions": targets.num_outputs}
-
     def prepare(self, recipe: Recipe) -> PairData:
         targets = Vectors(_dimensions_of(recipe))
         return pairs.prepare(recipe.data, self.processor, targets, recipe.model.pretrained)
-
-    def load(self, recipe: Recipe, folder: UPath) -> PairData:  # noqa: ARG002
-        return PairData.load(folder, self.processor)
-
-    def load_test(self, recipe: Recipe, folder: UPath) -> Dataset | None:  # noqa: ARG002
-        return pairs.load_test(folder, self.processor.load(folder))
-
-    def load_with_test(self, recipe: Recipe, folder: UPath) -> PairData:
-        test = self.load_test(recipe, folder)
-        assert test is None or isinstance(test, HeldOutTexts)
-        return replace(self.load(recipe, folder), test=test)
 
     def answer_natural(self, outputs: NDArray[np.float32], targets: Outputs, given: Encoded) -> list[Answer]:
         """Return the vector of each text, and how many tokens the text has."""

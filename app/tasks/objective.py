@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from app.config import TeacherConfig, TrainConfig
-from app.data.classification import ClassificationData
+from app.data.labelled import LabelledData
 from app.data.prepared import IGNORED, PreparedData
 from app.data.targets import HasTargets
 from app.errors import RecipeError
@@ -116,7 +116,7 @@ def class_weights(given: Literal["balanced"] | Mapping[str, float], data: Prepar
     Raises:
         RecipeError: ``given`` names other labels than the data have.
     """
-    assert isinstance(data, ClassificationData)  # recipes of other tasks are refused
+    assert isinstance(data, LabelledData)  # recipes of other tasks are refused
     counts = np.bincount(np.asarray(data.train.split.classes, np.int64), minlength=len(data.labels))
     if given == "balanced":
         weights = 1.0 / np.maximum(counts, 1)

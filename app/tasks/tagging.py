@@ -1,16 +1,14 @@
 """Token classification: which words of a text are entities, and of which type."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from upath import UPath
 
 from app.config import Recipe
 from app.data import tagging
 from app.data.prepared import IGNORED
-from app.data.tagging import TaggedData, TaggedDataset
+from app.data.tagging import TaggedData
 from app.data.tags import Tags
 from app.data.targets import Answer, Outputs
 from app.data.text import TextProcessor
@@ -69,13 +67,11 @@ def _entities(tags: "Tensor", rows: "Tensor") -> tuple["Tensor", "Tensor"]:
 class TokenClassification(ServedTask):
     """Words of texts, each with a class. The loss and the metrics count a word's first token alone."""
 
+    data = TaggedData
     processor = TextProcessor
     targets = Tags
     metrics = (EntityF1(), Accuracy())
     learns_classes = True
-
-    def facts(self, targets: Outputs) -> dict[str, int]:
-        return {"num_labels": targets.num_outputs, "per_token": 1}
 
     def output(self, targets: Outputs) -> TensorSpec:
         return TensorSpec(OUTPUT, np.dtype(np.float32), (-1, -1, targets.num_outputs))
@@ -92,12 +88,3 @@ class TokenClassification(ServedTask):
 
     def prepare(self, recipe: Recipe) -> TaggedData:
         return tagging.prepare(recipe.data, recipe.model.pretrained)
-
-    def load(self, recipe: Recipe, folder: UPath) -> TaggedData:  # noqa: ARG002
-        return TaggedData.load(folder)
-
-    def load_with_test(self, recipe: Recipe, folder: UPath) -> TaggedData:
-        return replace(self.load(recipe, folder), test=self.load_test(recipe, folder))
-
-    def load_test(self, recipe: Recipe, folder: UPath) -> TaggedDataset | None:  # noqa: ARG002
-        return tagging.load_test(folder)

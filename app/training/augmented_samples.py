@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from app.data.augmentation import Augmentation
-from app.data.classification import LabelledDataset
+from app.data.labelled import LabelledDataset
 from app.data.prepared import Batch
 from app.reports.augmentation import AugmentedSamples, ShownInput
 from app.training.data.batches import partners_of

@@ -22,7 +22,7 @@ from upath import UPath
 
 from app.artifacts import WEIGHTS_FILE
 from app.config import Recipe
-from app.data.classification import ClassificationData
+from app.data.labelled import LabelledData
 from app.data.pairs import PairData
 from app.data.prepared import IGNORED, Batch, PreparedData
 from app.data.tagging import TaggedData
@@ -72,7 +72,7 @@ def evaluate(weights: UPath, data: PreparedData, recipe: Recipe) -> Evaluation:
     batches = [ordered[first : first + rows] for first in range(0, len(ordered), rows)]
     predictions = _predictions(_load_model(weights, data, recipe), data, batches)
     task = find_task(recipe.task)
-    if isinstance(data, ClassificationData) and isinstance(task, ServedTask):
+    if isinstance(data, LabelledData) and isinstance(task, ServedTask):
         return _of_examples(data, task, predictions)
     return _of_tokens(data, predictions)
 
@@ -87,7 +87,7 @@ def _batch_rows(data: PreparedData) -> int:
     return max(1, _BATCH_TOKENS // data.tokens_per_sample) if data.tokens_per_sample else _BATCH_ROWS
 
 
-def _of_examples(data: ClassificationData, task: ServedTask, predictions: Iterable[Prediction]) -> Evaluation:
+def _of_examples(data: LabelledData, task: ServedTask, predictions: Iterable[Prediction]) -> Evaluation:
     """Return the worst samples of any task, and for labels their scores and the calibration."""
     worst: list[tuple[float, int, NDArray[np.float32]]] = []  # loss, row, outputs
     counts, num_rows = _LabelCounts.of(data.targets), 0
@@ -195,7 +195,7 @@ def _predictions(model: nn.Module, data: PreparedData, batches: Sequence[Sequenc
 
 
 def _worst_example(
-    data: ClassificationData, task: ServedTask, loss: float, row: int, outputs: NDArray[np.float32]
+    data: LabelledData, task: ServedTask, loss: float, row: int, outputs: NDArray[np.float32]
 ) -> WorstSample:
     split = data.validation.split
     given = split.inputs[row]

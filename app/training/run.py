@@ -13,7 +13,7 @@ from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.config import AutoPlan, Recipe, TrainConfig, load_stored_recipe, refusal
 from app.config.layout import MAX_MICRO_BATCH
 from app.data.augmentation import augmentation_of
-from app.data.classification import LINEAR_BASELINE, ClassificationData, LabelledDataset, linear_baseline
+from app.data.labelled import LINEAR_BASELINE, LabelledData, LabelledDataset, linear_baseline
 from app.data.prepared import DataReport, PreparedData
 from app.data.targets import Classes
 from app.errors import RecipeError, StorageError
@@ -289,11 +289,11 @@ def skipped_workers(config: TrainConfig) -> str | None:
     )
 
 
-def _texts_of(recipe: Recipe, data: PreparedData) -> ClassificationData:
+def _texts_of(recipe: Recipe, data: PreparedData) -> LabelledData:
     """Return ``data`` if the linear baseline can be fitted on it. Raises RecipeError otherwise."""
     has_accuracy = any(isinstance(metric, Accuracy) for metric in find_task(recipe.task).metrics)
-    is_text = isinstance(data, ClassificationData) and data.processor.modality == "text"
-    if not (isinstance(data, ClassificationData) and is_text and isinstance(data.targets, Classes) and has_accuracy):
+    is_text = isinstance(data, LabelledData) and data.processor.modality == "text"
+    if not (isinstance(data, LabelledData) and is_text and isinstance(data.targets, Classes) and has_accuracy):
         raise RecipeError(
             f"train.linear_baseline is for texts with one label each and a task with an accuracy, which {recipe.task} "
             "has not: set it to false"

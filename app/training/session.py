@@ -13,7 +13,7 @@ from app.artifacts import CHECKPOINTS, FAILURE_FILE
 from app.conditional import read
 from app.config import Layout, Recipe, TrainConfig
 from app.config.alerts import Act
-from app.data.classification import ClassificationData
+from app.data.labelled import LabelledData
 from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import blueprint_of
@@ -209,7 +209,7 @@ def _classes_to_balance(data: PreparedData, recipe: Recipe) -> Sequence[int] | N
     """Return the class of each training sample; None unless all classes shall come equally often."""
     if recipe.data.sampling == "natural":
         return None
-    assert isinstance(data, ClassificationData)  # recipes of other tasks are refused
+    assert isinstance(data, LabelledData)  # recipes of other tasks are refused
     return data.train.split.classes
 
 

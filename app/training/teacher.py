@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import Recipe
-from app.data.classification import ClassificationData, LabelledDataset
 from app.data.examples import Input
+from app.data.labelled import LabelledData, LabelledDataset
 from app.data.prepared import Batch, PreparedData
 from app.data.targets import LABELS_FILE, Classes, load_labels
 from app.errors import RecipeError
@@ -33,7 +33,7 @@ def with_resolved_teacher(recipe: Recipe, data: PreparedData, storage: UPath) ->
     """
     teacher = recipe.train.teacher
     assert teacher is not None
-    assert isinstance(data, ClassificationData)  # recipes of other tasks are refused
+    assert isinstance(data, LabelledData)  # recipes of other tasks are refused
     repository = Repository(storage)
     name, _, number = teacher.model.partition("/")
     manifest = repository.manifest(name, int(number) if number else repository.production(name))
@@ -64,7 +64,7 @@ def taught(data: PreparedData, recipe: Recipe) -> PreparedData:
     """Return the data whose training batches have the teacher's logits."""
     teacher = recipe.train.teacher
     assert teacher is not None
-    assert isinstance(data, ClassificationData)
+    assert isinstance(data, LabelledData)
     train: Any = TaughtDataset(data.train, data.labels, teacher.model, open_storage(recipe.storage))
     return replace(data, train=train)
 

@@ -156,5 +156,5 @@ def read_architecture(folder: Path) -> Architecture:
     recipe = load_stored_recipe(str(files / RECIPE_FILE))
     task = find_served_task(recipe.task)
     processor, targets = task.processor.load(files), task.targets.load(files)
-    blueprint = blueprint_of(recipe.model, {**task.facts(targets), **processor.facts})
+    blueprint = blueprint_of(recipe.model, {**targets.facts, **processor.facts})
     return Architecture(blueprint, recipe, task, processor, targets)

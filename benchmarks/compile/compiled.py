@@ -11,7 +11,7 @@ from app.compile.source import resized
 from app.compile.source_model import load_source_model
 from app.compile.variants import requested_variants
 from app.config import load_recipe
-from app.data.classification import ClassificationData
+from app.data.labelled import LabelledData
 from app.repository.repository import Repository
 from app.storage import to_path
 from benchmarks.compile.coldstart import Starts, measure_starts
@@ -61,7 +61,7 @@ class ModelUnderTest:
         repository, run = Repository(to_path(storage)), to_path(self._folder)
         manifest = publish(self._compilation, self._choice, name, repository, run)
         data = self._subject.data
-        assert isinstance(data, ClassificationData)
+        assert isinstance(data, LabelledData)
         text = str(data.validation.split.inputs[0])
         return measure_starts(storage, f"{manifest.name}/{manifest.version}", self._threads, text, num_rounds)
 

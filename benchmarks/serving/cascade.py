@@ -21,8 +21,7 @@ from app.compile.publication import publish
 from app.compile.source_model import load_source_model
 from app.compile.variants import requested_variants
 from app.config import load_recipe
-from app.data.classification import load_test
-from app.data.examples import LabelledSplit
+from app.data.labelled import LabelledData, LabelledDataset, LabelledSplit
 from app.data.targets import Classes
 from app.repository.repository import Repository
 from app.serving.cascade.build import load_validation
@@ -133,9 +132,8 @@ def measure(folder: Path) -> Findings:
 
 def _load_test(model: LoadedModel) -> LabelledSplit:
     """Return the images of the test files, which no training and no calibration saw."""
-    assert isinstance(model.targets, Classes)
-    test = load_test(_train_run(model) / DATA, model.natural_processor, model.targets)
-    assert test
+    test = LabelledData.load_test(_train_run(model) / DATA, type(model.natural_processor), Classes)
+    assert isinstance(test, LabelledDataset)
     return test.split
 
 

@@ -13,7 +13,8 @@ from upath import UPath
 
 from app.artifacts import DATA, RECIPE_FILE
 from app.config import load_recipe
-from app.data.classification import ClassificationData
+from app.data.labelled import LabelledData
+from app.data.targets import Classes
 from app.repository.manifest import MODEL_FILE, Manifest
 from app.repository.repository import Repository
 from app.storage import to_path
@@ -143,7 +144,7 @@ def _cores(count: int) -> Iterator[None]:
 def _rows(weights: UPath) -> list[Tensors]:
     """Return the rows of the validation split, each padded to its own bucket."""
     processor = find_served_task(load_recipe(str(weights / RECIPE_FILE)).task).processor
-    validation = ClassificationData.load(weights.parent / DATA, processor).validation
+    validation = LabelledData.load(weights.parent / DATA, processor, Classes).validation
     return [validation.batch([number]).inputs for number in range(len(validation))]
 
 

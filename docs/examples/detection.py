@@ -17,9 +17,9 @@ from torch.nn import functional
 from upath import UPath
 
 from app.config import DataConfig, Recipe
-from app.data.classification import ClassificationData, LabelledDataset, fit_processor, split
 from app.data.examples import Examples, clean
 from app.data.images import ImageProcessor
+from app.data.labelled import LabelledData, LabelledDataset, fit_processor, split
 from app.data.targets import load_labels, save_labels
 from app.errors import DataError
 from app.storage import to_path
@@ -60,6 +60,11 @@ class Boxes:
     @property
     def num_outputs(self) -> int:
         return GRID * GRID * (5 + len(self.labels))
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """Numbers that ``net`` receives by the names of its arguments."""
+        return {"num_labels": self.num_outputs}
 
     def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[str]:
         for given in labels:
@@ -133,13 +138,13 @@ class Detection(ServedTask):
 
     processor, targets, metrics = ImageProcessor, Boxes, (FoundF1(),)
 
-    def prepare(self, recipe: Recipe) -> ClassificationData:
+    def prepare(self, recipe: Recipe) -> LabelledData:
         config = recipe.data
         examples, report = clean(_read(config.source), config.clean, labels_agree=False)
         targets = Boxes.fit(examples.labels, config)
         train, validation = split(examples, targets, config)
         processor = fit_processor(self.processor, train.inputs, config, recipe.model.pretrained)
-        return ClassificationData(
+        return LabelledData(
             LabelledDataset(train, processor, targets),
             LabelledDataset(validation, processor, targets),
             targets,

@@ -10,7 +10,7 @@ from PIL import Image
 
 from app.config import AugmentTextConfig, Recipe, load_recipe
 from app.data.augmentation import TextAugmentation, augmentation_of, change_image
-from app.data.classification import LabelledDataset
+from app.data.labelled import LabelledDataset
 from app.data.prepared import PreparedData
 from app.errors import RecipeError
 from app.reports.augmentation import AugmentedSamples

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import DataConfig, ImageConfig, load_recipe
-from app.data.examples import Split
 from app.data.images import ImageProcessor, encode_png
+from app.data.labelled import Split
 from app.data.targets import Classes
 from app.data.text import TextProcessor
 from app.engines.base import PooledEngine, Signature

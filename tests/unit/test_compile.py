@@ -31,11 +31,10 @@ from app.compile.source_model import SourceModel, load_source_model
 from app.compile.timing import Concurrency, OperatingPoint
 from app.compile.variants import RequestedVariants, Variant
 from app.config import CompileConfig, ComputePrecision, EngineName, GatesConfig, load_recipe
-from app.data.classification import LabelledDataset, load_test
-from app.data.examples import Split
-from app.data.prepared import Batch
+from app.data.labelled import LabelledData, LabelledDataset, Split
+from app.data.prepared import Batch, KeptSplit
 from app.data.processor import Processor
-from app.data.targets import Targets
+from app.data.targets import Outputs
 from app.engines.architecture import usable_cores
 from app.engines.base import Engine, EngineSettings
 from app.engines.onnxruntime import open_oracle
@@ -129,11 +128,12 @@ def test_the_figure_of_a_version_is_of_the_test_split_which_chooses_nothing_and_
     replace(source_model.data, test=test).save(folder / "data")
     reads: list[UPath] = []
 
-    def counted(folder: UPath, processor: Processor, targets: Targets) -> LabelledDataset | None:
+    def counted(folder: UPath, processor: type[Processor], targets: type[Outputs]) -> KeptSplit | None:
         reads.append(folder)
         return load_test(folder, processor, targets)
 
-    monkeypatch.setattr("app.data.classification.load_test", counted)
+    load_test = LabelledData.load_test
+    monkeypatch.setattr(LabelledData, "load_test", counted)
     run, result = compiled(storage, *FAST, f"compile.weights={folder / 'weights'}", "name=tested")
     assert result.status == "succeeded", result.error
     assert result.metrics["chosen"]["accuracy"] > 0.9

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from upath import UPath
 
 from app.config import CleanConfig, DataConfig, ImageConfig, TokenizerConfig
-from app.data.classification import ClassificationData, load_test, prepare, split
 from app.data.examples import Examples, clean
 from app.data.images import ImageProcessor
+from app.data.labelled import LabelledData, LabelledDataset, prepare, split
 from app.data.sources import load_examples
 from app.data.targets import Classes
 from app.data.text import TextProcessor
@@ -33,7 +33,7 @@ WRITERS = {
 
 
 @pytest.fixture(scope="module")
-def reviews() -> ClassificationData:
+def reviews() -> LabelledData:
     return prepare(DataConfig(source="builtin:reviews"), TextProcessor)
 
 
@@ -51,7 +51,7 @@ def test_reviews_are_cleaned_as_counted() -> None:
     assert "17,713 exact duplicates" in str(report)
 
 
-def test_the_split_is_stratified_fixed_and_does_not_leak(reviews: ClassificationData) -> None:
+def test_the_split_is_stratified_fixed_and_does_not_leak(reviews: LabelledData) -> None:
     config = DataConfig(source="builtin:reviews")
     cleaned, _ = clean(load_examples(config), config.clean)
     assert split(cleaned, reviews.targets, config) == (reviews.train.split, reviews.validation.split)
@@ -62,9 +62,9 @@ def test_the_split_is_stratified_fixed_and_does_not_leak(reviews: Classification
     assert shares[0] == pytest.approx(shares[1], abs=1e-3)
 
 
-def test_prepared_data_is_read_as_it_was_written(reviews: ClassificationData, tmp_path: Path) -> None:
+def test_prepared_data_is_read_as_it_was_written(reviews: LabelledData, tmp_path: Path) -> None:
     reviews.save(UPath(tmp_path))
-    loaded = ClassificationData.load(UPath(tmp_path), TextProcessor)
+    loaded = LabelledData.load(UPath(tmp_path), TextProcessor, Classes)
     texts = reviews.validation.split.inputs[:5]
     assert loaded.fingerprint == reviews.fingerprint
     assert np.array_equal(loaded.processor.encode(texts)["input_ids"], reviews.processor.encode(texts)["input_ids"])
@@ -88,14 +88,14 @@ def test_a_test_split_is_taken_out_of_training_alone_and_left_on_disk(tmp_path: 
     assert shares[0] == pytest.approx(shares[1], abs=1e-2)
     assert f"testing the published version on {len(data.test):,}" in data.summary
     data.save(UPath(tmp_path / "with"))
-    loaded = ClassificationData.load(UPath(tmp_path / "with"), ImageProcessor)
+    loaded = LabelledData.load(UPath(tmp_path / "with"), ImageProcessor, Classes)
     assert loaded.test is None
-    tested = load_test(UPath(tmp_path / "with"), loaded.processor, loaded.targets)
-    assert tested is not None
+    tested = LabelledData.load_test(UPath(tmp_path / "with"), ImageProcessor, Classes)
+    assert isinstance(tested, LabelledDataset)
     assert tested.split == data.test.split
     before.save(UPath(tmp_path / "without"))
     assert before.test is None
-    assert load_test(UPath(tmp_path / "without"), before.processor, before.targets) is None
+    assert LabelledData.load_test(UPath(tmp_path / "without"), ImageProcessor, Classes) is None
 
 
 def test_what_is_in_the_test_source_is_neither_trained_nor_validated_on(tmp_path: Path) -> None:

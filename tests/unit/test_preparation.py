@@ -19,7 +19,7 @@ from app.config import load_recipe
 from app.data.preparation import prepare as preparing
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.units import cut_units, list_files
-from app.data.sharded_data import ShardedClassificationData, ShardedLanguageData
+from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
 from app.data.shards import ShardIndex, ShardWriter
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError, RecipeError
@@ -141,7 +141,7 @@ def test_all_who_work_on_it_write_the_same_shards(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setenv("RAYLOOM_STORAGE", str(tmp_path / "other"))
     there = prepare_shards(recipe_of(tmp_path / "rows.jsonl"), elsewhere)
-    assert isinstance(there, ShardedClassificationData)
+    assert isinstance(there, ShardedLabelledData)
     assert there.reference.location != here.location
     assert there.reference.sha256 == here.sha256
     assert there.fingerprint == prepared(tmp_path / "rows.jsonl").fingerprint
@@ -245,7 +245,7 @@ def test_other_settings_make_other_shards_and_other_windows_do_not(tmp_path: Pat
     first = prepared(source).reference.location
     wider = recipe_of(source, "data.shards={size: 5KB, window: 90KB}", "data.buckets=[16]")
     same = prepare(wider)
-    assert isinstance(same, ShardedClassificationData)
+    assert isinstance(same, ShardedLabelledData)
     assert same.reference.location == first
     assert prepared(source, "data.seed=1").reference.location != first
     write_table(source, ROWS[:-1])

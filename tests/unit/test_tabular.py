@@ -13,7 +13,7 @@ from upath import UPath
 
 from app.compile.export import export_onnx
 from app.config import ColumnsConfig, DataConfig, Recipe
-from app.data.classification import ClassificationData
+from app.data.labelled import LabelledData
 from app.data.tabular import TabularProcessor
 from app.data.targets import LabelSets, Numbers, Scale
 from app.engines.onnxruntime import open_oracle
@@ -48,7 +48,7 @@ def recipe_of(table: Path, task: str = "tabular-regression", **columns: Any) -> 
 def test_a_csv_becomes_numbers_and_categories_and_is_read_as_it_was_written(table: Path, tmp_path: Path) -> None:
     recipe = recipe_of(table, categories=["code"])
     data = prepare(recipe)
-    assert isinstance(data, ClassificationData)
+    assert isinstance(data, LabelledData)
     assert data.rows == {"train": 14, "validation": 2, "test": 4}, "equal rows with other numbers are no duplicates"
     assert data.facts == {"num_labels": 1, "num_numbers": 1, "num_categories": 7, "num_category_columns": 2}
     batch = data.train.batch(range(14))
@@ -133,7 +133,7 @@ def test_several_labels_are_read_from_lists_and_from_texts(tmp_path: Path) -> No
             }
         )
     )
-    assert isinstance(data, ClassificationData)
+    assert isinstance(data, LabelledData)
     assert data.targets.labels == ["a", "b"]
     assert sorted(map(len, data.train.split.classes)) == [1] * 9 + [2] * 9
 

@@ -14,7 +14,7 @@ from upath import UPath
 from app.config import PlanConfig, Recipe, TrainConfig, load_recipe
 from app.config.layout import lay_out
 from app.config.metrics import MODES
-from app.data.classification import ClassificationData
+from app.data.labelled import LabelledData
 from app.data.prepared import IGNORED, PreparedData
 from app.data.targets import Classes
 from app.data.text import TextProcessor
@@ -294,7 +294,7 @@ def test_balanced_batches_have_all_classes_equally_often() -> None:
 def test_weights_of_classes_keep_the_mean_and_add_up_over_ranks() -> None:
     data = prepare(load_recipe(DIGITS, ["data.validation_fraction=0.2"]))
     weights = class_weights({str(digit): 1.0 + digit for digit in range(10)}, data)
-    assert isinstance(data, ClassificationData)
+    assert isinstance(data, LabelledData)
     of_rows = np.array(weights)[data.train.split.classes]
     assert of_rows.mean() == pytest.approx(1.0)
     assert weights[9] / weights[0] == pytest.approx(10.0)

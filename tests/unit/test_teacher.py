@@ -10,8 +10,8 @@ from torch.nn import functional
 from upath import UPath
 
 from app.config import Recipe, TeacherConfig, load_recipe
-from app.data.classification import ClassificationData
 from app.data.images import ImageProcessor
+from app.data.labelled import LabelledData
 from app.engines.base import Signature
 from app.errors import RecipeError, StorageError
 from app.repository.repository import Repository
@@ -29,14 +29,14 @@ SWAPPED = {3: 5, 5: 3}
 
 
 @pytest.fixture(scope="module")
-def data() -> ClassificationData:
+def data() -> LabelledData:
     prepared = prepare(load_recipe(DIGITS))
-    assert isinstance(prepared, ClassificationData)
+    assert isinstance(prepared, LabelledData)
     return prepared
 
 
 @pytest.fixture(scope="module")
-def storage(data: ClassificationData, tmp_path_factory: pytest.TempPathFactory) -> UPath:
+def storage(data: LabelledData, tmp_path_factory: pytest.TempPathFactory) -> UPath:
     """Where the teacher is published: the distance to the mean picture of each digit, its labels in reverse order."""
     folder = UPath(tmp_path_factory.mktemp("storage"))
     split = data.train.batch(range(len(data.train)))
@@ -79,7 +79,7 @@ def test_the_loss_is_that_of_the_paper() -> None:
 
 
 def test_a_row_is_shown_to_the_teacher_once_and_its_labels_are_put_in_order(
-    data: ClassificationData, storage: UPath, monkeypatch: pytest.MonkeyPatch
+    data: LabelledData, storage: UPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
     real = ImageProcessor.encode
@@ -126,7 +126,7 @@ def recipe_with(**teacher: object) -> Recipe:
     return load_recipe(DIGITS, [f"train.teacher={json.dumps(teacher)}"])
 
 
-def test_a_teacher_that_does_not_suit_is_refused(data: ClassificationData, storage: UPath) -> None:
+def test_a_teacher_that_does_not_suit_is_refused(data: LabelledData, storage: UPath) -> None:
     with pytest.raises(RecipeError, match=r"letters/1 has the labels a, b, .* the data 0, 1, "):
         with_resolved_teacher(recipe_with(model="letters/1"), data, storage)
     several = publish_version(

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from app.compile.imported.model import ImportedModel
 from app.config import DataConfig
-from app.data.classification import LabelledDataset
-from app.data.examples import Split
 from app.data.images import ImageProcessor
+from app.data.labelled import LabelledDataset, Split
 from app.data.processor import Processor
 from app.data.sources import load_examples
 from app.data.targets import Classes
@@ -72,7 +71,6 @@ def select(rows: LabelledDataset, indices: Sequence[int]) -> LabelledDataset:
 def fingerprint_of(rows: LabelledDataset) -> str:
     """Return the sha256 over every input and class, in order."""
     digest = hashlib.sha256()
-    for given, label in zip(rows.split.inputs, rows.split.classes, strict=True):
-        content = given.encode() if isinstance(given, str) else given
-        digest.update(b"%d %d " % (label, len(content)) + content)
+    for piece in rows.content():
+        digest.update(piece)
     return digest.hexdigest()

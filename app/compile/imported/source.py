@@ -20,7 +20,7 @@ from app.compile.quantization.finetune import Rounding
 from app.compile.reference import EncodedBatches, Judge, Reference, Rows
 from app.compile.source import CALIBRATION_BATCH, Source, spread
 from app.config import TENSORS, Int8FinetuneConfig, Precision, Recipe
-from app.data.classification import LabelledDataset
+from app.data.labelled import LabelledDataset
 from app.data.prepared import Dataset
 from app.data.targets import save_labels
 from app.engines.base import Engine, EngineSettings, Signature

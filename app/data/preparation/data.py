@@ -1,14 +1,14 @@
 """Prepared data in shards, from a recipe."""
 
 from app.config import Recipe
-from app.data.classification import LabelledDataset, fit_processor
 from app.data.examples import CleaningReport
+from app.data.labelled import LabelledDataset, fit_processor
 from app.data.preparation.prepare import SAMPLE_FILE, Preparer, RunUnits
 from app.data.preparation.survey import Sample
-from app.data.prepared import PreparedData
+from app.data.prepared import TEST, TRAIN, VALIDATION, PreparedData
 from app.data.processor import Processor
 from app.data.sharded import ShardedBlocks, ShardedSplit, ShardReference
-from app.data.sharded_data import TEST, TRAIN, VALIDATION, ShardedClassificationData, ShardedLanguageData
+from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
 from app.data.shards import ShardIndex
 from app.data.targets import Classes
 from app.data.tokenizer import LanguageTokenizer
@@ -40,7 +40,7 @@ def prepare_sharded(recipe: Recipe, processor_type: type[Processor] | None, run_
     sample = Sample.load(folder / SAMPLE_FILE)
     processor = fit_processor(processor_type, sample.inputs, recipe.data, recipe.model.pretrained)
     targets, test = Classes.load(folder), reference.open(TEST)
-    return ShardedClassificationData(
+    return ShardedLabelledData(
         train=LabelledDataset(ShardedSplit(reference.open(TRAIN)), processor, targets),
         validation=LabelledDataset(ShardedSplit(reference.open(VALIDATION)), processor, targets),
         targets=targets,

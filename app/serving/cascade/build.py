@@ -12,8 +12,8 @@ from upath import UPath
 from app.artifacts import DATA
 from app.checksums import verify_checksums
 from app.config import CascadeConfig, ServeConfig
-from app.data.classification import ClassificationData
-from app.data.examples import LabelledSplit
+from app.data.labelled import LabelledData, LabelledSplit
+from app.data.targets import Classes
 from app.engines.base import infer_many
 from app.errors import RecipeError
 from app.repository.manifest import Manifest
@@ -76,7 +76,7 @@ def load_validation(manifest: Manifest) -> LabelledSplit:
         )
     folder = to_path(manifest.lineage.train_run) / DATA
     verify_checksums(folder)
-    return ClassificationData.load(folder, find_served_task(manifest.task).processor).validation.split
+    return LabelledData.load(folder, find_served_task(manifest.task).processor, Classes).validation.split
 
 
 def calibrate_versions(

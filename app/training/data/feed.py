@@ -13,7 +13,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from app.config import Layout, TrainConfig
 from app.data.augmentation import Augmentation, augmentation_of
-from app.data.classification import LabelledDataset
+from app.data.labelled import LabelledDataset
 from app.data.prepared import IGNORED, Batch, Dataset, PreparedData
 from app.models.precision import TORCH_DTYPES
 from app.telemetry.step_time import Phase

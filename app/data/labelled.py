@@ -1,31 +1,66 @@
 """Labelled examples, cleaned and split, with the processor that reads the inputs and the targets of the labels."""
 
-import hashlib
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self, cast
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from upath import UPath
 
-from app.checksums import write_checksums
 from app.config import DataConfig
-from app.data.examples import CleaningReport, Examples, Input, LabelledSplit, Split, clean
-from app.data.prepared import SHARDS_FILE, Batch, ShardedSamples
+from app.data.examples import Examples, Input, clean
+from app.data.prepared import SHARDS_FILE, Batch, Columns, KeptSplit, ShardedSamples, SplitData
 from app.data.processor import PretrainedProcessor, Processor
 from app.data.sources import load_examples, load_test_examples
-from app.data.targets import Classes, Targets
+from app.data.targets import Classes, Outputs, Targets
 from app.errors import DataError
 from app.pretrained import open_pretrained
-from app.storage import write_atomically
 
 LINEAR_BASELINE = "linear baseline (character 1- and 2-grams, TF-IDF, logistic regression)"
-_TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
-"""File names of the splits, without suffix."""
+
+
+class LabelledSplit(Protocol):
+    """Inputs with the class of each, an index into the labels; in memory or in shards."""
+
+    @property
+    def inputs(self) -> Sequence[Input]: ...
+
+    @property
+    def classes(self) -> Sequence[Any]: ...
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Number of characters of each text; 0 for pictures, which all have one size."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[Any]]:
+        """Return inputs and classes in the order of ``indices``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Split:
+    """Inputs with the class of each, an index into the labels; of other targets, with the value of each."""
+
+    inputs: list[Input]
+    classes: list[Any]
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of characters of each text; 0 for pictures, which all have one size."""
+        return [len(item) if isinstance(item, str) else 0 for item in self.inputs]
+
+    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[Any]]:
+        """Return inputs and classes in the order of ``indices``."""
+        return [self.inputs[index] for index in indices], [self.classes[index] for index in indices]
 
 
 @dataclass(frozen=True)
@@ -52,95 +87,51 @@ class LabelledDataset:
         lengths = self.split.lengths
         return lengths if self.shards else np.array(lengths, np.int64)
 
+    @property
+    def columns(self) -> Mapping[str, Sequence[Any]]:
+        """``input`` and ``class``."""
+        return {"input": self.split.inputs, "class": self.split.classes}
+
+    def content(self) -> Iterator[bytes]:
+        """Yield each input after its value."""
+        for item, label in zip(self.split.inputs, self.split.classes, strict=True):
+            content = item.encode() if isinstance(item, str) else item
+            # With its length, an input cannot run into the next one.
+            yield f"{label} {len(content)} ".encode() + content
+
     def batch(self, indices: Sequence[int]) -> Batch:
         inputs, values = self.split.take(indices)
         return Batch(self.processor.encode(inputs), self.targets.batch(values))
 
 
 @dataclass(frozen=True)
-class ClassificationData:
-    """The splits, what the model's outputs mean, the processor fitted on the training split, and the report."""
+class LabelledData(SplitData):
+    """Inputs, each with a class, several classes, a number, or another value that the targets read."""
 
     train: LabelledDataset
     validation: LabelledDataset
     targets: Targets
-    processor: Processor
-    report: CleaningReport
     test: LabelledDataset | None = None
-    """The test split, used once, on the published version. ``load`` leaves it out: see ``load_test``."""
-
-    @property
-    def labels(self) -> list[str]:
-        """The names of the output's columns; empty if they have none."""
-        return self.targets.labels
-
-    @property
-    def facts(self) -> Mapping[str, int]:
-        """The columns of the output, and the processor's facts."""
-        return {"num_labels": self.targets.num_outputs, **self.processor.facts}
-
-    @property
-    def tokens_per_sample(self) -> None:
-        """None: the targets of a sample are not tokens."""
-
-    @property
-    def rows(self) -> Mapping[str, int]:
-        """The examples of each split."""
-        splits = {_TRAIN: self.train, _VALIDATION: self.validation, _TEST: self.test}
-        return {name: len(split) for name, split in splits.items() if split}
-
-    @property
-    def summary(self) -> str:
-        tested = f", testing the published version on {len(self.test):,}" if self.test else ""
-        return (
-            f"{self.report}\ntraining on {len(self.train):,} examples, validating on {len(self.validation):,}{tested}"
-        )
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 over every input and label of the training and validation splits, in order."""
-        digest = hashlib.sha256(json.dumps(self.labels).encode())
-        for split in (self.train.split, self.validation.split):
-            for item, label in zip(split.inputs, split.classes, strict=True):
-                content = item.encode() if isinstance(item, str) else item
-                # With its length, an input cannot run into the next one.
-                digest.update(f"{label} {len(content)} ".encode() + content)
-        return digest.hexdigest()
-
-    def save(self, folder: UPath) -> None:
-        """Write the splits as parquet, the labels and the report as JSON, and the processor's own files."""
-        import pandas as pd
-
-        folder.mkdir(parents=True, exist_ok=True)
-        splits = {_TRAIN: self.train, _VALIDATION: self.validation, _TEST: self.test}
-        for name, split in ((name, data.split) for name, data in splits.items() if data):
-            write_atomically(
-                folder / f"{name}.parquet", pd.DataFrame({"input": split.inputs, "class": split.classes}).to_parquet()
-            )
-        self.save_codec(folder)
-        self.report.save(folder)
-        write_checksums(folder)
-
-    def save_codec(self, folder: UPath) -> None:
-        """Write the files of the targets and of the processor."""
-        self.targets.save(folder)
-        self.processor.save(folder)
 
     @classmethod
-    def load(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Targets] = Classes) -> Self:
-        """Load the data that ``save`` wrote, without the test split."""
-        processor, targets = processor_type.load(folder), targets_type.load(folder)
-        if (folder / SHARDS_FILE).exists():
-            from app.data.sharded_data import load_sharded  # pyarrow takes a while to import
+    def open_split(cls, name: str, columns: Columns, processor: Processor, targets: Outputs) -> LabelledDataset:  # noqa: ARG003
+        return LabelledDataset(Split(columns["input"], columns["class"]), processor, cast(Targets, targets))
 
-            return cast(Self, load_sharded(folder, processor, targets))
-        return cls(
-            LabelledDataset(_load_split(folder, _TRAIN), processor, targets),
-            LabelledDataset(_load_split(folder, _VALIDATION), processor, targets),
-            targets,
-            processor,
-            CleaningReport.load(folder),
-        )
+    @classmethod
+    def load(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> Self:
+        if not (folder / SHARDS_FILE).exists():
+            return super().load(folder, processor_type, targets_type)
+        from app.data.sharded_data import load_sharded  # other data do not need it
+
+        return cast(Self, load_sharded(folder, processor_type.load(folder), cast(Targets, targets_type.load(folder))))
+
+    @classmethod
+    def load_test(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> KeptSplit | None:
+        if not (folder / SHARDS_FILE).exists():
+            return super().load_test(folder, processor_type, targets_type)
+        from app.data.sharded_data import load_sharded_test
+
+        return load_sharded_test(folder, processor_type.load(folder), cast(Targets, targets_type.load(folder)))
 
 
 def prepare(
@@ -148,7 +139,7 @@ def prepare(
     processor_type: type[Processor],
     pretrained: str | None = None,
     targets_type: type[Targets] = Classes,
-) -> ClassificationData:
+) -> LabelledData:
     """Load, clean and split the examples, and fit the processor and the targets. Equal configurations give equal data.
 
     ``pretrained`` is the location of a model whose processor is used instead, if the processor's type can read it.
@@ -172,7 +163,7 @@ def prepare(
 
     processor = fit_processor(processor_type, train.inputs, config, pretrained)
     targets = targets.fitted(train.classes)
-    return ClassificationData(
+    return LabelledData(
         LabelledDataset(train, processor, targets),
         LabelledDataset(validation, processor, targets),
         targets,
@@ -202,17 +193,6 @@ def split(examples: Examples, targets: Targets, config: DataConfig) -> tuple[Spl
         f"{len(examples)} examples{classes} cannot be split with data.validation_fraction "
         f"{config.validation_fraction}: give more examples or another fraction",
     )
-
-
-def load_test(folder: UPath, processor: Processor, targets: Targets) -> LabelledDataset | None:
-    """Return the test split that ``save`` wrote, or None. Only jobs that publish or save it again call it."""
-    if (folder / SHARDS_FILE).exists():
-        from app.data.sharded_data import load_sharded_test
-
-        return load_sharded_test(folder, processor, targets)
-    if not (folder / f"{_TEST}.parquet").exists():
-        return None
-    return LabelledDataset(_load_split(folder, _TEST), processor, targets)
 
 
 def _hold_out(train: Split, num_examples: int, targets: Targets, config: DataConfig) -> tuple[Split, Split | None]:
@@ -262,18 +242,7 @@ def _require_modality(examples: Examples, processor_type: type[Processor], sourc
         )
 
 
-def _load_split(folder: UPath, name: str) -> Split:
-    """Return the split of this name in a prepared folder."""
-    import pandas as pd
-
-    with (folder / f"{name}.parquet").open("rb") as file:
-        table = pd.read_parquet(file)
-    # A list comes back as an array.
-    values = [value.tolist() if isinstance(value, np.ndarray) else value for value in table["class"].tolist()]
-    return Split(table["input"].tolist(), values)
-
-
-def linear_baseline(data: ClassificationData) -> float:
+def linear_baseline(data: LabelledData) -> float:
     """Return the validation accuracy of a linear model of character n-grams, which a larger model has to beat."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
