@@ -1,5 +1,6 @@
 """Language modelling and chats: the next token. Their models have a logit per token, and are not compiled."""
 
+import math
 from typing import TYPE_CHECKING
 
 from upath import UPath
@@ -9,10 +10,33 @@ from app.data import language
 from app.data.language import LanguageData
 from app.data.prepared import SHARDS_FILE, PreparedData
 from app.tasks.base import Task
-from app.tasks.metrics import Accuracy, Perplexity
+from app.tasks.metrics import Accuracy, Metric
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from app.data.preparation.prepare import RunUnits
+
+
+_MAX_EXPONENT = 700.0
+"""exp of more is too large for a float."""
+
+
+class Perplexity(Metric):
+    """exp of the mean cross-entropy in nats."""
+
+    name, mode = "perplexity", "min"
+    of_loss = True
+
+    def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return the sum of the cross-entropies and the number of targets, of shape (2,)."""
+        from app.tasks.objective import CrossEntropy
+
+        return CrossEntropy().sums(outputs, targets)
+
+    def value(self, sums: "Tensor") -> float:
+        loss = super().value(sums)
+        return math.inf if loss >= _MAX_EXPONENT else math.exp(loss)
 
 
 class LanguageModeling(Task):

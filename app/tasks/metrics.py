@@ -11,9 +11,6 @@ from app.data.targets import Outputs
 if TYPE_CHECKING:  # an endpoint names a task without torch
     from torch import Tensor
 
-_MAX_EXPONENT = 700.0
-"""exp of more is too large for a float."""
-
 
 class Metric(ABC):
     """A number that a model is judged by. Sums over disjoint rows add up to the sums over all of them."""
@@ -25,7 +22,7 @@ class Metric(ABC):
     """Whether more or less of it is better."""
 
     of_loss: ClassVar[bool] = False
-    """Whether ``value`` takes the sums of the loss in a validation, so that the metric needs none of its own."""
+    """Whether a validation takes the loss's sums for this metric, because they are the same as its own."""
 
     size: int = 2
     """The number of sums."""
@@ -77,19 +74,3 @@ class Accuracy(Metric):
 
         correct = (outputs.argmax(-1) == targets).sum()  # no class is ``IGNORED``
         return torch.stack([correct, (targets != IGNORED).sum()])
-
-
-class Perplexity(Metric):
-    """exp of the mean loss in nats. It is made of the loss's sums, and has none of its own."""
-
-    name, mode = "perplexity", "min"
-    of_loss = True
-
-    size = 0
-
-    def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
-        raise NotImplementedError  # a validation has those of the loss
-
-    def value(self, sums: "Tensor") -> float:
-        loss = super().value(sums)
-        return math.inf if loss >= _MAX_EXPONENT else math.exp(loss)

@@ -109,8 +109,6 @@ def _fault_of_metrics(task: Task) -> str | None:
         return "a metric is called loss, but val_loss is the loss itself: choose another name"
     if twice := [name for name in names if names.count(name) > 1]:
         return f"two metrics are called {twice[0]}: choose another name for one"
-    if isinstance(task, ServedTask) and (gate := task.gate) and gate.of_loss and not gate.size:
-        return f"the gate {gate.name} is made of the loss, which compile lacks: let gate return another metric"
     return None
 
 

@@ -23,7 +23,8 @@ from app.repository.manifest import ModelCard
 from app.runs import Run
 from app.serving.model.loaded import check_answers
 from app.tasks import Metric, ServedTask, Task, find_served_task, find_task, prepare, sum_and_count
-from app.tasks.metrics import Accuracy, Perplexity
+from app.tasks.language import Perplexity
+from app.tasks.metrics import Accuracy
 from app.tasks.objective import CrossEntropy, Objective, RowLoss, class_weights
 from app.tasks.registry import TASKS
 from app.training.data.batches import train_batches
@@ -92,10 +93,6 @@ class JudgedTwice(Judged):
     metrics = (Accuracy(), Accuracy())
 
 
-class JudgedByPerplexity(Judged):
-    metrics = (Perplexity(), Accuracy())
-
-
 class WithArguments(Judged):
     metrics = (Accuracy(),)
 
@@ -109,7 +106,6 @@ class WithArguments(Judged):
         ("Judged", "the metric Nameless has no name: give"),
         ("JudgedByLoss", "a metric is called loss, but val_loss is the loss itself"),
         ("JudgedTwice", "two metrics are called accuracy: choose another name"),
-        ("JudgedByPerplexity", "the gate perplexity is made of the loss, which compile lacks"),
         ("WithArguments", r"WithArguments\(\) fails .*'size'.*: let the class be created without arguments"),
     ],
 )
@@ -180,6 +176,14 @@ def test_uneven_parts_and_an_empty_one_add_up_to_the_whole(
     assert sums.shape == (objective.num_sums,)
     assert objective.values(sums) == pytest.approx(objective.values(objective.sums(outputs, targets)))
     assert objective.values(sums)["val_loss"] == pytest.approx(objective.mean(outputs, targets).item())
+
+
+def test_the_perplexity_that_compile_measures_is_that_of_a_validation() -> None:
+    outputs, targets = torch.randn(7, 4, 3), torch.randint(3, (7, 4))
+    objective = Objective(CrossEntropy(label_smoothing=0.1), (Perplexity(),))
+    validated = objective.values(objective.sums(outputs, targets))
+    alone = Perplexity().value(Perplexity().sums(outputs, targets))
+    assert alone == validated["val_perplexity"] == pytest.approx(math.exp(validated["val_loss"]))
 
 
 @pytest.mark.parametrize(
