@@ -16,7 +16,7 @@ from app.compile.reference import BATCH, Judge, Reference, Tally
 from app.config import ComputePrecision, GatesConfig
 from app.engines.base import Engine, Signature
 from app.errors import CompileError
-from app.repository.score import Score, Scored
+from app.repository.score import ACCURACY, Score, Scored
 from app.tensors import Tensors
 
 _ROUNDING = 1e-9
@@ -151,11 +151,7 @@ def failures(
             f"{gates.max_difference}"
         )
     if to_keep and parity.score and not judge.drop(to_keep, parity.score) <= gates.max_accuracy_drop + _ROUNDING:
-        verb = "falls" if to_keep.mode == "max" else "rises"
-        found.append(
-            f"the {to_keep.metric.replace('_', ' ')} {verb} from {to_keep.value:.4f} to {parity.score.value:.4f}: "
-            f"compile.gates.max_accuracy_drop is {gates.max_accuracy_drop}"
-        )
+        found.append(_drop_refused(to_keep, parity.score, gates))
     if not parity.differing_rows <= gates.max_accuracy_drop + _ROUNDING:
         found.append(
             f"an output of whole numbers, BOOL or strings differs in {parity.differing_rows:.2%} of the rows: "
@@ -173,6 +169,16 @@ def failures(
             f"{limit:.2%}"
         )
     return tuple(found)
+
+
+def _drop_refused(before: Score, after: Score, gates: GatesConfig) -> str:
+    name, falls = before.metric.replace("_", " "), before.mode == "max"
+    limited = f"the fall of {name}" if falls else f"the rise of {name} as a share of it"
+    meaning = "" if before.metric == ACCURACY else f", which limits {limited}"
+    return (
+        f"the {name} {'falls' if falls else 'rises'} from {before.value:.4f} to {after.value:.4f}: "
+        f"compile.gates.max_accuracy_drop is {gates.max_accuracy_drop}{meaning}"
+    )
 
 
 def check_signature(given: Signature, expected: Signature, path: Path) -> None:

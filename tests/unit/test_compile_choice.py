@@ -1,5 +1,6 @@
 """Gates, operating points, the Pareto front and the objective, on numbers made by hand."""
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from math import nan
@@ -24,7 +25,9 @@ from app.compile.variants import Variant, requested_variants
 from app.config import CompileConfig, GatesConfig, ObjectiveConfig
 from app.errors import CompileError
 from app.repository.score import Score
-from app.tasks.metrics import Accuracy
+from app.tasks.metrics import Accuracy, Metric
+from app.tasks.multilabel import F1
+from app.tasks.regression import MeanAbsoluteError
 
 JUDGE = Judge(Accuracy())
 TO_KEEP = Score(value=0.90)
@@ -52,6 +55,20 @@ def test_each_gate_refuses(precision: str, change: dict[str, Any], words: str) -
     assert failures(GOOD, precision, TO_KEEP, JUDGE, gates) == ()
     (reason,) = failures(GOOD.model_copy(update=change), precision, TO_KEEP, JUDGE, gates)
     assert words in reason
+
+
+@pytest.mark.parametrize(
+    ("metric", "after", "words"),
+    [
+        (F1(), 0.88, "the f1 falls from 0.9000 to 0.8800: .* is 0.01, which limits the fall of f1"),
+        (MeanAbsoluteError(), 0.95, "the mae rises from 0.9000 to 0.9500: .* limits the rise of mae as a share of it"),
+    ],
+)
+def test_the_gate_of_a_task_names_its_metric(metric: Metric, after: float, words: str) -> None:
+    before, found = (Score(metric=metric.name, value=value, mode=metric.mode) for value in (0.9, after))
+    given = GOOD.model_copy(update={"score": found})
+    (reason,) = failures(given, "int8", before, Judge(metric), GatesConfig())
+    assert re.search(words, reason)
 
 
 def test_without_an_accuracy_the_relative_error_is_a_gate_below_float32() -> None:
