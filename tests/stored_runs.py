@@ -42,8 +42,8 @@ def write_run(
     return folder
 
 
-def add_steps(folder: UPath, losses: Sequence[float], first: int = 1) -> None:
-    """Append a line for each step, and one for an epoch that ends with the last of them."""
+def add_steps(folder: UPath, losses: Sequence[float], first: int = 1, **metrics: float) -> None:
+    """Append a line for each step, and one with ``metrics`` for an epoch that ends with the last of them."""
     records: list[dict[str, Any]] = [
         {"step": step, "epoch": 1, "loss": loss, "lr": 0.1, "grad_norm": 1.0, "memory": {"peak_bytes": 1}}
         for step, loss in enumerate(losses, first)
@@ -51,6 +51,6 @@ def add_steps(folder: UPath, losses: Sequence[float], first: int = 1) -> None:
     if records:
         phases = {"data": 1.0, "forward": 2.0, "backward": 4.0, "validation": 0.5}
         ended = {"step": records[-1]["step"], "epoch": 1, "val_loss": losses[-1], "val_accuracy": 0.9}
-        records.append(ended | {"train_loss": losses[0], "samples_per_s": 10.0, "phase_s": phases})
+        records.append(ended | metrics | {"train_loss": losses[0], "samples_per_s": 10.0, "phase_s": phases})
     with (folder / METRICS_FILE).open("a", encoding="utf-8") as file:
         file.writelines(f"{json.dumps(record)}\n" for record in records)

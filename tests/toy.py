@@ -18,6 +18,7 @@ from app.data.targets import save_labels
 from app.engines.architecture import architecture_of
 from app.engines.base import Signature
 from app.repository.repository import Repository
+from app.repository.score import Score
 from app.serving.batching.groups import BatchingPolicy
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.tensors import OUTPUT, Tensor, Tensors
@@ -46,6 +47,7 @@ def publish_version(
     key: Mapping[str, str] | None = None,
     train_run: str = "t",
     task: str | None = None,
+    score: Score | None = CARD.score,
 ) -> int:
     """One more version of a model that ONNX Runtime serves."""
     here = {"engine": "onnxruntime", "engine_version": "of another day", "architecture": architecture_of("cpu", "fp32")}
@@ -56,6 +58,7 @@ def publish_version(
             "lineage": CARD.lineage.model_copy(update={"train_run": train_run}),
             "inputs": tuple(map(Tensor.of, signature.inputs)),
             "outputs": tuple(map(Tensor.of, signature.outputs)),
+            "score": score,
         }
     )
     with tempfile.TemporaryDirectory() as folder:

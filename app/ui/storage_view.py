@@ -102,7 +102,8 @@ class ListedVersion(BaseModel):
     aliases: tuple[str, ...]
     precision: str = ""
     engine: str = "damaged"
-    accuracy: float | None = None
+    score: str = ""
+    """The metric and its value; empty if none was measured."""
     size_mb: float | None = None
     created: datetime | None = None
     train_run: str = ""
@@ -191,7 +192,7 @@ class StorageView:
                     **head,
                     precision=manifest.engine_key.precision,
                     engine=manifest.engine_key.engine,
-                    accuracy=manifest.accuracy,
+                    score=str(manifest.score or ""),
                     size_mb=manifest.size_bytes / 1e6,
                     created=manifest.created,
                     train_run=(manifest.lineage.train_run or "").rpartition("/")[2],

@@ -84,9 +84,17 @@ function table(caption, columns, rows) {
   return holder;
 }
 
+/** The metrics that only some tasks have, as CURVES lists the others. */
+function metricsOfTask(curves) {
+  const known = new Set(CURVES.map(([, , metric]) => metric));
+  const found = new Set(curves.flatMap((each) => Object.keys(each.of_epochs)));
+  return [...found].filter((name) => name.startsWith("val_") && !known.has(name))
+    .map((name) => [`Validation ${name.slice(4).replaceAll("_", " ")}`, "epoch", name, false]);
+}
+
 /** Draw the curves of some runs over one another: a chart for each metric that one of them has. */
 function drawCurves(holder, runs, curves) {
-  const wanted = CURVES.flatMap(([title, of, metric, isLog]) => {
+  const wanted = [...CURVES, ...metricsOfTask(curves)].flatMap(([title, of, metric, isLog]) => {
     const series = runs.flatMap((name, index) => {
       const curve = curves[index][of === "step" ? "of_steps" : "of_epochs"][metric];
       return curve ? [{name, x: curve.steps, y: curve.values, kind: of === "step" ? "line" : "both", labels: null}] : [];
@@ -196,11 +204,11 @@ async function showComparison(view, names) {
 async function showModels(view) {
   const versions = await ask("api/models");
   return () => {
-    const columns = ["model", "aliases", "precision", "engine", "accuracy", "MB", "created, UTC", "trained by", "compiled by"];
+    const columns = ["model", "aliases", "precision", "engine", "score", "MB", "created, UTC", "trained by", "compiled by"];
     const from = (job, id) => (id ? make("a", {href: `#/run/${job}/${id}`}, id) : "");
     view.replaceChildren(panel("Models", versions.length
       ? table("Models", columns, versions.map((each) => [`${each.name}/${each.version}`, each.aliases.join(", "),
-        each.precision, each.engine, each.accuracy, each.size_mb, time(each.created), from("train", each.train_run),
+        each.precision, each.engine, each.score, each.size_mb, time(each.created), from("train", each.train_run),
         from("compile", each.compile_run)]))
       : make("p", {}, "No model is published yet. ", make("code", {}, "rayloom submit compile RECIPE"), " makes one.")));
     return RUNS_PERIOD_MS;

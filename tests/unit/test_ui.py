@@ -16,6 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from upath import UPath
 
+from app.repository.score import Score
 from app.serving.access import Access
 from app.ui.server import create_app
 from tests.browser import phone, seen
@@ -32,6 +33,7 @@ GOOD, FAILED, LIVE = "20260101-000000-digits-aaaa", "20260102-000000-digits-bbbb
 def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
     storage = UPath(tmp_path_factory.mktemp("storage"))
     publish_version(storage, "digits", b"a model", SIGNATURE, PROCESSOR, ["a", "b", "c"])
+    publish_version(storage, "names", b"a model", SIGNATURE, PROCESSOR, [], score=Score(metric="entity_f1", value=0.75))
     losses = [2.0, float("nan"), 1.0]
     write_run(storage, GOOD, metrics={"val_loss": 0.25, "val_accuracy": float("nan")}, losses=losses)
     write_run(storage, FAILED, "train.optimizer.lr=0.5", status="failed", error=HOSTILE, losses=[3.0, 2.5, 2.25])
@@ -91,11 +93,12 @@ def test_a_run_that_goes_on_is_drawn_live(page: WebDriver, storage: UPath) -> No
     seen(page, "#summary", "running")
     before = seen(page, ".chart svg[role=img] path").get_attribute("d")
     folder = storage / "runs/train" / LIVE
-    add_steps(folder, [0.75, 0.5], first=2)
+    add_steps(folder, [0.75, 0.5], first=2, val_entity_f1=0.75)
     deadline = time.monotonic() + 20
     while seen(page, ".chart svg[role=img] path").get_attribute("d") == before:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    seen(page, ".chart figcaption", "Validation entity f1")
     seen(page, "a", "Open the report").click()
     assert "running" in seen(page, "header .state").text
     assert seen(page, ".chart svg[role=img] .curve")
@@ -104,6 +107,8 @@ def test_a_run_that_goes_on_is_drawn_live(page: WebDriver, storage: UPath) -> No
 def test_models_are_listed_with_the_runs_that_made_them(page: WebDriver) -> None:
     seen(page, "nav a[href='#/models']").click()
     assert "digits/1" in seen(page, "#view tbody").text
+    assert "accuracy 0.9000" in seen(page, "#view tbody").text
+    assert "entity f1 0.7500" in seen(page, "#view tbody").text
 
 
 def test_only_tables_scroll_on_a_phone(page: WebDriver) -> None:
