@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from app.config.plan import PlanConfig
 
-MAX_MICRO_BATCH = 64
-"""Maximum samples in a micro-batch if the plan does not set ``micro_batch``."""
+MAX_MICRO_BATCH, MAX_MICRO_TOKENS = 64, 16384
+"""Maximum samples or tokens in a micro-batch if the plan does not set ``micro_batch``."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,10 @@ class Layout:
     pipeline: int
     data: int
     micro_batch: int
-    """Samples in a micro-batch of a data-parallel rank; one fewer in some micro-batches if the share is uneven."""
+    """Samples in a micro-batch of a data-parallel rank; one fewer in some micro-batches if the share is uneven.
+
+    Where the batch is sized in tokens, this and ``share`` are tokens, and some micro-batches have a few more.
+    """
     gradient_accumulation: int
     """Micro-batches of a data-parallel rank in an optimizer step."""
     share: int
@@ -45,13 +48,19 @@ class Layout:
         return rank // self.tensor % self.data
 
 
-def lay_out(plan: PlanConfig, global_batch_size: int, workers: int) -> Layout:
+def lay_out(plan: PlanConfig, global_batch_size: int, workers: int, in_tokens: bool = False) -> Layout:
     """Return the layout of ``plan`` on ``workers`` processes.
+
+    ``global_batch_size`` is in samples, or in tokens, which any number of workers can share out.
 
     Raises:
         ValueError: the global batch cannot be divided evenly, or a share is not a multiple of the micro-batch.
     """
     data = workers // plan.model_parallel
+    if in_tokens:
+        share = -(-global_batch_size // data)
+        count = -(-share // (plan.micro_batch or MAX_MICRO_TOKENS))
+        return Layout(plan.tensor, plan.pipeline, data, -(-share // count), count, share)
     if global_batch_size % data:
         raise ValueError(
             f"global_batch_size {global_batch_size} cannot be divided evenly over {data} data-parallel ranks: "

@@ -50,7 +50,9 @@ class PlanConfig(Section):
         default=None, description="folder on a fast local disk, for state that is offloaded to nvme"
     )
     micro_batch: PositiveInt | None = Field(
-        default=None, description="samples that a worker computes at once; default: its whole share, at most 64"
+        default=None,
+        description="samples that a worker computes at once, or with tokens_per_batch about so many tokens; default: "
+        "its whole share, at most 64 samples or 16384 tokens",
     )
     activation_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass instead of keeping them"

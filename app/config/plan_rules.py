@@ -37,6 +37,8 @@ class Setting:
     inputs: tuple[str, ...] = ()
     """The names of the batch's tensors for the model; empty if they are not known yet."""
     sync_batch_norm: bool = False
+    has_token_batches: bool = False
+    """Whether batches are sized in tokens, so that micro-batches differ in shape."""
 
 
 Rule = Callable[[PlanConfig, Setting], str | None]
@@ -215,6 +217,15 @@ def _sync_batch_norm_takes_whole_models(plan: PlanConfig, setting: Setting) -> s
     return None
 
 
+def _token_batches_take_whole_models(plan: PlanConfig, setting: Setting) -> str | None:
+    if setting.has_token_batches and plan.model_parallel > 1:
+        return (
+            "tokens_per_batch makes micro-batches of different sizes, which a split model cannot compute: expected "
+            f"tensor 1 and pipeline 1, got tensor {plan.tensor} and pipeline {plan.pipeline}; or set global_batch_size"
+        )
+    return None
+
+
 def _model_is_staged(plan: PlanConfig, setting: Setting) -> str | None:
     model = setting.model
     if model is None or plan.pipeline == 1:
@@ -269,6 +280,7 @@ _RULES: tuple[Rule, ...] = (
     _zero_plus_plus_takes_gpus,
     _powersgd_takes_plain_data_parallel,
     _sync_batch_norm_takes_whole_models,
+    _token_batches_take_whole_models,
     _model_is_staged,
     _cut_model_takes_one_input,
     _tensor_divides,

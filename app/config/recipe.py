@@ -230,6 +230,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _token_batches_have_every_sample_once(self) -> Self:
+        if self.train.tokens_per_batch is not None and self.data.sampling != "natural":
+            raise ValueError(
+                f"data.sampling {self.data.sampling} repeats samples, and batches of train.tokens_per_batch have each "
+                "once an epoch: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _pretrained_brings_its_processor(self) -> Self:
         if self.model.pretrained is not None and ":" not in self.task:
             for key in ("tokenizer", "image"):

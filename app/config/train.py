@@ -121,8 +121,15 @@ class TrainConfig(Section):
     """The training run."""
 
     epochs: PositiveInt = Field(default=3, description="maximum number of passes over the training split")
-    global_batch_size: PositiveInt = Field(
-        default=64, description="samples of an optimizer step over all workers, for any number of workers"
+    global_batch_size: PositiveInt | None = Field(
+        default=64,
+        description="samples of an optimizer step over all workers, for any number of workers; null with "
+        "tokens_per_batch",
+    )
+    tokens_per_batch: PositiveInt | None = Field(
+        default=None,
+        description="in place of global_batch_size, for texts: tokens of an optimizer step at most, with padding; a "
+        "batch has samples of similar lengths, and an epoch has every sample once",
     )
     precision: Precision = Field(
         default="fp32", description="type that the model computes in; fp16 is for GPUs, with a dynamic loss scale"
@@ -223,9 +230,16 @@ class TrainConfig(Section):
             return False
         return True
 
+    @property
+    def batch_size(self) -> int:
+        """The size of a global batch: samples, or tokens with ``tokens_per_batch``."""
+        size = self.tokens_per_batch or self.global_batch_size
+        assert size is not None
+        return size
+
     def layout(self, workers: int) -> Layout:
         """Return the plan's layout on ``workers`` processes. Raise ValueError if the global batch cannot be divided."""
-        return lay_out(self.plan, self.global_batch_size, workers)
+        return lay_out(self.plan, self.batch_size, workers, in_tokens=self.tokens_per_batch is not None)
 
     def setting(self, model: ModelTraits | None, inputs: Iterable[str] = ()) -> Setting:
         """Return the setting for the plan's rules. ``inputs`` are the names of the batch's tensors for the model."""
@@ -237,7 +251,27 @@ class TrainConfig(Section):
             model,
             tuple(inputs),
             self.sync_batch_norm,
+            self.tokens_per_batch is not None,
         )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokens_replace_samples(cls, given: object) -> object:
+        """Drop the default of ``global_batch_size`` where ``tokens_per_batch`` is set."""
+        if isinstance(given, dict) and given.get("tokens_per_batch") is not None:
+            return {"global_batch_size": None} | given
+        return given
+
+    @model_validator(mode="after")
+    def _batch_has_one_size(self) -> Self:
+        if self.tokens_per_batch is None and self.global_batch_size is None:
+            raise ValueError("global_batch_size is null: set it to a number of samples, or set tokens_per_batch")
+        if self.tokens_per_batch is not None and self.global_batch_size is not None:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} and tokens_per_batch {self.tokens_per_batch} both say how "
+                "large a batch is: leave one of them out, or set it to null"
+            )
+        return self
 
     @field_validator("plan")
     @classmethod

@@ -54,6 +54,12 @@ class ChatBlocks:
         return np.diff(self.chats[self.blocks]) - np.diff(self.blocks)
 
     @property
+    def padded_lengths(self) -> NDArray[np.int32]:
+        """Tokens of each block with its padding, of shape (blocks,)."""
+        lengths = self.lengths.astype(np.int32)
+        return np.full_like(lengths, self.block_length) if self.block_length else lengths
+
+    @property
     def num_targets(self) -> NDArray[np.int64]:
         """Targets of each block, of shape (blocks,). They weigh its loss."""
         counts = np.concatenate([[0], np.cumsum(self.learned)])

@@ -13,7 +13,7 @@ from upath import UPath
 from app.config import DataConfig
 from app.data.examples import Examples, Input, clean
 from app.data.prepared import SHARDS_FILE, Batch, Columns, KeptSplit, ShardedSamples, SplitData
-from app.data.processor import PretrainedProcessor, Processor
+from app.data.processor import PaddingProcessor, PretrainedProcessor, Processor
 from app.data.sources import load_examples, load_test_examples
 from app.data.targets import Classes, Outputs, Targets
 from app.errors import DataError
@@ -86,6 +86,13 @@ class LabelledDataset:
             return np.zeros(len(self), np.int64)
         lengths = self.split.lengths
         return lengths if self.shards else np.array(lengths, np.int64)
+
+    @cached_property
+    def padded_lengths(self) -> NDArray[np.int32] | None:
+        """Tokens of each text with its padding, of shape (samples,); None for other inputs. All texts are encoded."""
+        if not isinstance(self.processor, PaddingProcessor):
+            return None
+        return self.processor.padded_lengths(self.split.inputs)
 
     @property
     def columns(self) -> Mapping[str, Sequence[Any]]:

@@ -44,6 +44,11 @@ class TokenBlocks:
         """Equal lengths, of shape (blocks,): blocks are not padded."""
         return np.full(len(self), self.block_length)
 
+    @property
+    def padded_lengths(self) -> NDArray[np.int32]:
+        """Tokens of each block, of shape (blocks,)."""
+        return np.full(len(self), self.block_length, np.int32)
+
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return ``input_ids`` and targets, each int64 of shape (batch, block_length)."""
         positions = np.asarray(indices, np.int64)[:, None] * self.block_length + np.arange(self.block_length)

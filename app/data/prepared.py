@@ -23,6 +23,7 @@ from app.tensors import Tensors
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 _REPORT_FILE = "data.json"
+_LENGTHS_FILE = "padded_lengths.npy"
 SHARDS_FILE = "shards.json"
 """In a folder of prepared data whose splits lie in shards elsewhere: where they lie."""
 
@@ -97,6 +98,27 @@ class ShardedSamples(Protocol):
     def close(self) -> None:
         """Drop downloads that have not begun."""
         ...
+
+
+def padded_lengths_of(dataset: Dataset) -> NDArray[np.int32] | None:
+    """Return the tokens of each sample with its padding, of shape (samples,); None if samples have no such length."""
+    lengths: NDArray[np.int32] | None = getattr(dataset, "padded_lengths", None)
+    return lengths
+
+
+def save_padded_lengths(dataset: Dataset, folder: UPath) -> None:
+    """Write the lengths of a dataset for ``load_padded_lengths``, if they are known."""
+    if (lengths := vars(dataset).get("padded_lengths")) is not None:
+        buffer = io.BytesIO()
+        np.save(buffer, lengths, allow_pickle=False)
+        write_atomically(folder / _LENGTHS_FILE, buffer.getvalue())
+
+
+def load_padded_lengths(dataset: Dataset, folder: UPath) -> None:
+    """Give a dataset the lengths that a folder has, if it has any, so that the texts need not be encoded again."""
+    if (folder / _LENGTHS_FILE).exists():
+        # The value of a cached property.
+        vars(dataset)["padded_lengths"] = np.load(io.BytesIO((folder / _LENGTHS_FILE).read_bytes()))
 
 
 def longest_sample(dataset: Dataset) -> int:
@@ -243,6 +265,7 @@ class SplitData(ABC):
             buffer = io.BytesIO()
             parquet.write_table(pa.table(dict(split.columns)), buffer)
             write_atomically(folder / f"{name}.parquet", buffer.getvalue())
+        save_padded_lengths(self.train, folder)
         self.save_codec(folder)
         self.report.save(folder)
         write_checksums(folder)
@@ -257,6 +280,7 @@ class SplitData(ABC):
         """Load the data that ``save`` wrote, without the test split."""
         processor, targets = processor_type.load(folder), targets_type.load(folder)
         train, validation = (cls._read_split(folder, name, processor, targets) for name in (TRAIN, VALIDATION))
+        load_padded_lengths(train, folder)
         return cls(train, validation, targets, processor, CleaningReport.load(folder))
 
     @classmethod

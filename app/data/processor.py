@@ -1,8 +1,10 @@
 """The protocol that turns natural input into a model's tensors, shared by training, compilation and serving."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import DataConfig
@@ -55,6 +57,15 @@ class PretrainedProcessor(Protocol):
     @classmethod
     def from_pretrained(cls, folder: PretrainedFolder, config: DataConfig) -> Processor:
         """Return the folder's own processor. Raises RecipeError if the folder has none, or the data do not suit it."""
+        ...
+
+
+@runtime_checkable
+class PaddingProcessor(Protocol):
+    """A processor of texts, for ``train.tokens_per_batch``."""
+
+    def padded_lengths(self, inputs: Iterable[Input]) -> NDArray[np.int32]:
+        """Return the number of tokens that each input is padded to alone, of shape (inputs,)."""
         ...
 
 

@@ -235,6 +235,11 @@ class ShardedBlocks:
         """Equal lengths: blocks are not padded."""
         return ShardLengths(self.shards)
 
+    @property
+    def padded_lengths(self) -> NDArray[np.int32]:
+        """Tokens of each block, of shape (blocks,)."""
+        return np.full(len(self), self.block_length, np.int32)
+
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return ``input_ids`` and targets, each int64 of shape (batch, block_length)."""
         tokens = self.shards.read_blocks(indices, TOKENS).astype(np.int64)

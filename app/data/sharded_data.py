@@ -9,7 +9,7 @@ from upath import UPath
 from app.checksums import sha256_of, write_checksums
 from app.data.examples import CleaningReport
 from app.data.labelled import LabelledData, LabelledDataset
-from app.data.prepared import TEST, TRAIN, VALIDATION
+from app.data.prepared import TEST, TRAIN, VALIDATION, load_padded_lengths, save_padded_lengths
 from app.data.processor import Processor
 from app.data.sharded import ShardedBlocks, ShardedSplit, ShardReference
 from app.data.targets import Targets
@@ -36,6 +36,7 @@ class ShardedLabelledData(LabelledData):
         """Write the reference, the labels, the report and the processor's own files."""
         folder.mkdir(parents=True, exist_ok=True)
         self.reference.save(folder)
+        save_padded_lengths(self.train, folder)
         self.save_codec(folder)
         self.report.save(folder)
         write_checksums(folder)
@@ -44,8 +45,10 @@ class ShardedLabelledData(LabelledData):
 def load_sharded(folder: UPath, processor: Processor, targets: Targets) -> ShardedLabelledData:
     """Return the data that ``save`` wrote, without the test split."""
     reference = _reference_in(folder)
+    train = LabelledDataset(ShardedSplit(reference.open(TRAIN)), processor, targets)
+    load_padded_lengths(train, folder)
     return ShardedLabelledData(
-        train=LabelledDataset(ShardedSplit(reference.open(TRAIN)), processor, targets),
+        train=train,
         validation=LabelledDataset(ShardedSplit(reference.open(VALIDATION)), processor, targets),
         targets=targets,
         processor=processor,

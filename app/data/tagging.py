@@ -40,6 +40,11 @@ class TaggedDataset:
         return np.array([len(text) for text, _ in self.rows], np.int64)
 
     @cached_property
+    def padded_lengths(self) -> NDArray[np.int32]:
+        """Tokens of each text with its padding, of shape (rows,)."""
+        return self.processor.padded_lengths([text for text, _ in self.rows])
+
+    @cached_property
     def num_targets(self) -> NDArray[np.int64]:
         """Number of words of each row that the model reads. The loss of a step is a mean over these."""
         return np.array([(self._targets(index) != IGNORED).sum() for index in range(len(self))], np.int64)

@@ -1,10 +1,12 @@
 """Texts as token ids, by a byte-pair tokenizer of Hugging Face ``tokenizers``, padded to length buckets."""
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import ClassVar, Self, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from upath import UPath
@@ -21,6 +23,8 @@ SPECIAL_TOKENS = [PAD, UNKNOWN, START] = ["[PAD]", "[UNK]", "[CLS]"]
 SETTINGS_FILE = "text.json"
 # In characters. Longer pieces are too rare to learn from a few thousand texts.
 _MAX_PIECE_LENGTH = 4
+_ROWS_AT_ONCE = 4096
+"""Texts of a split that are encoded together to find their lengths."""
 
 
 class _TextSettings(BaseModel):
@@ -125,6 +129,14 @@ class TextProcessor:
             "input_ids": np.array([row.ids for row in rows], np.int64),
             "attention_mask": np.array([row.attention_mask for row in rows], np.int64),
         }
+
+    def padded_lengths(self, inputs: Iterable[Input]) -> NDArray[np.int32]:
+        """Return the length that each text is padded to alone, of shape (texts,)."""
+        texts, counts = iter(cast(Iterable[str], inputs)), [0]
+        while some := list(islice(texts, _ROWS_AT_ONCE)):
+            counts += [len(row.ids) for row in self._tokenizer.encode_batch(some)]
+        buckets = np.array(self._buckets, np.int32)
+        return buckets[np.searchsorted(buckets, counts[1:])]
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Return the first character and the end of each token of a text that is encoded alone."""

@@ -54,7 +54,11 @@ def prediction_of(
     subject = subject_of(recipe, blueprint.model, data)
     problem, findings = find_plans(subject, cluster)
     plan = recipe.train.plan
-    candidate = price_plan(problem, plan, parallel_plan(plan, recipe.train.layout(workers)))
+    layout = recipe.train.layout(workers)
+    if tokens := subject.sample_tokens:
+        samples = max(1, layout.micro_batch // tokens)
+        layout = replace(layout, micro_batch=samples, share=samples * layout.gradient_accumulation)
+    candidate = price_plan(problem, plan, parallel_plan(plan, layout))
     if candidate is None:
         return None
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from app.config import AutoPlan, PlanConfig, Recipe, TrainConfig
 from app.config.layout import lay_out
-from app.data.prepared import PreparedData, longest_sample
+from app.data.prepared import PreparedData, longest_sample, padded_lengths_of
 from app.errors import PlanError
 from app.models.factory import blueprint_of
 from app.planner.calibration import Calibration, read_calibration
@@ -47,6 +47,8 @@ class Subject:
     """Optimizer steps of the whole recipe."""
     name: str
     """What measured steps belong to."""
+    sample_tokens: int | None = None
+    """Tokens of the longest sample, where the recipe's batches are sized in tokens."""
 
 
 def subject_name(recipe: Recipe, num_parameters: int, data: PreparedData) -> str:
@@ -54,8 +56,8 @@ def subject_name(recipe: Recipe, num_parameters: int, data: PreparedData) -> str
     config = recipe.train
     return (
         f"{recipe.model.factory or recipe.model.pretrained}, {num_parameters} parameters, samples of "
-        f"{int(data.train.lengths[longest_sample(data.train)])}, batch {config.global_batch_size}, {config.precision}, "
-        f"{config.optimizer.name}"
+        f"{int(data.train.lengths[longest_sample(data.train)])}, batch {config.batch_size}"
+        f"{' tokens' if config.tokens_per_batch else ''}, {config.precision}, {config.optimizer.name}"
     )
 
 
@@ -70,7 +72,12 @@ def subject_of(recipe: Recipe, model: nn.Module, data: PreparedData) -> Subject:
     profile = measure(model, inputs, recipe.train.precision)
     steps = count_steps(recipe.train, order_of(recipe.train, data))
     name = subject_name(recipe, sum(parameter.numel() for parameter in model.parameters()), data)
-    return Subject(recipe, profile, tuple(inputs), steps, name)
+    return Subject(recipe, profile, tuple(inputs), steps, name, _sample_tokens(recipe.train, data))
+
+
+def _sample_tokens(config: TrainConfig, data: PreparedData) -> int | None:
+    lengths = padded_lengths_of(data.train) if config.tokens_per_batch is not None else None
+    return None if lengths is None else int(lengths.max())
 
 
 def longest_inputs(data: PreparedData) -> dict[str, Tensor]:
@@ -89,12 +96,28 @@ def problem_of(subject: Subject, cluster: Cluster, calibration: Calibration | No
         profile=subject.profile,
         cluster=calibration.apply(cluster) if calibration else cluster,
         setting=on_cluster.setting(subject.profile.traits, subject.inputs),
-        global_batch=config.global_batch_size,
+        global_batch=_samples_per_batch(subject, cluster.devices),
         base=PlanConfig() if isinstance(config.plan, AutoPlan) else config.plan,
         rates=calibration.rates if calibration else None,
         optimizer_numbers=_optimizer_numbers(config),
         process=GPU_PROCESS if is_gpu else _cpu_process(calibration),
     )
+
+
+def _samples_per_batch(subject: Subject, devices: int) -> int:
+    """Return the samples of a batch; of one in tokens the number of longest samples that the devices share evenly."""
+    config, tokens = subject.recipe.train, subject.sample_tokens
+    return max(1, config.batch_size // tokens // devices) * devices if tokens else config.batch_size
+
+
+def _in_tokens(findings: Findings, tokens: int) -> Findings:
+    """Return findings whose plans have micro-batches in tokens, as the recipe has."""
+
+    def converted(config: PlanConfig) -> PlanConfig:
+        return config.model_copy(update={"micro_batch": config.micro_batch and config.micro_batch * tokens})
+
+    candidates = (replace(found, config=converted(found.config)) for found in findings.candidates)
+    return replace(findings, candidates=tuple(candidates))
 
 
 def _cpu_process(calibration: Calibration | None) -> ProcessMemory:
@@ -121,6 +144,8 @@ def calibrate(subject: Subject, cluster: Cluster, data: PreparedData) -> Calibra
             f"calibration measures this machine's processors, and the cluster is {cluster}: leave --calibrate out, "
             f"or give --cluster {subject.recipe.train.workers_range[1]}xcpu"
         )
+    if subject.sample_tokens:
+        raise PlanError("calibration runs batches of one size: set train.global_batch_size, or leave --calibrate out")
     config = subject.recipe.train
     known = read_calibration(cluster, config.precision)
     found = measure_machine(cluster.devices, config.precision, max(1, int(config.cpus_per_worker)))
@@ -152,6 +177,8 @@ def find_plans(subject: Subject, cluster: Cluster) -> tuple[Problem, Findings]:
     calibration = read_calibration(cluster, subject.profile.precision) if cluster.device.kind == "cpu" else None
     problem = problem_of(subject, cluster, calibration)
     findings = search(problem)
+    if subject.sample_tokens:
+        return problem, _in_tokens(findings, subject.sample_tokens)
     return problem, with_measurements(findings, calibration, subject.name) if calibration else findings
 
 

@@ -12,7 +12,8 @@ from app.storage import open_storage
 
 LATEST = "latest"
 _FIXED_KEYS = (
-    "task", "data", "model", "train.seed", "train.global_batch_size", "train.optimizer.name",
+    "task", "data", "model", "train.seed", "train.global_batch_size", "train.tokens_per_batch",
+    "train.optimizer.name",
 )  # fmt: skip
 """Keys that must not change, because a checkpoint is of no use with other values."""
 

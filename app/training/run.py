@@ -269,7 +269,8 @@ def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> No
     deepspeed_config(config, layout, kind_of(model))
     if message := skipped_workers(config):
         print(message, flush=True)
-    if config.plan.micro_batch is None and 2 * layout.micro_batch < min(layout.share, MAX_MICRO_BATCH):
+    is_uneven = config.tokens_per_batch is None and config.plan.micro_batch is None
+    if is_uneven and 2 * layout.micro_batch < min(layout.share, MAX_MICRO_BATCH):
         warn(
             f"each rank computes its {layout.share} samples of a step as {layout.gradient_accumulation} micro-batches "
             f"of {layout.micro_batch}, since tensor and pipeline parallelism need micro-batches of one size: choose a "
@@ -285,7 +286,7 @@ def skipped_workers(config: TrainConfig) -> str | None:
         return None
     return (
         f"train.workers [{min_workers}, {max_workers}]: {', '.join(map(str, counts))} workers can share out a global "
-        f"batch of {config.global_batch_size}; other numbers are skipped"
+        f"batch of {config.batch_size}; other numbers are skipped"
     )
 
 

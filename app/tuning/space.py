@@ -36,7 +36,8 @@ _DEGREES = ("train.plan.tensor", "train.plan.pipeline")
 PLAN = "train.plan"
 """The key of a whole plan, whose choices are written as in a recipe: ``{zero_stage: 3}``."""
 _PLAN_DEPENDS_ON = (
-    "train.plan", "train.global_batch_size", "train.precision", "train.optimizer.name", "model.", "data.",
+    "train.plan", "train.global_batch_size", "train.tokens_per_batch", "train.precision", "train.optimizer.name",
+    "model.", "data.",
 )  # fmt: skip
 """Beginnings of the keys that decide which plan fits and which is fastest."""
 

@@ -91,7 +91,7 @@ def measure(recipe: Recipe, worker: Worker, warm_up: int, steps: int) -> Reached
     num_parameters = blueprint.num_parameters
     engine = create_engine(blueprint, config, config.layout(worker.size), total_steps=warm_up + steps)
     step_s = _time_steps(engine, MicroBatch({"input_ids": tokens}, tokens), recipe, worker, warm_up, steps)
-    samples_per_s = config.global_batch_size / step_s
+    samples_per_s = config.batch_size / step_s
     peak = peak_flops(worker.device, TORCH_DTYPES[config.precision])
     reached = Reached(
         name=recipe.name,

@@ -186,6 +186,30 @@ class LedgerCnn(DropoutCnn):
             file.writelines(f"{fingerprint}\n" for fingerprint in fingerprints(pixel_values))
 
 
+class LedgerText(nn.Module):
+    """A bag of tokens that notes in ``folder`` which texts it was trained on: a file a process, a line a text."""
+
+    def __init__(self, num_labels: int, vocab_size: int, folder: str, pause_s: float = 0.0) -> None:
+        super().__init__()
+        self.folder, self.pause_s = Path(folder), pause_s
+        self.embedding, self.head = nn.Embedding(vocab_size, 32), nn.Linear(32, num_labels)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            time.sleep(self.pause_s)
+            with (self.folder / str(os.getpid())).open("a", encoding="utf-8") as file:
+                file.writelines(f"{name}\n" for name in text_fingerprints(input_ids, attention_mask))
+        mask = attention_mask.unsqueeze(-1).to(self.embedding.weight.dtype)
+        logits: Tensor = self.head((self.embedding(input_ids) * mask).sum(1) / mask.sum(1))
+        return logits
+
+
+def text_fingerprints(input_ids: Tensor, attention_mask: Tensor) -> list[str]:
+    """A short name for each text, from its tokens without their padding."""
+    rows = zip(input_ids.detach().cpu(), attention_mask.detach().cpu(), strict=True)
+    return [hashlib.sha256(ids[mask.bool()].numpy().tobytes()).hexdigest()[:16] for ids, mask in rows]
+
+
 def fingerprints(pixel_values: Tensor) -> list[str]:
     """A short name for each picture, from its pixels."""
     pictures = pixel_values.detach().cpu().float().numpy()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from benchmarks.data.__main__ import _reading_goals
+from benchmarks.data.batches import BUDGET, GROUPED, RANDOM, Trained, page
 from benchmarks.data.corpus import write_texts
 from benchmarks.data.readers import Share
 
@@ -34,3 +35,13 @@ def test_goals_follow_from_the_slowest_process_and_the_best_other() -> None:
     assert goals["rows/s, cold, to the best other"].verdict == "reached"
     assert goals["90 MB, cold"].reached == "60,000 and 120"
     assert goals["the same, to that of 10 MB"].verdict == "**missed**"
+
+
+def test_batches_are_compared_by_useful_tokens_and_validation() -> None:
+    def ran(rate: float, accuracy: float) -> list[Trained]:
+        return [Trained(int(rate * 10), 10.0, 5, 0.5, accuracy)] * 2
+
+    text = page({RANDOM: ran(100, 0.9), GROUPED: ran(150, 0.9), BUDGET: ran(160, 0.88)}, "recipes/reviews.yaml")
+    assert "| useful tokens/s, to random batches | ≥ 1.5 | 1.60 | reached |" in text
+    assert "| the same, to batches sorted in groups | – | 1.07 | – |" in text
+    assert "| val_accuracy below that of random | ≤ 0.01 | +0.0200 | **missed** |" in text

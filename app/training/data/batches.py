@@ -15,7 +15,7 @@ Indices = NDArray[np.int64]
 Lengths = NDArray[np.int64] | Sequence[int]
 EPOCH_ORDER = "numpy-1"
 """Name of the sample order of ``train_batches``. A change of the order needs a new name."""
-_PAIRED = 64
+PAIRED = 64
 """Block of ``partners_of`` for samples in memory: a rank has every n-th sample of a batch."""
 BATCHES_PER_SORT = 32
 """Number of batches whose samples are sorted by length together. More pad less, fewer mix better."""
@@ -64,8 +64,14 @@ def order_of(config: TrainConfig, data: PreparedData, classes: Sequence[int] | N
     ``classes`` has the class of each sample, if all classes shall come equally often.
 
     Raises:
+        RecipeError: batches are sized in tokens, and the samples have no length in tokens.
         TrainingError: there are fewer samples than one batch takes.
     """
+    if config.tokens_per_batch is not None:
+        from app.training.data.tokens import token_order_of  # it builds on this module
+
+        return token_order_of(config, data)
+    assert config.global_batch_size is not None
     if (num_samples := len(data.train)) < config.global_batch_size:
         raise TrainingError(
             f"train.global_batch_size is {config.global_batch_size}, the training split has {num_samples} samples: "
@@ -126,7 +132,7 @@ class MemoryOrder:
 
     def partners(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
         """Return the sample that each one of ``share`` is mixed with."""
-        return partners_of(self.batch(epoch, number), _PAIRED)[data_rank.rank :: data_rank.size]
+        return partners_of(self.batch(epoch, number), PAIRED)[data_rank.rank :: data_rank.size]
 
 
 def train_batches(

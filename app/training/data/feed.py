@@ -14,7 +14,7 @@ from torch.utils.data import Dataset as TorchDataset
 from app.config import Layout, TrainConfig
 from app.data.augmentation import Augmentation, augmentation_of
 from app.data.labelled import LabelledDataset
-from app.data.prepared import IGNORED, Batch, Dataset, PreparedData
+from app.data.prepared import IGNORED, Batch, Dataset, PreparedData, padded_lengths_of
 from app.models.precision import TORCH_DTYPES
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
@@ -109,7 +109,7 @@ class Feed:
     def validation(self) -> Iterator[MicroBatch]:
         """Yield the validation split, each sample once over all workers."""
         # Twice the size of training: without a backward pass a batch takes less memory.
-        size, shards = 2 * self.layout.micro_batch, shards_of(self.data.validation)
+        size, shards = 2 * self._max_micro_batch, shards_of(self.data.validation)
         batches: Iterable[Indices] = (
             sharded_validation_batches(shards, self._rank, size)
             if shards
@@ -129,18 +129,30 @@ class Feed:
     def _weigher(self, epoch: int) -> Callable[[Indices, int], float | None]:
         """Return a function that weighs a micro-batch of a global batch by its targets, where samples differ in them.
 
-        Then the loss of a step is the mean over all its targets, however they are shared out.
+        Then the loss of a step is the mean over all its targets, however they are shared out. Where batches differ in
+        size and samples have one target each, it weighs by samples.
         """
         num_targets = getattr(self.data.train, "num_targets", None)
-        if num_targets is None:
-            return lambda indices, number: None  # noqa: ARG005
         parts = self.layout.gradient_accumulation * self.layout.data
+        if num_targets is None and self.config.tokens_per_batch is None:
+            return lambda indices, number: None  # noqa: ARG005
+        if num_targets is None:
+            return lambda indices, number: parts * len(indices) / self.order.batch_size(epoch, number)
 
         def weigh(indices: Indices, number: int) -> float:
             whole = self.order.batch(epoch, number)
             return parts * float(num_targets[indices].sum() / num_targets[whole].sum())
 
         return weigh
+
+    @property
+    def _max_micro_batch(self) -> int:
+        """Maximum samples of a micro-batch of the longest samples."""
+        if self.config.tokens_per_batch is None:
+            return self.layout.micro_batch
+        lengths = padded_lengths_of(self.data.train)
+        assert lengths is not None
+        return max(1, self.layout.micro_batch // int(lengths.max()))
 
     @property
     def _mixes(self) -> bool:

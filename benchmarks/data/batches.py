@@ -1,0 +1,156 @@
+"""Useful tokens a second of three ways to make batches, in one process: python -m benchmarks.data.batches
+
+Each way trains the same model from the same weights, and the ways take turns. A token is useful if it is no padding.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from app.config import Recipe, load_recipe
+from app.data.prepared import PreparedData, padded_lengths_of
+from app.models.factory import blueprint_of
+from app.tasks import find_task, prepare
+from app.tasks.objective import objective_of
+from app.training.activity import Activity
+from app.training.data.batches import Indices, MemoryOrder, SampleOrder, count_steps, order_of
+from app.training.data.feed import Feed
+from app.training.engine import create_engine
+from app.training.worker import Worker, seed_random, start_worker
+from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.markdown import Goal, table, verdict
+
+RESULTS = Path(__file__).with_name("BATCHES.md")
+RANDOM, GROUPED, BUDGET = "random", "sorted in groups of 32 batches", "a budget of tokens"
+_SAMPLES, _GOAL, _TOLERANCE = 64, 1.5, 0.01
+
+
+class RandomOrder(MemoryOrder):
+    """Batches of samples of any length."""
+
+    def batch(self, epoch: int, number: int) -> Indices:
+        """Return a part of one permutation."""
+        shuffled = np.random.default_rng((self.seed, epoch)).permutation(len(self.lengths))
+        return shuffled[number * self.size : (number + 1) * self.size]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One way to make batches, trained for some epochs."""
+
+    tokens: int
+    """Tokens that are no padding."""
+    seconds: float
+    steps: int
+    val_loss: float
+    val_accuracy: float
+
+    @property
+    def rate(self) -> float:
+        """Useful tokens a second."""
+        return self.tokens / self.seconds
+
+
+def main() -> None:
+    """Measure, and write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data.batches", description=__doc__)
+    parser.add_argument("--recipe", default="recipes/reviews.yaml")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file to write")
+    arguments = parser.parse_args()
+    keys = ["train.workers=1", "train.plan={zero_stage: 0}", f"train.epochs={arguments.epochs}"]
+    keys += ["train.linear_baseline=false", f"train.global_batch_size={_SAMPLES}"]
+    recipe = load_recipe(arguments.recipe, keys)
+    data, worker = prepare(recipe), start_worker(recipe.train)
+    recipes = {RANDOM: recipe, GROUPED: recipe, BUDGET: _with_budget(recipe, data)}
+    runs: dict[str, list[Trained]] = {name: [] for name in recipes}
+    for number in range(arguments.rounds):
+        for name, one in recipes.items():
+            runs[name].append(_train(_seeded(one, number), data, worker, name))
+    text = page(runs, arguments.recipe)
+    arguments.results.write_text(text, encoding="utf-8")
+    print(text)
+
+
+def _with_budget(recipe: Recipe, data: PreparedData) -> Recipe:
+    """Return the recipe with batches of tokens, of about as many samples as the others' on average."""
+    lengths = padded_lengths_of(data.train)
+    assert lengths is not None
+    tokens = {"global_batch_size": None, "tokens_per_batch": int(_SAMPLES * lengths.mean())}
+    return recipe.with_plan(recipe.train.plan, **tokens)
+
+
+def _seeded(recipe: Recipe, seed: int) -> Recipe:
+    return recipe.with_plan(recipe.train.plan, seed=seed)
+
+
+def _train(recipe: Recipe, data: PreparedData, worker: Worker, name: str) -> Trained:
+    """Train, and validate at the end."""
+    config, layout, activity = recipe.train, recipe.train.layout(1), Activity()
+    seed_random(config.seed)
+    order: SampleOrder = order_of(config, data)
+    if name == RANDOM:
+        order = RandomOrder(data.train.lengths, _SAMPLES, config.seed)
+    objective = objective_of(find_task(recipe.task), config, data)
+    blueprint = copy.deepcopy(blueprint_of(recipe.model, data.facts))
+    engine = create_engine(blueprint, config, layout, count_steps(config, order), objective)
+    feed = Feed(data, config, layout, worker, activity, order)
+    tokens, seconds, steps = 0, 0.0, 0
+    for epoch in range(1, config.epochs + 1):
+        batches = feed.train(epoch, range(order.num_batches(epoch)))
+        for _ in range(order.num_batches(epoch)):
+            began = time.perf_counter()
+            engine.train_step(islice(batches, layout.gradient_accumulation), activity)
+            seconds += time.perf_counter() - began
+            assert feed.loader.last is not None
+            tokens += int(feed.loader.last.inputs["attention_mask"].sum())
+            steps += 1
+    values = engine.objective.values(engine.evaluate(feed.validation()))
+    feed.close()
+    engine.deepspeed.destroy()
+    return Trained(tokens, seconds, steps, values["val_loss"], values["val_accuracy"])
+
+
+def page(runs: Mapping[str, Sequence[Trained]], recipe: str) -> str:
+    """Return the page of some rounds."""
+    rates = {name: statistics.median(run.rate for run in found) for name, found in runs.items()}
+    scores = {name: statistics.mean(run.val_accuracy for run in found) for name, found in runs.items()}
+    times, lost = rates[BUDGET] / rates[RANDOM], scores[RANDOM] - scores[BUDGET]
+    goals = [
+        Goal("useful tokens/s, to random batches", f"≥ {_GOAL}", f"{times:.2f}", verdict(times >= _GOAL)),
+        Goal("the same, to batches sorted in groups", "–", f"{rates[BUDGET] / rates[GROUPED]:.2f}", "–"),
+        Goal("val_accuracy below that of random", f"≤ {_TOLERANCE}", f"{lost:+.4f}", verdict(lost <= _TOLERANCE)),
+    ]
+    rows = [
+        [
+            name,
+            f"{rates[name]:,.0f}",
+            f"{found[0].steps:,}",
+            " ".join(f"{run.val_loss:.4f}" for run in found),
+            " ".join(f"{run.val_accuracy:.4f}" for run in found),
+        ]
+        for name, found in runs.items()
+    ]
+    head = [
+        "# Batches of texts\n",
+        "Written by `python -m benchmarks.data.batches`. One process trains the model of",
+        f"`{recipe}` with each way to make batches, in turns. Rounds have other seeds. Time is that of steps.\n",
+        f"{machine()}; {versions(['torch', 'deepspeed'])}; {today()}, load average {load_average()}\n",
+    ]
+    first = table(
+        ["what", "goal", "reached", ""], [(goal.what, goal.goal, goal.reached, goal.verdict) for goal in goals]
+    )
+    second = table(["batches", "useful tokens/s", "steps", "val_loss, by round", "val_accuracy, by round"], rows)
+    return "\n".join([*head, first, "", second]) + "\n"
+
+
+if __name__ == "__main__":
+    main()
