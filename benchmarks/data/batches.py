@@ -48,13 +48,14 @@ class Trained:
     tokens: int
     """Tokens that are no padding."""
     seconds: float
+    """CPU time of the steps."""
     steps: int
     val_loss: float
     val_accuracy: float
 
     @property
     def rate(self) -> float:
-        """Useful tokens a second."""
+        """Useful tokens a CPU second."""
         return self.tokens / self.seconds
 
 
@@ -107,9 +108,9 @@ def _train(recipe: Recipe, data: PreparedData, worker: Worker, name: str) -> Tra
     for epoch in range(1, config.epochs + 1):
         batches = feed.train(epoch, range(order.num_batches(epoch)))
         for _ in range(order.num_batches(epoch)):
-            began = time.perf_counter()
+            began = time.process_time()
             engine.train_step(islice(batches, layout.gradient_accumulation), activity)
-            seconds += time.perf_counter() - began
+            seconds += time.process_time() - began
             assert feed.loader.last is not None
             tokens += int(feed.loader.last.inputs["attention_mask"].sum())
             steps += 1
@@ -142,7 +143,7 @@ def page(runs: Mapping[str, Sequence[Trained]], recipe: str) -> str:
     head = [
         "# Batches of texts\n",
         "Written by `python -m benchmarks.data.batches`. One process trains the model of",
-        f"`{recipe}` with each way to make batches, in turns. Rounds have other seeds. Time is that of steps.\n",
+        f"`{recipe}` with each way to make batches, in turns. Rounds have other seeds. Time is the CPU time of the steps.\n",
         f"{machine()}; {versions(['torch', 'deepspeed'])}; {today()}, load average {load_average()}\n",
     ]
     first = table(
