@@ -21,6 +21,7 @@ from app.config.compile import (
     Int8FinetuneConfig,
     ObjectiveConfig,
 )
+from app.config.curriculum import CurriculumConfig
 from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, ShardsConfig, TokenizerConfig
 from app.config.layout import Layout
 from app.config.loading import (
@@ -87,6 +88,7 @@ __all__ = [
     "ColumnsConfig",
     "CompileConfig",
     "ComputePrecision",
+    "CurriculumConfig",
     "DataConfig",
     "EarlyStoppingConfig",
     "EmailConfig",

@@ -230,6 +230,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _curriculum_knows_all_samples(self) -> Self:
+        for key, is_set in (("shards", self.data.shards), ("sampling balanced", self.data.sampling == "balanced")):
+            if self.train.curriculum and is_set:
+                raise ValueError(
+                    f"train.curriculum orders all samples in memory, once an epoch: leave it or data.{key} out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _token_batches_have_every_sample_once(self) -> Self:
         if self.train.tokens_per_batch is not None and self.data.sampling != "natural":
             raise ValueError(

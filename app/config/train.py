@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from app.config.augment import AugmentConfig
+from app.config.curriculum import CurriculumConfig
 from app.config.layout import Layout, lay_out
 from app.config.metrics import Mode, TaskMetric, require_mode
 from app.config.plan import AutoPlan, Device, Plan, PlanConfig, Precision
@@ -154,6 +155,9 @@ class TrainConfig(Section):
         default=0.05, description="for sentence-embedding: by which the loss divides cosines"
     )
     teacher: TeacherConfig | None = Field(default=None, description="model to distil; default: none")
+    curriculum: CurriculumConfig | None = Field(
+        default=None, description="easy samples before hard ones; default: in any order"
+    )
     augment: AugmentConfig | None = Field(
         default=None, description="random changes of the training samples; default: none"
     )
@@ -271,6 +275,12 @@ class TrainConfig(Section):
                 f"global_batch_size {self.global_batch_size} and tokens_per_batch {self.tokens_per_batch} both say how "
                 "large a batch is: leave one of them out, or set it to null"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _curriculum_has_batches_of_samples(self) -> Self:
+        if self.curriculum and self.tokens_per_batch is not None:
+            raise ValueError("curriculum orders batches of global_batch_size: leave it or tokens_per_batch out")
         return self
 
     @field_validator("plan")

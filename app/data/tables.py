@@ -23,7 +23,7 @@ def read_table(path: UPath, columns: Mapping[str, str]) -> list[list[str]]:
     """Return columns of a csv, jsonl or parquet file as texts. Empty cells become empty texts.
 
     Args:
-        columns: the name of each column, by its key in ``data.columns``.
+        columns: the name of each column, by its key in ``data.columns``, or by its whole key of ``train``.
 
     Raises:
         DataError: the file is not a table, or a column is missing.
@@ -67,9 +67,9 @@ def _read(path: UPath) -> pd.DataFrame | None:
 def _require_columns(table: pd.DataFrame, path: UPath, columns: Mapping[str, str]) -> None:
     for key, column in columns.items():
         if column not in table.columns:
+            name = key if key.startswith("train.") else f"data.columns.{key}"
             raise DataError(
-                f"data.columns.{key} is {column!r}, which {str(path)!r} does not have: "
-                f"it has {', '.join(map(str, table.columns))}"
+                f"{name} is {column!r}, which {str(path)!r} does not have: it has {', '.join(map(str, table.columns))}"
             )
 
 

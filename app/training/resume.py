@@ -12,7 +12,7 @@ from app.storage import open_storage
 
 LATEST = "latest"
 _FIXED_KEYS = (
-    "task", "data", "model", "train.seed", "train.global_batch_size", "train.tokens_per_batch",
+    "task", "data", "model", "train.seed", "train.global_batch_size", "train.tokens_per_batch", "train.curriculum",
     "train.optimizer.name",
 )  # fmt: skip
 """Keys that must not change, because a checkpoint is of no use with other values."""

@@ -92,6 +92,10 @@ def prepare_run(
         run.recipe = recipe = with_resolved_teacher(recipe, data, run.storage)
         assert recipe.train.teacher
         print(f"teacher {recipe.train.teacher.model}: gives its logits for each batch", flush=True)
+    if recipe.train.curriculum:
+        from app.training.difficulty import require_difficulty  # other runs do not need it
+
+        require_difficulty(recipe, data, run.folder)
     augmentation_of(recipe.train, data)
     if recipe.train.linear_baseline:
         _texts_of(recipe, data)

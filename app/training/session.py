@@ -6,7 +6,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from upath import UPath
 
 from app.artifacts import CHECKPOINTS, FAILURE_FILE
@@ -164,7 +166,8 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     recipe, data, worker, stack = attempt.recipe, attempt.data, attempt.worker, attempt.stack
     run_folder, config, layout = attempt.run_folder, recipe.train, recipe.train.layout(worker.size)
     activity = Activity(watchdog.beat, watchdog.report_progress)
-    order = order_of(config, data, _classes_to_balance(data, recipe))
+    difficulty = _difficulty(recipe, data, run_folder) if config.curriculum else None
+    order = order_of(config, data, _classes_to_balance(data, recipe), difficulty)
     total_steps = count_steps(config, order)
     # One process looks for a checkpoint, so that all build the model in the same way.
     is_resumed = bool(on_first(CheckpointStore(run_folder / CHECKPOINTS).committed))
@@ -211,6 +214,13 @@ def _classes_to_balance(data: PreparedData, recipe: Recipe) -> Sequence[int] | N
         return None
     assert isinstance(data, LabelledData)  # recipes of other tasks are refused
     return data.train.split.classes
+
+
+def _difficulty(recipe: Recipe, data: PreparedData, run_folder: UPath) -> NDArray[np.float32]:
+    """Return how hard each training sample is, the same in every worker. Collective."""
+    from app.training.difficulty import recorded_difficulty  # other runs do not need it
+
+    return on_first(partial(recorded_difficulty, recipe, data, run_folder))
 
 
 def _with_teacher(data: PreparedData, recipe: Recipe) -> PreparedData:

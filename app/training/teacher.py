@@ -34,30 +34,41 @@ def with_resolved_teacher(recipe: Recipe, data: PreparedData, storage: UPath) ->
     teacher = recipe.train.teacher
     assert teacher is not None
     assert isinstance(data, LabelledData)  # recipes of other tasks are refused
+    title = require_classifier(teacher.model, "train.teacher.model", data, storage)
+    if recipe.train.plan.pipeline > 1:
+        raise RecipeError("train.teacher is only for plans without a pipeline: set train.plan.pipeline to 1")
+    return recipe.with_teacher(title)
+
+
+def require_classifier(model: str, key: str, data: LabelledData, storage: UPath) -> str:
+    """Return NAME/VERSION of a published model that classifies samples like the data's.
+
+    Raises:
+        StorageError: there is no such model or version.
+        RecipeError: it takes other inputs or has other labels than the data, or gives several for a row. Names ``key``.
+    """
     repository = Repository(storage)
-    name, _, number = teacher.model.partition("/")
+    name, _, number = model.partition("/")
     manifest = repository.manifest(name, int(number) if number else repository.production(name))
     title = f"{name}/{manifest.version}"
     if manifest.scores is None or LABELS_FILE not in manifest.files:
-        raise RecipeError(f"train.teacher.model {title} has no labels: import it with --labels, or name another")
+        raise RecipeError(f"{key} {title} has no labels: import it with --labels, or name another")
     task = find_served_task(manifest.task)
     if not issubclass(task.targets, Classes):
         raise RecipeError(
-            f"train.teacher.model {title} is of task {manifest.task}, which does not give one label to each row: name "
+            f"{key} {title} is of task {manifest.task}, which does not give one label to each row: name "
             "a model that does"
         )
     labels = load_labels(repository.folder(name, manifest.version))
     # Their order may differ. ``TaughtDataset`` reorders the logits.
     if sorted(labels) != sorted(data.labels):
         raise RecipeError(
-            f"train.teacher.model {title} has the labels {', '.join(labels)}, the data {', '.join(data.labels)}: name "
+            f"{key} {title} has the labels {', '.join(labels)}, the data {', '.join(data.labels)}: name "
             "a model that was trained on data like these"
         )
     if (given := task.processor.modality) != data.processor.modality:
-        raise RecipeError(f"train.teacher.model {title} takes {given}s, the data holds {data.processor.modality}s")
-    if recipe.train.plan.pipeline > 1:
-        raise RecipeError("train.teacher is only for plans without a pipeline: set train.plan.pipeline to 1")
-    return recipe.with_teacher(title)
+        raise RecipeError(f"{key} {title} takes {given}s, the data holds {data.processor.modality}s")
+    return title
 
 
 def taught(data: PreparedData, recipe: Recipe) -> PreparedData:
@@ -99,10 +110,15 @@ class TaughtDataset:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the samples of ``indices`` with the teacher's logits. Raises as ``LabelledDataset.batch``."""
+        return replace(self.split.batch(indices), taught=self.logits(indices))
+
+    def logits(self, indices: Sequence[int]) -> NDArray[np.float32]:
+        """Return the teacher's logits, of shape (samples, labels)."""
         unknown = [index for index in indices if np.isnan(self._logits[index, 0])]
         if unknown:
             self._logits[unknown] = self._ask([self.split.split.inputs[index] for index in unknown])
-        return replace(self.split.batch(indices), taught=self._logits[list(indices)])
+        known: NDArray[np.float32] = self._logits[list(indices)]
+        return known
 
     def _ask(self, inputs: Sequence[Input]) -> NDArray[np.float32]:
         """Return the teacher's logits, of shape (rows, labels), with the labels in the order of the data."""

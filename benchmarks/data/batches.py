@@ -143,7 +143,7 @@ def page(runs: Mapping[str, Sequence[Trained]], recipe: str) -> str:
     head = [
         "# Batches of texts\n",
         "Written by `python -m benchmarks.data.batches`. One process trains the model of",
-        f"`{recipe}` with each way to make batches, in turns. Rounds have other seeds. Time is the CPU time of the steps.\n",
+        f"`{recipe}` with each way to make batches, in turns. Rounds have other seeds. The time is CPU time.\n",
         f"{machine()}; {versions(['torch', 'deepspeed'])}; {today()}, load average {load_average()}\n",
     ]
     first = table(

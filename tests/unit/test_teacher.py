@@ -1,6 +1,7 @@
 """Distillation: what a teacher adds to the loss, what it is asked, and what is refused."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from app.repository.repository import Repository
 from app.tasks import prepare
 from app.tasks.objective import CrossEntropy
 from app.tensors import TensorSpec
+from app.training.difficulty import recorded_difficulty, require_difficulty
 from app.training.teacher import TaughtDataset, with_resolved_teacher
 from tests.engine_contract import PROCESSOR, SIGNATURE
 from tests.helpers import ROOT, SGD, folder_of, losses, train_alone
@@ -120,6 +122,19 @@ def test_two_workers_learn_of_a_teacher_as_one_does(storage: UPath) -> None:
     ]
     one, two = (losses(train_alone(*overrides, processes=count, recipe=DIGITS)) for count in (1, 2))
     np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
+def test_samples_that_the_model_takes_for_others_are_hard(data: LabelledData, storage: UPath, tmp_path: Path) -> None:
+    keys = [f"storage={storage}", "train.curriculum={by: loss, model: teacher}"]
+    recipe = load_recipe(DIGITS, keys)
+    require_difficulty(recipe, data, UPath(tmp_path))
+    found, classes = recorded_difficulty(recipe, data, UPath(tmp_path)), np.array(data.train.split.classes)
+    is_swapped = np.isin(classes, list(SWAPPED))
+    assert found.shape == classes.shape
+    assert np.median(found[is_swapped]) > 10 * np.median(found[~is_swapped])
+    unsuitable = load_recipe(DIGITS, [keys[0], "train.curriculum={by: loss, model: letters/1}"])
+    with pytest.raises(RecipeError, match=r"train\.curriculum\.model letters/1 has the labels a, b"):
+        require_difficulty(unsuitable, data, UPath(tmp_path / "other"))
 
 
 def recipe_with(**teacher: object) -> Recipe:

@@ -58,10 +58,19 @@ class SampleOrder(Protocol):
         ...
 
 
-def order_of(config: TrainConfig, data: PreparedData, classes: Sequence[int] | None = None) -> SampleOrder:
+def order_of(
+    config: TrainConfig,
+    data: PreparedData,
+    classes: Sequence[int] | None = None,
+    difficulty: NDArray[np.float32] | None = None,
+) -> SampleOrder:
     """Return the order of a recipe's training samples.
 
-    ``classes`` has the class of each sample, if all classes shall come equally often.
+    Args:
+        config: the section ``train``.
+        data: the prepared data.
+        classes: the class of each sample, if all classes shall come equally often.
+        difficulty: how hard each sample is, for a curriculum. Without it batches are of other samples, but as many.
 
     Raises:
         RecipeError: batches are sized in tokens, and the samples have no length in tokens.
@@ -81,6 +90,11 @@ def order_of(config: TrainConfig, data: PreparedData, classes: Sequence[int] | N
         from app.training.data.streams import StreamOrder  # it builds on this module
 
         return StreamOrder(shards, config.global_batch_size, config.seed)
+    if config.curriculum and difficulty is not None:
+        from app.training.data.curriculum import CurriculumOrder  # it builds on this module
+
+        lengths, size, seed = data.train.lengths, config.global_batch_size, config.seed
+        return CurriculumOrder(lengths, size, seed, difficulty=difficulty, config=config.curriculum)
     return MemoryOrder(data.train.lengths, config.global_batch_size, config.seed, classes)
 
 
@@ -111,6 +125,10 @@ class MemoryOrder:
     _epoch: tuple[int, Indices] | None = field(default=None, init=False)
     """The last epoch that was asked for, and its batches."""
 
+    def make_batches(self, epoch: int) -> Indices:
+        """Return the batches of an epoch, of shape (batches, size)."""
+        return train_batches(self.lengths, self.size, self.seed, epoch, self.classes)
+
     def num_batches(self, epoch: int) -> int:  # noqa: ARG002
         """Return the number of full batches. Samples that do not fill a last one are left out of this epoch."""
         return len(self.lengths) // self.size
@@ -122,7 +140,7 @@ class MemoryOrder:
     def batch(self, epoch: int, number: int) -> Indices:
         """Return a global batch, as indices of shape (size,)."""
         if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = epoch, train_batches(self.lengths, self.size, self.seed, epoch, self.classes)
+            self._epoch = epoch, self.make_batches(epoch)
         batch: Indices = self._epoch[1][number]
         return batch
 

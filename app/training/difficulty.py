@@ -1,0 +1,122 @@
+"""How hard each training sample is, for ``train.curriculum``. A run records it, to resume in the same order."""
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+from upath import UPath
+
+from app.config import Recipe
+from app.data.labelled import LabelledData
+from app.data.prepared import PreparedData
+from app.data.sources import TABLE_SUFFIXES, Source, open_source
+from app.data.targets import Classes
+from app.errors import DataError, RecipeError
+from app.storage import open_storage, write_atomically
+
+_FILE = "difficulty.npy"
+_ROWS_AT_ONCE = 256
+
+
+def recorded_difficulty(recipe: Recipe, data: PreparedData, run_folder: UPath) -> NDArray[np.float32]:
+    """Return what the run has recorded of its samples, of shape (samples,), or find it out and record it.
+
+    Raises:
+        RecipeError: the task's samples have no such difficulty, or the model does not suit them.
+        DataError: the column is missing, or has cells that are not numbers.
+    """
+    if (run_folder / _FILE).exists():
+        recorded: NDArray[np.float32] = np.load(io.BytesIO((run_folder / _FILE).read_bytes()), allow_pickle=False)
+        return recorded
+    found, buffer = find_difficulty(recipe, data), io.BytesIO()
+    np.save(buffer, found, allow_pickle=False)
+    run_folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(run_folder / _FILE, buffer.getvalue())
+    return found
+
+
+def require_difficulty(recipe: Recipe, data: PreparedData, run_folder: UPath) -> None:
+    """Raise the errors of ``recorded_difficulty``, without asking a model."""
+    curriculum = recipe.train.curriculum
+    assert curriculum is not None
+    if (run_folder / _FILE).exists():
+        return
+    if curriculum.model is None:
+        find_difficulty(recipe, data)
+        return
+    from app.training.teacher import require_classifier  # it imports an engine
+
+    labelled, storage = _labelled(recipe, data), open_storage(recipe.storage)
+    if not isinstance(labelled.targets, Classes):
+        raise RecipeError(f"train.curriculum.by loss is for rows with one label each, which task {recipe.task} has not")
+    title = require_classifier(curriculum.model, "train.curriculum.model", labelled, storage)
+    print(f"train.curriculum: samples are ordered by their loss of {title}", flush=True)
+
+
+def find_difficulty(recipe: Recipe, data: PreparedData) -> NDArray[np.float32]:
+    """Return how hard each training sample is, of shape (samples,)."""
+    curriculum = recipe.train.curriculum
+    assert curriculum is not None
+    if curriculum.column is not None:
+        return _by_column(recipe, _labelled(recipe, data), curriculum.column)
+    if curriculum.model is not None:
+        return _by_loss(recipe, _labelled(recipe, data), curriculum.model)
+    lengths = np.asarray(data.train.lengths, np.float32)
+    if len(lengths) and lengths.min() == lengths.max():
+        raise RecipeError(
+            f"train.curriculum.by is length, and all samples of task {recipe.task} have one length: set it to loss"
+        )
+    return lengths
+
+
+def _labelled(recipe: Recipe, data: PreparedData) -> LabelledData:
+    assert recipe.train.curriculum is not None
+    if not isinstance(data, LabelledData):
+        raise RecipeError(
+            f"train.curriculum.by {recipe.train.curriculum.by} is for samples with labels, which task {recipe.task} "
+            "has not: set it to length"
+        )
+    return data
+
+
+def _by_column(recipe: Recipe, data: LabelledData, column: str) -> NDArray[np.float32]:
+    """Return the numbers of a column, found by the text of each sample."""
+    from app.data.tables import read_table  # pandas takes a quarter of a second
+
+    source = Source(recipe.data.source)
+    is_table = data.processor.modality == "text" and not source.uri.startswith("builtin:")
+    path = open_source(source) if is_table else None
+    if path is None or path.suffix not in TABLE_SUFFIXES:
+        raise RecipeError(f"train.curriculum.column is for texts in a table, and {source} is none: set by to length")
+    texts, cells = read_table(path, {"input": recipe.data.columns.input, "train.curriculum.column": column})
+    numbers: dict[str, float] = {}
+    for row, (text, cell) in enumerate(zip(texts, cells, strict=True)):
+        numbers.setdefault(text.strip(), _number(cell, column, f"{path}, row {row + 1}"))
+    return np.array([numbers[str(text)] for text in data.train.split.inputs], np.float32)
+
+
+def _number(cell: str, column: str, place: str) -> float:
+    try:
+        number = float(cell)
+    except ValueError:
+        number = np.nan
+    if not np.isfinite(number):
+        raise DataError(f"{place}: {cell!r} in column {column!r} of train.curriculum: expected a number")
+    return number
+
+
+def _by_loss(recipe: Recipe, data: LabelledData, model: str) -> NDArray[np.float32]:
+    """Return the cross-entropy of a published model on each sample."""
+    from app.training.teacher import TaughtDataset  # it imports an engine
+
+    asked = TaughtDataset(data.train, data.labels, model, open_storage(recipe.storage))
+    classes: Sequence[int] = data.train.split.classes
+    losses = []
+    for start in range(0, len(classes), _ROWS_AT_ONCE):
+        rows = range(start, min(start + _ROWS_AT_ONCE, len(classes)))
+        targets = torch.tensor([classes[row] for row in rows])
+        losses.append(functional.cross_entropy(torch.from_numpy(asked.logits(rows)), targets, reduction="none").numpy())
+    return np.concatenate(losses)
