@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self, cast
 
 from fsspec.callbacks import Callback
 from upath import UPath
@@ -108,16 +108,30 @@ def write_atomically(path: UPath, data: bytes) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if is_local(path):
-        # A random name, because process ids repeat on machines that share a disk.
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            temporary.write_bytes(data)
-            temporary.rename(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        with stream_atomically(path) as file:
+            file.write(data)
     else:
         path.write_bytes(data)
+
+
+@contextmanager
+def stream_atomically(path: UPath) -> Iterator[BinaryIO]:
+    """Yield a file on a disk to write to. It becomes ``path`` when the block ends without an error."""
+    if not is_local(path):
+        with tempfile.NamedTemporaryFile(prefix="rayloom-") as temporary_file:
+            yield cast(BinaryIO, temporary_file)
+            temporary_file.flush()
+            upload(Path(temporary_file.name), path)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A random name, because process ids repeat on machines that share a disk.
+    temporary = Path(path.path).with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+        temporary.rename(path.path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class _ProgressReporter(Callback):  # type: ignore[misc]

@@ -4,17 +4,18 @@ A folder is complete when it has its index, which is written last.
 """
 
 from datetime import datetime
-from io import BytesIO
+from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 from upath import UPath
 
-from app.checksums import sha256_of
+from app.checksums import sha256_of, sha256_of_file
 from app.conditional import read
 from app.errors import DataError, StorageError
-from app.storage import write_atomically
+from app.storage import stream_atomically, write_atomically
 
 INDEX_FILE = "index.json"
 FORMAT = "arrow-2"
@@ -104,7 +105,7 @@ class ShardIndex(BaseModel):
 
 
 class ShardWriter:
-    """Writes rows as shards, one at a time: it holds the rows of one shard in memory, and its file's content."""
+    """Writes rows as shards, one at a time: it holds the rows of one shard in memory, and copies of them."""
 
     def __init__(self, folder: UPath, prefix: str, schema: pa.Schema, size: int) -> None:
         """Name the files ``PREFIX-NUMBER.arrow``. ``size`` is the number of bytes of rows at which a file is full."""
@@ -143,31 +144,27 @@ class ShardWriter:
 
     def _write(self) -> None:
         rows = pa.Table.from_batches(self._batches, self._schema).combine_chunks()
-        # A slice would be written with the padding of what it was cut from.
-        rows = rows.take(pa.array(range(rows.num_rows), pa.int64()))
         self._batches, self._bytes = [], 0
-        content = _to_file(rows)
+        # A slice would be written with the padding of what it was cut from.
+        rows = rows.take(pa.array(np.arange(rows.num_rows)))
         name = f"{self._prefix}-{len(self.shards):03d}.arrow"
-        write_atomically(self._folder / name, content)
+        with stream_atomically(self._folder / name) as file:
+            # One record batch, whose columns can be memory-mapped.
+            with pa.ipc.new_file(file, rows.schema) as table:
+                table.write_table(rows)
+            file.flush()
+            size, sha256 = file.tell(), sha256_of_file(Path(file.name))
         lengths = rows[LENGTH].to_numpy()
         self.shards.append(
             Shard(
                 name=name,
                 rows=rows.num_rows,
-                bytes=len(content),
-                sha256=sha256_of(content),
+                bytes=size,
+                sha256=sha256,
                 min_length=int(lengths.min()),
                 max_length=int(lengths.max()),
             )
         )
-
-
-def _to_file(rows: pa.Table) -> bytes:
-    """Return an Arrow file with one record batch, whose columns can be memory-mapped."""
-    buffer = BytesIO()
-    with pa.ipc.new_file(buffer, rows.schema) as file:
-        file.write_table(rows)
-    return buffer.getvalue()
 
 
 def require_intact(path: str, shard: Shard, found: str) -> None:

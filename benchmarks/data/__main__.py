@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from app.data.preparation.near_duplicates import NearDuplicates, SignatureFiles, signatures_of
+from app.data.preparation.near_duplicates import NearDuplicates
+from app.data.preparation.signatures import SignatureFiles
 from app.data.sharded import ShardReference
 from app.storage import to_path
 from benchmarks.data.corpus import s3_of, write_texts
@@ -207,12 +208,13 @@ def _near_duplicates(folder: Path) -> list[Goal]:
             copy[source.randrange(len(copy))] = source.choice(words)
     joined = [" ".join(text) for text in [*texts, *copies]]
     rates = []
+    files = SignatureFiles(to_path(folder), 0, 0.8)
     for _ in range(3):
         started = time.process_time()
-        signatures = np.concatenate([signatures_of(joined[at : at + 4096]) for at in range(0, len(joined), 4096)])
+        with files.writer() as writer:
+            for at in range(0, len(joined), 4096):
+                writer.add(joined[at : at + 4096])
         rates.append(len(joined) / (time.process_time() - started))
-    files = SignatureFiles(to_path(folder), 0)
-    files.save(signatures, 0.8)
     codes = np.zeros(len(joined), np.uint8)
     NearDuplicates([files], np.array([0, len(joined)]), 0.8, 10**9).drop(codes)
     found, planted = set(np.flatnonzero(codes).tolist()), set(range(len(texts), len(joined)))

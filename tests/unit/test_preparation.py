@@ -17,7 +17,9 @@ from upath import UPath
 
 from app.config import load_recipe
 from app.data.preparation import prepare as preparing
+from app.data.preparation.formats import read_unit
 from app.data.preparation.progress import UnitProgress
+from app.data.preparation.rows import Columns
 from app.data.preparation.units import cut_units, list_files
 from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
 from app.data.shards import ShardIndex, ShardWriter
@@ -35,13 +37,54 @@ def test_every_format_gives_every_row_once_in_many_units(tmp_path: Path, suffix:
         write_table(tmp_path / f"part{part}.{suffix}", ROWS[600 * part : 600 * (part + 1)])
     recipe = recipe_of(tmp_path, "data.test_fraction=0.1")
     files = list_files(recipe.data, "text", is_language_model=False)
-    assert suffix == "csv" or len(cut_units(files, 20_000)) > 4
+    assert len(cut_units(files, 20_000)) > 4
     data = prepared(tmp_path, "data.test_fraction=0.1")
     found = rows_in(data)
     assert Counter(row for rows in found.values() for row in rows) == Counter((item, label) for item, label, _ in ROWS)
     assert 80 < len(found["validation"]) < 160
     assert 80 < len(found["test"]) < 160
     assert data.rows == {name: len(rows) for name, rows in found.items()}
+
+
+def test_a_csv_file_is_cut_between_its_rows_only(tmp_path: Path) -> None:
+    odd = ['two\n"lines", quoted', 'a " in it', "commas, of course", "\n\n", '""', "an\r\nend"]
+    rows = [(f"{odd[number % 6]} {number}", ("good", "bad")[number % 2], "") for number in range(3000)]
+    path = tmp_path / "rows.csv"
+    write_table(path, rows)
+    bare = 'bare "quote" 1,good,\nbare "quote 2,bad,\n'
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + bare.encode())
+    (file,) = list_files(recipe_of(path).data, "text", is_language_model=False)
+    cut = cut_units([file], 9_000)
+    assert len(cut) > 5
+    columns = Columns("text", "label", "author")
+    found, whole = (
+        [
+            row
+            for unit in units
+            for part in read_unit(unit, columns)
+            for row in zip(part.inputs, part.labels or (), strict=True)
+        ]
+        for units in (cut, cut_units([file], 10**6))
+    )
+    assert found == whole
+    assert found[:-2] == [(item, label) for item, label, _ in rows]
+    assert found[-2:] == [('bare "quote" 1', "good"), ('bare "quote 2', "bad")]
+
+
+def test_rows_of_one_hash_take_no_more_memory_than_others(tmp_path: Path) -> None:
+    """Rows are compared a few at a time, whether they are alike or not."""
+    alike = " ".join(WORDS * 6)
+    texts = [text(number) if number % 4 == 0 else f"{alike} number {number % 41}" for number in range(2000)]
+    rows = [(item, ("good", "bad")[number % 8 == 0], "") for number, item in enumerate(texts)]
+    write_table(tmp_path / "rows.csv", rows)
+    found = []
+    for memory in ("40KB", "1GB"):
+        for keys in ("{}", "{deduplicate: false}", "{near_duplicates: 0.6}"):
+            shards = f"data.shards={{size: 5KB, window: 20KB, memory: {memory}}}"
+            storage = f"storage={tmp_path / memory}"
+            found.append(prepared(tmp_path / "rows.csv", f"data.clean={keys}", shards, storage).reference.sha256)
+    assert found[:3] == found[3:]
+    assert len(set(found)) == 3
 
 
 def test_a_row_stays_in_its_split_when_the_data_grow(tmp_path: Path) -> None:

@@ -172,3 +172,11 @@ def test_refused_credentials_are_told(
     with pytest.raises(DataError, match=told):
         prepare_shards(recipe_of("s3://guarded/source"), run_units)
     assert not list((open_storage(None) / preparing.SHARDS).rglob("*.arrow"))
+
+
+def test_arrow_files_with_large_batches_are_refused(tmp_path: Path) -> None:
+    table = pa.table({"text": ["x" * 1000] * 600, "label": ["good"] * 600})
+    with pa.ipc.new_file(tmp_path / "rows.arrow", table.schema) as file:
+        file.write_table(table)
+    with pytest.raises(DataError, match=r"rows\.arrow' has record batches of about [\d,]+ bytes, .* write smaller"):
+        prepared(tmp_path / "rows.arrow", "data.shards={size: 5KB, window: 20KB, memory: 40KB}")

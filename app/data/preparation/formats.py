@@ -17,7 +17,7 @@ from app.data.preparation.rows import CellType, Columns, Rows, cell_text, decode
 from app.data.preparation.units import Piece, Unit
 from app.data.sources import Source, find_builtin
 from app.errors import DataError
-from app.storage import to_path
+from app.storage import is_local, to_path
 
 _BATCH_ROWS, _BATCH_BYTES = 4096, 4 * 2**20
 _BUFFER_BYTES = 2**20
@@ -102,7 +102,10 @@ def _read_parquet(piece: Piece, columns: Columns) -> Iterator[Rows]:
 
 
 def _read_arrow(piece: Piece, columns: Columns) -> Iterator[Rows]:
-    with to_path(piece.path).open("rb") as file, pa.ipc.open_file(file) as table:
+    path = to_path(piece.path)
+    # Mapped into memory, a batch takes none of its own.
+    file = pa.memory_map(path.path) if is_local(path) else path.open("rb")
+    with file, pa.ipc.open_file(file) as table:
         columns.require_in(piece.path, table.schema.names)
         stop = table.num_record_batches if piece.stop is None else piece.stop
         row = 0

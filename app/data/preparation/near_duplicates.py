@@ -1,111 +1,25 @@
-"""Near duplicates by MinHash (Broder 1997) and bands of it (Leskovec et al., Mining of Massive Datasets, 3.4).
+"""Near duplicates among the rows of all units, by their signatures, in bounded memory."""
 
-Each text becomes 128 numbers, of which two texts share about as large a part as they share sequences of five words: the
-Jaccard index. Texts whose numbers are equal in some band are compared by all of them.
-"""
-
-import re
-import zlib
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rensa import RMinHash
-from upath import UPath
 
-from app.data.examples import Input
+from app.data.preparation.signatures import PERMUTATIONS, SignatureFiles, rows_per_band
+from app.data.preparation.slices import SLICE_ROWS, join_slices
 from app.data.preparation.survey import KEPT, code_of
-from app.storage import write_atomically
 
-PERMUTATIONS, _SEED = 128, 1
-_SHINGLE = 5
-_STRICT = 0.85
-"""Similarity from which on longer bands find all pairs: fewer are compared in vain."""
-_MAX_WORD = 20.0
-"""Mean characters of a word, above which a text is cut into characters: its language writes no spaces."""
-_MIX = np.array(
-    [0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F], np.uint64
-)
-_WORD = re.compile(r"\w+")
 Pairs = NDArray[np.int64]
 """Rows that may be near duplicates, of shape (pairs, 2); the earlier row comes first."""
-
-
-def rows_per_band(threshold: float) -> int:
-    """Return how many of the numbers make a band."""
-    return 8 if threshold >= _STRICT else 4
-
-
-def signatures_of(texts: Sequence[Input | None]) -> NDArray[np.uint32]:
-    """Return the MinHash of each text, of shape (texts, 128)."""
-    units = [_units_of(text) if isinstance(text, str) else _TOO_SHORT for text in texts]
-    ends = np.cumsum([len(unit) for unit in units])
-    hashes, has_shingle = _shingle_hashes(np.concatenate([*units, _TOO_SHORT])), np.ones(int(ends[-1]), bool)
-    for before in range(1, _SHINGLE):
-        # A sequence would run into the next text.
-        has_shingle[ends - before] = False
-    counts = np.concatenate([[0], ends - (_SHINGLE - 1) * np.arange(1, len(units) + 1)]).astype(np.uint64)
-    flat = hashes[: len(has_shingle)][has_shingle]
-    matrix = RMinHash.digest_matrix_from_flat_token_hashes(flat, counts, PERMUTATIONS, _SEED)
-    return np.array(matrix.to_rows(), np.uint32).reshape(-1, PERMUTATIONS)
-
-
-_TOO_SHORT = np.zeros(_SHINGLE, np.uint64)
-
-
-def _units_of(text: str) -> NDArray[np.uint64]:
-    """Return a number for each word, or for each character in languages without spaces; five at least."""
-    words = _WORD.findall(text.lower())
-    if words and len(text) / len(words) <= _MAX_WORD:
-        units = np.array([zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words], np.uint64)
-    else:
-        units = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
-    return units if len(units) >= _SHINGLE else np.concatenate([units, _TOO_SHORT])[:_SHINGLE]
-
-
-def _shingle_hashes(units: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a hash of each five consecutive numbers."""
-    count = len(units) - _SHINGLE + 1
-    hashes = np.zeros(count, np.uint64)
-    with np.errstate(over="ignore"):
-        for place, factor in enumerate(_MIX):
-            hashes += (units[place : place + count] + np.uint64(1)) * factor
-            hashes ^= hashes >> np.uint64(29)
-    return hashes
-
-
-@dataclass(frozen=True)
-class SignatureFiles:
-    """The signatures of the rows of a unit in two files: by row, and by band."""
-
-    folder: UPath
-    unit: int
-
-    def save(self, signatures: NDArray[np.uint32], threshold: float) -> None:
-        """Write the signatures, and a hash of each band."""
-        bands = signatures.reshape(len(signatures), -1, rows_per_band(threshold)).astype(np.uint64)
-        keys = np.zeros(bands.shape[:2], np.uint64)
-        with np.errstate(over="ignore"):
-            for place in range(bands.shape[2]):
-                keys = (keys ^ bands[:, :, place]) * _MIX[place % len(_MIX)]
-                keys ^= keys >> np.uint64(31)
-        write_atomically(self._file("bands"), np.ascontiguousarray(keys.T).tobytes())
-        write_atomically(self._file("signatures"), signatures.tobytes())
-
-    def band(self, number: int, rows: int) -> NDArray[np.uint64]:
-        """Return the keys of a band, of shape (rows,)."""
-        file, size = self._file("bands"), rows * 8
-        if not rows:
-            return np.empty(0, np.uint64)
-        return np.frombuffer(file.fs.cat_file(file.path, start=number * size, end=(number + 1) * size), np.uint64)
-
-    def signatures(self) -> NDArray[np.uint32]:
-        """Return the signatures, of shape (rows, 128)."""
-        return np.frombuffer(self._file("signatures").read_bytes(), np.uint32).reshape(-1, PERMUTATIONS)
-
-    def _file(self, kind: str) -> UPath:
-        return self.folder / f"{kind}-{self.unit:05d}.bin"
+_KEY_BYTES = 256
+"""Memory that a key takes while equal ones are found: itself, its row, its pairs, and their sorted copies."""
+_PAIR_BYTES = 64
+"""Memory that a pair takes while equal ones are removed."""
+_COMPARED_BYTES = 2 * 3 * 4 * PERMUTATIONS
+"""Memory that a pair takes while its signatures are compared."""
 
 
 @dataclass(frozen=True)
@@ -120,31 +34,50 @@ class NearDuplicates:
 
     def drop(self, codes: NDArray[np.uint8]) -> None:
         """Write the code of rows that are so similar to an earlier one into ``codes``, of all rows."""
-        pairs = np.empty((0, 2), np.int64)
-        for band in range(PERMUTATIONS // rows_per_band(self.threshold)):
-            parts = max(1, -(-len(codes) * 48 // self.max_bytes))
-            found = [self._candidates(band, part, parts, codes) for part in range(parts)]
-            pairs = np.unique(np.concatenate([pairs, *found]), axis=0)
-        step = max(1, self.max_bytes // (4 * 4 * PERMUTATIONS))
-        for first in range(0, len(pairs), step):
-            some = pairs[first : first + step]
-            codes[some[self._are_similar(some), 1]] = code_of("near_duplicate")
+        bands = PERMUTATIONS // rows_per_band(self.threshold)
+        with tempfile.TemporaryDirectory(prefix="rayloom-pairs-") as folder:
+            # A row has two pairs in each band, at most.
+            spool = _PairSpool(Path(folder), max(1, self.max_bytes // (2 * bands * _PAIR_BYTES)))
+            parts = -(-len(codes) * _KEY_BYTES // self.max_bytes)
+            for band in range(bands):
+                for part in range(parts):
+                    for pairs in self._candidates(band, part, parts, codes):
+                        spool.add(pairs)
+            step = max(1, self.max_bytes // _COMPARED_BYTES)
+            for pairs in spool.read():
+                for first in range(0, len(pairs), step):
+                    some = pairs[first : first + step]
+                    codes[some[self._are_similar(some), 1]] = code_of("near_duplicate")
 
-    def _candidates(self, band: int, part: int, parts: int, codes: NDArray[np.uint8]) -> Pairs:
+    def _candidates(self, band: int, part: int, parts: int, codes: NDArray[np.uint8]) -> Iterator[Pairs]:
         """Pair each row with the first, and with the one before it, that has the same key in a band."""
-        keys, rows = [], []
-        for files, start, stop in zip(self.files, self.starts[:-1], self.starts[1:], strict=True):
-            key = files.band(band, int(stop - start))
-            chosen = np.flatnonzero((np.asarray(codes[start:stop]) == KEPT) & (key % np.uint64(parts) == part))
-            keys.append(key[chosen])
-            rows.append(start + chosen)
-        key, row = np.concatenate(keys), np.concatenate(rows)
-        order = np.lexsort((row, key))
-        key, row = key[order], row[order]
-        same = np.flatnonzero(key[1:] == key[:-1]) + 1
-        is_first = np.concatenate([[True], key[1:] != key[:-1]])[: len(key)]
-        firsts = np.maximum.accumulate(np.where(is_first, np.arange(len(key)), 0))
-        return np.concatenate([np.stack([row[same - 1], row[same]], 1), np.stack([row[firsts[same]], row[same]], 1)])
+        seen_keys, seen_rows = np.empty(0, np.uint64), np.empty(0, np.int64)
+        slices = self._keys(band, part, parts, codes)
+        for keys, rows in join_slices(slices, max(1, self.max_bytes // _KEY_BYTES)):
+            is_new = np.concatenate([np.zeros(len(seen_keys), bool), np.ones(len(keys), bool)])
+            key, row = np.concatenate([seen_keys, keys]), np.concatenate([seen_rows, rows])
+            order = np.lexsort((row, key))
+            key, row, is_new = key[order], row[order], is_new[order]
+            is_first = np.concatenate([[True], key[1:] != key[:-1]])[: len(key)]
+            firsts = np.maximum.accumulate(np.where(is_first, np.arange(len(key)), 0))
+            same = np.flatnonzero(is_new & ~is_first)
+            for earlier in (row[same - 1], row[firsts[same]]):
+                yield np.stack([earlier, row[same]], 1)
+            # Of each key only the first and the last row can be in a pair with a later one.
+            is_last = np.concatenate([key[1:] != key[:-1], [True]])[: len(key)]
+            seen_keys, seen_rows = key[is_first | is_last], row[is_first | is_last]
+
+    def _keys(
+        self, band: int, part: int, parts: int, codes: NDArray[np.uint8]
+    ) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
+        """Yield the keys and numbers of rows that are kept so far, and whose key is in a part of all."""
+        for files, start, stop in zip(self.files, self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
+            for first in range(start, stop, SLICE_ROWS):
+                rows = min(SLICE_ROWS, stop - first)
+                key = files.band(band, first - start, rows)
+                is_kept = np.asarray(codes[first : first + rows]) == KEPT
+                chosen = np.flatnonzero(is_kept & (key % np.uint64(parts) == part))
+                yield key[chosen], first + chosen
 
     def _are_similar(self, pairs: Pairs) -> NDArray[np.bool_]:
         """Return whether the signatures of each pair are as similar as the threshold says."""
@@ -153,7 +86,27 @@ class NearDuplicates:
         units = np.searchsorted(self.starts, needed, side="right") - 1
         for unit in np.unique(units).tolist():
             mine = units == unit
-            signatures[mine] = self.files[unit].signatures()[needed[mine] - self.starts[unit]]
+            signatures[mine] = self.files[unit].signatures(needed[mine] - self.starts[unit])
         one, other = (signatures[np.searchsorted(needed, pairs[:, side])] for side in (0, 1))
         similar: NDArray[np.bool_] = (one == other).mean(axis=1) >= self.threshold
         return similar
+
+
+@dataclass(frozen=True)
+class _PairSpool:
+    """Pairs on this machine's disk, in files by their later row. So equal ones are in one file."""
+
+    folder: Path
+    rows_per_file: int
+
+    def add(self, pairs: Pairs) -> None:
+        """Append pairs."""
+        numbers = pairs[:, 1] // self.rows_per_file
+        for number in np.unique(numbers).tolist():
+            with (self.folder / f"{number:08d}").open("ab") as file:
+                file.write(pairs[numbers == number].tobytes())
+
+    def read(self) -> Iterator[Pairs]:
+        """Yield the pairs of each file, sorted, each once."""
+        for path in sorted(self.folder.iterdir()):
+            yield np.unique(np.fromfile(path, np.int64).reshape(-1, 2), axis=0)

@@ -18,9 +18,10 @@ from app.data.examples import REASONS, CleaningReport, Input, Modality, Reason
 from app.data.preparation.near_duplicates import NearDuplicates
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.rows import merge_types
-from app.data.preparation.survey import KEPT, SPLITS, Sample, Survey, Surveys, resolve
-from app.data.preparation.units import TABLE_KINDS, SourceFile, cut_units, fingerprint_of, list_files, list_unread
-from app.data.preparation.work import EXAMPLES, UnitFacts, UnitResult, UnitWork
+from app.data.preparation.survey import KEPT, SPLITS, Sample, Survey
+from app.data.preparation.surveys import Surveys, resolve
+from app.data.preparation.units import TABLE_KINDS, SourceFile, Unit, cut_units, fingerprint_of, list_files, list_unread
+from app.data.preparation.work import EXAMPLES, UnitResult, UnitWork
 from app.data.preparation.writers import block_schema, labelled_schema
 from app.data.shards import FORMAT, Shard, ShardIndex
 from app.data.targets import save_labels
@@ -94,9 +95,10 @@ class Preparer:
                 f"data.source {config.source!r}: {len(unread):,} files are not read, such as {unread[0]!r}", flush=True
             )
         units = cut_units(files, _UNIT_SHARDS * config.shards.size)
+        _require_memory(units, config.shards.memory)
         fraction = min(1.0, SAMPLE_BYTES / max(1, sum(unit.bytes for unit in units)))
         work = UnitWork(str(folder), config, tuple(units), self.modality, self.recipe.is_language_model, fraction)
-        self._run("reading", work, work.survey, "survey-")
+        self._run("reading", work, work.survey, "facts-")
         report, labels = self._decide(work)
         self._save_codec(work, labels)
         self._run("writing shards", work, work.write, "unit-")
@@ -139,9 +141,13 @@ class Preparer:
 
     def _decide(self, work: UnitWork) -> tuple[CleaningReport, list[str]]:
         """Decide which rows are kept, and return how many were dropped, and the labels of those kept."""
-        facts = [UnitFacts.model_validate_json(work.facts_file(unit.number).read_bytes()) for unit in work.units]
+        facts = [work.facts(unit.number) for unit in work.units]
         merge_types(unit.types for unit in facts)
-        surveys = Surveys.of([work.survey_file(unit.number) for unit in work.units])
+        surveys = Surveys(
+            paths=[work.survey_file(unit.number) for unit in work.units],
+            label_names=[unit.label_names for unit in facts],
+            starts=np.cumsum([0, *(unit.rows for unit in facts)]),
+        )
         config, total = self.recipe.data, int(surveys.starts[-1])
         assert config.shards is not None
         if not total:
@@ -167,11 +173,12 @@ class Preparer:
         """
         kept = np.zeros((len(surveys.labels) + 1, len(SPLITS)), np.int64)
         dropped: Counter[Reason] = Counter()
-        for unit, (start, survey) in zip(work.units, surveys, strict=True):
-            part = codes[start : start + len(survey.codes)]
-            write_atomically(work.codes_file(unit.number), part.tobytes())
+        for unit, start, stop in zip(work.units, surveys.starts[:-1], surveys.starts[1:], strict=True):
+            write_atomically(work.codes_file(unit.number), codes[start:stop].tobytes())
+        for first, survey in surveys:
+            part = codes[first : first + len(survey.codes)]
             chosen = part == KEPT
-            np.add.at(kept, (surveys.labels_of(survey)[chosen], survey.splits[chosen]), 1)
+            np.add.at(kept, (survey.labels[chosen], survey.splits[chosen]), 1)
             for code, count in zip(*np.unique(part[~chosen], return_counts=True), strict=True):
                 dropped[REASONS[code - 1]] += int(count)
         what = "documents" if self.recipe.is_language_model else "examples"
@@ -239,9 +246,10 @@ class Preparer:
         """Return a sample of the training rows that are kept, and whether it has all of them."""
         inputs: list[Input] = []
         for unit in work.units:
-            sample, survey = Sample.load(work.sample_file(unit.number)), Survey.load(work.survey_file(unit.number))
+            sample = Sample.load(work.sample_file(unit.number))
             codes = np.frombuffer(work.codes_file(unit.number).read_bytes(), np.uint8)
-            is_kept = (codes == KEPT) & (survey.splits == SPLITS.index("train"))
+            splits = [survey.splits for survey in Survey.read(work.survey_file(unit.number))]
+            is_kept = (codes == KEPT) & (np.concatenate(splits or [codes]) == SPLITS.index("train"))
             inputs += [item for row, item in zip(sample.rows, sample.inputs, strict=True) if is_kept[row]]
         # The texts of a compressed file take more than the file.
         step = max(1, -(-sum(map(len, inputs)) // SAMPLE_BYTES))
@@ -291,6 +299,16 @@ class Preparer:
                     f"data.source {config.source!r} has too few tokens in its {split} documents for one block: give "
                     f"more text, or lower data.block_length, which is {config.block_length}"
                 )
+
+
+def _require_memory(units: Sequence[Unit], max_bytes: int) -> None:
+    """Raise DataError for an Arrow file whose record batches, which are read one by one, are too large."""
+    for piece in (piece for unit in units for piece in unit.pieces if piece.kind == "arrow"):
+        if piece.bytes > max_bytes:
+            raise DataError(
+                f"{piece.path!r} has record batches of about {piece.bytes:,} bytes, and data.shards.memory is "
+                f"{max_bytes:,}: write smaller batches, or write Parquet"
+            )
 
 
 def _tokenizer_sha256(folder: PretrainedFolder) -> str:

@@ -4,9 +4,11 @@ The rows themselves are not kept. What is dropped is decided afterwards, from th
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from io import BytesIO
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +19,13 @@ from upath import UPath
 from app.config import CleanConfig
 from app.data.examples import REASONS, Input, Reason
 from app.data.preparation.rows import Rows
+from app.data.preparation.slices import Arrays, Slices
+from app.errors import DataError
 from app.storage import write_atomically
 
 Hashes = NDArray[np.uint64]
-_COLUMNS = ("high", "low", "splits", "codes", "labels")
+_MAX_LABELS = 100_000
+"""Labels of a unit, from which on they are taken for something else."""
 KEPT = 0
 """Code of a row that is kept. Others are 1 + the place of the reason in ``REASONS``."""
 SPLITS = ("train", "validation", "test")
@@ -54,7 +59,7 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class Survey:
-    """What is known of the rows of a unit, in their order."""
+    """What is known of a slice of the rows of a unit, in their order."""
 
     high: Hashes
     low: Hashes
@@ -64,20 +69,24 @@ class Survey:
     codes: NDArray[np.uint8]
     """Of rows that are dropped whatever the others are."""
     labels: NDArray[np.int32]
-    """Index into ``label_names``; -1: the row has no label."""
-    label_names: list[str]
-
-    def save(self, path: UPath) -> None:
-        """Write the survey for ``load``."""
-        rows = pa.table({name: pa.array(getattr(self, name)) for name in _COLUMNS})
-        write_tables(path, rows, pa.table({"label_names": pa.array(self.label_names, pa.string())}))
+    """Place in the labels of the unit; -1: the row has no label."""
 
     @classmethod
-    def load(cls, path: UPath) -> "Survey":
-        """Return what ``save`` wrote."""
-        rows, names = read_tables(path, 2)
-        high, low, splits, codes, labels = (rows[name].to_numpy() for name in _COLUMNS)
-        return cls(high, low, splits, codes, labels, names["label_names"].to_pylist())
+    def read(cls, path: UPath) -> "Iterator[Survey]":
+        """Yield the slices of a unit."""
+        with path.open("rb") as file, pa.ipc.open_file(file) as table:
+            for number in range(table.num_record_batches):
+                yield cls(*(column.to_numpy() for column in table.get_batch(number).columns))
+
+    def with_labels(self, labels: NDArray[np.int32]) -> "Survey":
+        """Return the survey with other labels."""
+        return replace(self, labels=labels)
+
+
+SURVEY_SCHEMA = pa.schema(
+    {"high": pa.uint64(), "low": pa.uint64(), "splits": pa.uint8(), "codes": pa.uint8(), "labels": pa.int32()}
+)
+"""The columns of a unit's survey."""
 
 
 @dataclass(frozen=True)
@@ -91,28 +100,17 @@ class Sample:
         """Write the sample for ``load``."""
         is_text = all(isinstance(item, str) for item in self.inputs)
         inputs = pa.array(self.inputs, pa.string() if is_text else pa.binary())
-        write_tables(path, pa.table({"rows": pa.array(self.rows), "inputs": inputs}))
+        buffer = BytesIO()
+        table = pa.table({"rows": pa.array(self.rows), "inputs": inputs})
+        with pa.ipc.new_stream(buffer, table.schema) as stream:
+            stream.write_table(table)
+        write_atomically(path, buffer.getvalue())
 
     @classmethod
     def load(cls, path: UPath) -> "Sample":
         """Return what ``save`` wrote."""
-        (table,) = read_tables(path, 1)
+        table = pa.ipc.open_stream(pa.BufferReader(path.read_bytes())).read_all()
         return cls(table["rows"].to_numpy(), table["inputs"].to_pylist())
-
-
-def write_tables(path: UPath, *tables: pa.Table) -> None:
-    """Write tables into one file, atomically."""
-    buffer = BytesIO()
-    for table in tables:
-        with pa.ipc.new_stream(buffer, table.schema) as stream:
-            stream.write_table(table)
-    write_atomically(path, buffer.getvalue())
-
-
-def read_tables(path: UPath, count: int) -> list[pa.Table]:
-    """Return the tables that ``write_tables`` wrote."""
-    reader = pa.BufferReader(path.read_bytes())
-    return [pa.ipc.open_stream(reader).read_all() for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -153,59 +151,87 @@ class Cleaner:
 
 
 class Surveyor:
-    """Surveys the rows of one unit."""
+    """Surveys the rows of one unit, of which it holds a slice in memory."""
 
-    def __init__(self, cleaner: Cleaner, rule: SplitRule, sample_fraction: float) -> None:
-        """``sample_fraction`` is the share of the rows, or of the text of documents, that is kept as a sample."""
+    def __init__(self, cleaner: Cleaner, rule: SplitRule, sample_fraction: float, file: BinaryIO) -> None:
+        """Survey into ``file``.
+
+        ``sample_fraction`` is the share of the rows, or of the text of documents, that is kept as a sample.
+        """
         self._cleaner, self._rule, self._sample_fraction = cleaner, rule, sample_fraction
-        self._digests, self._groups, self._codes = bytearray(), bytearray(), bytearray()
-        self._labels: list[int] = []
-        self._label_names: dict[str, int] = {}
+        self._file, self._slices = pa.ipc.new_file(file, SURVEY_SCHEMA), Slices()
+        self._labels: dict[str, int] = {}
         self._sample: list[tuple[int, Input]] = []
+        self.num_rows = 0
+        """Number of rows that were added."""
+
+    @property
+    def label_names(self) -> list[str]:
+        """The labels, in the order of ``Survey.labels``."""
+        return list(self._labels)
 
     def add(self, rows: Rows) -> list[Input | None]:
-        """Survey some rows, and return the cleaned inputs."""
-        first = len(self._codes)
+        """Survey some rows, and return the cleaned inputs. Raises DataError if there are too many labels."""
         cleaned = [self._cleaner.clean(item) for item in rows.inputs]
-        digests = b"".join(map(_digest, cleaned))
-        self._digests += digests
-        for place, group in enumerate(rows.groups or ()):
-            # A row without a group is on its own, by its content: else all of them would be in one split.
-            own = digests[16 * place + 8 : 16 * place + 16]
-            self._groups += hashlib.blake2b(group.encode(), digest_size=8).digest() if group else own
-        labels: Sequence[str | None] = rows.labels or [None] * len(cleaned)
-        for item, label in zip(cleaned, labels, strict=True):
-            self._codes.append(self._cleaner.code(item, label))
-            self._labels.append(self._label_names.setdefault(label, len(self._label_names)) if label else -1)
-        lows = np.frombuffer(digests, np.uint64)[1::2]
-        is_sampled = fractions_of(lows, _SAMPLE_SALT) < self._sample_fraction
+        high, low = np.frombuffer(b"".join(map(_digest, cleaned)), np.uint64).reshape(-1, 2).T
+        given: Sequence[str | None] = rows.labels or [None] * len(cleaned)
+        codes = np.array(
+            [self._cleaner.code(item, label) for item, label in zip(cleaned, given, strict=True)], np.uint8
+        )
+        labels = [self._labels.setdefault(label, len(self._labels)) if label else -1 for label in given]
+        if len(self._labels) > _MAX_LABELS:
+            raise DataError(
+                f"the column of data.columns.label has over {_MAX_LABELS:,} different values, such as {given[-1]!r}: "
+                "name the column of the class"
+            )
+        splits = self._rule.split(self._keys(rows.groups, low))
+        self._keep_sample(cleaned, codes, low)
+        self._write(self._slices.add(high, low, splits, codes, np.array(labels, np.int32)))
+        self.num_rows += len(cleaned)
+        return cleaned
+
+    @staticmethod
+    def _keys(groups: Sequence[str] | None, low: Hashes) -> Hashes:
+        """Return the key by which each row is split. A row without a group is on its own, by its content."""
+        if groups is None:
+            return low
+        own = low.tolist()
+        return np.array([_key_of(group) if group else own[row] for row, group in enumerate(groups)], np.uint64)
+
+    def _keep_sample(self, cleaned: Sequence[Input | None], codes: NDArray[np.uint8], low: Hashes) -> None:
+        is_sampled = fractions_of(low, _SAMPLE_SALT) < self._sample_fraction
         for place, item in enumerate(cleaned):
-            if item is None or self._codes[first + place] != KEPT:
+            if item is None or codes[place] != KEPT:
                 continue
             if self._is_sliced(item):
-                self._sample += [(first + place, part) for part in self._slices(item, lows[place])]
+                self._sample += [(self.num_rows + place, part) for part in self._slices_of(item, low[place])]
             elif is_sampled[place]:
-                self._sample.append((first + place, item))
-        return cleaned
+                self._sample.append((self.num_rows + place, item))
+
+    def _write(self, slices: Iterable[Arrays]) -> None:
+        for columns in slices:
+            self._file.write_batch(pa.record_batch([pa.array(column) for column in columns], SURVEY_SCHEMA))
 
     def _is_sliced(self, item: Input) -> bool:
         """Return whether the sample has parts of an input: of a long document, unless it has all."""
         return self._sample_fraction < 1.0 and not self._cleaner.strips and len(item) > _SLICE
 
-    def _slices(self, item: Input, low: np.uint64) -> Iterator[Input]:
+    def _slices_of(self, item: Input, low: np.uint64) -> Iterator[Input]:
         """Yield the slices of a document that are in the sample. A few whole documents may be too many or none."""
         keys = low ^ np.arange(-(-len(item) // _SLICE), dtype=np.uint64)
         for place in np.flatnonzero(fractions_of(keys, _SAMPLE_SALT) < self._sample_fraction).tolist():
             yield item[place * _SLICE : (place + 1) * _SLICE]
 
-    def finish(self) -> tuple[Survey, Sample]:
-        """Return what is known of the rows, and the sample."""
-        high, low = np.frombuffer(bytes(self._digests), np.uint64).reshape(-1, 2).T
-        keys = np.frombuffer(bytes(self._groups), np.uint64) if self._groups else low
-        codes, labels = np.frombuffer(bytes(self._codes), np.uint8), np.array(self._labels, np.int32)
-        survey = Survey(high.copy(), low.copy(), self._rule.split(keys), codes, labels, list(self._label_names))
+    def close(self) -> Sample:
+        """Write what is left, and return the sample."""
+        self._write(self._slices.rest())
+        self._file.close()
         rows = np.array([row for row, _ in self._sample], np.int64)
-        return survey, Sample(rows, [item for _, item in self._sample])
+        return Sample(rows, [item for _, item in self._sample])
+
+
+def _key_of(group: str) -> int:
+    return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), sys.byteorder)
 
 
 def _is_picture(content: bytes) -> bool:
@@ -230,73 +256,3 @@ def fractions_of(keys: Hashes, salt: int) -> NDArray[np.float64]:
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         mixed ^= mixed >> np.uint64(31)
     return mixed.astype(np.float64) / 2.0**64
-
-
-def resolve(surveys: "Surveys", clean: CleanConfig, codes: NDArray[np.uint8], max_bytes: int) -> None:
-    """Write the codes of duplicates and of inputs under several labels into ``codes``, of all rows.
-
-    Rows are compared in parts, by their hash, so that ``max_bytes`` suffice. Of equal rows the first is kept.
-    """
-    parts = max(1, -(-len(codes) * _BYTES_PER_ROW // max_bytes))
-    for part in range(parts):
-        rows, high, low, labels = surveys.hashes(part, parts)
-        order = np.lexsort((rows, low, high))
-        rows, high, low, labels = rows[order], high[order], low[order], labels[order]
-        is_first = np.ones(len(rows), bool)
-        is_first[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
-        if not len(rows):
-            continue
-        starts = np.flatnonzero(is_first)
-        group = np.cumsum(is_first) - 1
-        conflicts = (np.minimum.reduceat(labels, starts) != np.maximum.reduceat(labels, starts))[group]
-        if clean.deduplicate:
-            codes[rows[~is_first]] = code_of("duplicate")
-            codes[rows[is_first & conflicts]] = code_of("conflicting")
-        else:
-            codes[rows[conflicts]] = code_of("conflicting")
-
-
-_BYTES_PER_ROW = 96
-"""Memory that ``resolve`` takes for a row: its hash, its number, its label, and their sorted copies."""
-
-
-@dataclass(frozen=True)
-class Surveys:
-    """The surveys of all units, in files."""
-
-    paths: list[UPath]
-    labels: list[str]
-    """All labels, sorted."""
-    starts: NDArray[np.int64]
-    """Number of the first row of each unit, and of all rows."""
-
-    @classmethod
-    def of(cls, paths: list[UPath]) -> "Surveys":
-        """Read how many rows and which labels the units have."""
-        sizes, labels = [0], set[str]()
-        for path in paths:
-            survey = Survey.load(path)
-            sizes.append(len(survey.codes))
-            labels.update(survey.label_names)
-        return cls(paths, sorted(labels), np.cumsum(sizes))
-
-    def __iter__(self) -> Iterator[tuple[int, Survey]]:
-        """Yield the first row of each unit, and its survey."""
-        for start, path in zip(self.starts[:-1], self.paths, strict=True):
-            yield int(start), Survey.load(path)
-
-    def labels_of(self, survey: Survey) -> NDArray[np.int32]:
-        """Return the place in ``labels`` of each row of a unit; -1 for none."""
-        places = {label: place for place, label in enumerate(self.labels)}
-        table = np.array([*(places[name] for name in survey.label_names), -1], np.int32)
-        return table[survey.labels]
-
-    def hashes(self, part: int, parts: int) -> tuple[NDArray[np.int64], Hashes, Hashes, NDArray[np.int32]]:
-        """Return rows, hashes and labels of those rows that are not dropped yet and whose hash is in a part of all."""
-        found = []
-        for start, survey in self:
-            chosen = np.flatnonzero((survey.codes == KEPT) & (survey.high % np.uint64(parts) == part))
-            labels = self.labels_of(survey)[chosen]
-            found.append((start + chosen, survey.high[chosen], survey.low[chosen], labels))
-        rows, high, low, labels = (np.concatenate(column) for column in zip(*found, strict=True))
-        return rows, high, low, labels

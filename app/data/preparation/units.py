@@ -17,6 +17,7 @@ from app.checksums import sha256_of
 from app.config import DataConfig
 from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS
 from app.data.examples import Modality
+from app.data.preparation.lines import csv_row_ends
 from app.data.sources import IMAGE_SUFFIXES, Source, find_builtin, list_source, open_source, require_class_folders
 from app.errors import DataError
 from app.storage import to_path
@@ -54,7 +55,7 @@ class SourceFile:
 class Piece:
     """A file, or a part of it.
 
-    Parts are counted in row groups of Parquet, in record batches of Arrow, and in bytes of JSON lines and text.
+    Parts are counted in row groups of Parquet, in record batches of Arrow, and in bytes of csv, JSON lines and text.
     """
 
     path: str
@@ -119,7 +120,11 @@ def fingerprint_of(files: Sequence[SourceFile], settings: dict[str, Any]) -> str
 
 
 def cut_units(files: Sequence[SourceFile], unit_bytes: int) -> list[Unit]:
-    """Cut files into units of about ``unit_bytes``. A csv file is one piece: its rows cannot be found from inside."""
+    """Cut files into units of about ``unit_bytes``.
+
+    Larger csv files are read for it, because only their rows before tell where a row begins. Raises DataError if a file
+    is not of the kind that its name says.
+    """
     units: list[Unit] = []
     pieces: list[Piece] = []
     for piece in (piece for file in files for piece in _cut(file, unit_bytes)):
@@ -133,8 +138,10 @@ def cut_units(files: Sequence[SourceFile], unit_bytes: int) -> list[Unit]:
 def _cut(file: SourceFile, unit_bytes: int) -> Iterator[Piece]:
     if file.kind == "text" and file.bytes > MAX_DOCUMENT_BYTES:
         yield from _cut_bytes(file, min(unit_bytes, MAX_DOCUMENT_BYTES))
-    elif file.bytes <= unit_bytes or file.kind in ("csv", "text", "image", "builtin"):
+    elif file.bytes <= unit_bytes or file.kind in ("text", "image", "builtin"):
         yield Piece(file.path, file.kind, file.bytes)
+    elif file.kind == "csv":
+        yield from _cut_csv(file, unit_bytes)
     elif file.kind == "jsonl":
         yield from _cut_bytes(file, unit_bytes)
     else:
@@ -147,6 +154,17 @@ def _cut_bytes(file: SourceFile, size: int) -> Iterator[Piece]:
     for start in range(0, file.bytes, size):
         stop = min(start + size, file.bytes)
         yield Piece(file.path, file.kind, stop - start, start, stop)
+
+
+def _cut_csv(file: SourceFile, size: int) -> Iterator[Piece]:
+    start = end = 0
+    with to_path(file.path).open("rb") as opened:
+        for end in csv_row_ends(opened, file.path):
+            if end - start >= size:
+                yield Piece(file.path, file.kind, end - start, start, end)
+                start = end
+    if start < end:
+        yield Piece(file.path, file.kind, end - start, start, end)
 
 
 def _parquet_sizes(file: SourceFile) -> list[int]:

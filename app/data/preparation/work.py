@@ -1,6 +1,7 @@
 """The work on one unit: the survey, and later the shards. It runs in this process or in any other of a cluster."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +12,8 @@ from upath import UPath
 from app.config import DataConfig
 from app.data.examples import REASONS, Input, Modality, Reason
 from app.data.preparation.formats import read_unit
-from app.data.preparation.near_duplicates import PERMUTATIONS, SignatureFiles, signatures_of
 from app.data.preparation.rows import CellType, Columns, Rows, RowsDigest, merge_types
+from app.data.preparation.signatures import SignatureFiles
 from app.data.preparation.survey import KEPT, SPLITS, Cleaner, SplitRule, Survey, Surveyor
 from app.data.preparation.units import Unit
 from app.data.preparation.writers import BlockWriter, LabelledWriter, SplitWriter
@@ -20,7 +21,7 @@ from app.data.shards import Shard
 from app.data.targets import load_labels
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
-from app.storage import to_path, write_atomically
+from app.storage import stream_atomically, to_path, write_atomically
 
 EXAMPLES = 10
 """Dropped rows of each reason that are shown."""
@@ -30,8 +31,10 @@ WORK = ".work"
 
 
 class UnitFacts(BaseModel):
-    """What the messages about a unit say."""
+    """What is known of a unit as a whole."""
 
+    rows: int
+    label_names: list[str]
     types: dict[str, dict[CellType, str]]
     """As ``merge_types`` returns them."""
     unreadable: str | None
@@ -71,15 +74,20 @@ class UnitWork:
 
     def signature_files(self, number: int) -> SignatureFiles:
         """The signatures of a unit, for near duplicates."""
-        return SignatureFiles(self.work, number)
+        assert self.config.clean.near_duplicates is not None
+        return SignatureFiles(self.work, number, self.config.clean.near_duplicates)
 
     def codes_file(self, number: int) -> UPath:
         """One byte for each row of a unit: whether it is kept."""
         return self.work / f"codes-{number:05d}.bin"
 
     def facts_file(self, number: int) -> UPath:
-        """The ``UnitFacts`` of a unit."""
+        """The ``UnitFacts`` of a unit, written when it is surveyed."""
         return self.work / f"facts-{number:05d}.json"
+
+    def facts(self, number: int) -> UnitFacts:
+        """Return what is known of a surveyed unit."""
+        return UnitFacts.model_validate_json(self.facts_file(number).read_bytes())
 
     def digest_file(self, number: int) -> UPath:
         """The ``RowsDigest`` of a unit, by which the second pass notices that the source changed."""
@@ -90,41 +98,42 @@ class UnitWork:
         return self.work / f"unit-{number:05d}.json"
 
     def survey(self, number: int) -> int:
-        """Survey a unit, and return its number."""
+        """Survey a unit, and return its number. Raises DataError if it cannot be read."""
         rule = SplitRule(self.config.seed, self.config.validation_fraction, self.config.test_fraction or 0.0)
-        surveyor = Surveyor(self._cleaner, rule, self.sample_fraction)
-        signatures, digest = [np.empty((0, PERMUTATIONS), np.uint32)], RowsDigest()
-        facts = UnitFacts(types={}, unreadable=None)
-        for rows in read_unit(self.units[number], self._columns):
-            digest.add(rows)
-            cleaned = surveyor.add(rows)
-            facts.types = merge_types([facts.types, rows.types])
-            if facts.unreadable is None and None in cleaned:
-                facts.unreadable = _shown(rows, cleaned.index(None))
-            if self.config.clean.near_duplicates:
-                signatures.append(signatures_of(cleaned))
-        survey, sample = surveyor.finish()
-        if self.config.clean.near_duplicates:
-            self.signature_files(number).save(np.concatenate(signatures), self.config.clean.near_duplicates)
+        facts, digest = UnitFacts(rows=0, label_names=[], types={}, unreadable=None), RowsDigest()
+        with ExitStack() as stack:
+            file = stack.enter_context(stream_atomically(self.survey_file(number)))
+            surveyor = Surveyor(self._cleaner, rule, self.sample_fraction, file)
+            near = self.config.clean.near_duplicates is not None
+            signatures = stack.enter_context(self.signature_files(number).writer()) if near else None
+            for rows in read_unit(self.units[number], self._columns):
+                digest.add(rows)
+                cleaned = surveyor.add(rows)
+                facts.types = merge_types([facts.types, rows.types])
+                if facts.unreadable is None and None in cleaned:
+                    facts.unreadable = _shown(rows, cleaned.index(None))
+                if signatures and cleaned:
+                    signatures.add(cleaned)
+            surveyor.close().save(self.sample_file(number))
+        facts.rows, facts.label_names = surveyor.num_rows, surveyor.label_names
         write_atomically(self.digest_file(number), digest.digest())
-        write_atomically(self.facts_file(number), facts.model_dump_json().encode())
-        sample.save(self.sample_file(number))
-        survey.save(self.survey_file(number))  # last: it says that the unit is done
+        write_atomically(self.facts_file(number), facts.model_dump_json().encode())  # it says that the unit is done
         return number
 
     def write(self, number: int) -> int:
         """Write the shards of a unit, and return its number. Raises DataError if the source changed meanwhile."""
-        survey = Survey.load(self.survey_file(number))
         codes = np.frombuffer(self.codes_file(number).read_bytes(), np.uint8)
+        found = [(survey.splits, survey.labels) for survey in Survey.read(self.survey_file(number))]
+        splits, places = (np.concatenate(column) for column in zip(*found, strict=True)) if found else (codes, codes)
         examples: dict[Reason, list[str]] = {}
         writers = {split: self._writer(split, number) for split in SPLITS}
-        names = [*survey.label_names, ""]  # -1 is no label
+        names = [*self.facts(number).label_names, ""]  # -1 is no label
         for start, inputs, rows in self._converted(number):
             part = slice(start, start + len(inputs))
             if part.stop > len(codes):
                 raise self._changed(number)
-            labels = [names[label] for label in survey.labels[part]]
-            self._add(writers, inputs, labels, codes[part], survey.splits[part])
+            labels = [names[place] for place in places[part]]
+            self._add(writers, inputs, labels, codes[part], splits[part])
             _collect(examples, inputs, rows, codes[part])
         shards = {split: writer.close() for split, writer in writers.items()}
         result = UnitResult(shards=shards, examples=examples)
