@@ -22,7 +22,15 @@ from app.config.compile import (
     ObjectiveConfig,
 )
 from app.config.curriculum import CurriculumConfig
-from app.config.data import CleanConfig, ColumnsConfig, DataConfig, ImageConfig, ShardsConfig, TokenizerConfig
+from app.config.data import (
+    CleanConfig,
+    ColumnsConfig,
+    DataConfig,
+    FieldConfig,
+    ImageConfig,
+    ShardsConfig,
+    TokenizerConfig,
+)
 from app.config.layout import Layout
 from app.config.loading import (
     dump_recipe,
@@ -93,6 +101,7 @@ __all__ = [
     "EarlyStoppingConfig",
     "EmailConfig",
     "EngineName",
+    "FieldConfig",
     "GatesConfig",
     "ImageConfig",
     "Int8FinetuneConfig",

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, PositiveInt, field_validator, model_validator
 
-from app.config.section import Section
+from app.config.section import IMPORT_STRING, Section
 
 
 class CleanConfig(Section):
@@ -44,6 +44,27 @@ class CleanConfig(Section):
         return self
 
 
+class FieldConfig(Section):
+    """A field of samples that have several, such as a text with a picture."""
+
+    kind: Annotated[str, Field(pattern=rf"^(text|image|row|{IMPORT_STRING})$")] = Field(
+        description="text; image: the column has the path or URI of a file; row: numbers and categories of several "
+        "columns; or the import path of a processor of your own, whose column has the path or URI of a file"
+    )
+    column: str | None = Field(default=None, description="column of the field; default: the field's name")
+    columns: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None, description="for kind row, in place of column: the columns that are read"
+    )
+
+    @model_validator(mode="after")
+    def _row_has_columns(self) -> Self:
+        if self.kind == "row" and (self.columns is None or self.column is not None):
+            raise ValueError("kind row reads several columns: name them in columns, and leave column out")
+        if self.kind != "row" and self.columns is not None:
+            raise ValueError(f"columns is for kind row, and kind {self.kind} reads one: name it in column")
+        return self
+
+
 class ColumnsConfig(Section):
     """The columns of a csv, jsonl or parquet source."""
 
@@ -59,7 +80,12 @@ class ColumnsConfig(Section):
     )
     categories: list[str] = Field(
         default=[],
-        description="for tabular tasks: columns of categories although they look like numbers, such as postal codes",
+        description="for tabular and multimodal tasks: columns of categories although they look like numbers, such as "
+        "postal codes",
+    )
+    fields: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], FieldConfig] = Field(
+        default={},
+        description="for multimodal tasks: fields of a sample, by the name that predict takes, each with its kind",
     )
     anchor: str = Field(default="anchor", description="for sentence-embedding: column of a text, such as a question")
     positive: str = Field(

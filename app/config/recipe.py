@@ -17,9 +17,12 @@ from app.config.tune import TuneConfig
 
 ImportString = Annotated[str, Field(pattern=rf"^{IMPORT_STRING}$")]
 LANGUAGE_MODELING, CHAT = "language-modeling", "chat"
+MULTIMODAL = ("multimodal-classification", "multimodal-regression", "multimodal-multilabel")
+"""The built-in tasks whose samples have several fields."""
 LABELLED = (
     *("text-classification", "image-classification", "tabular-classification"),
     *("text-regression", "tabular-regression", "text-multilabel", "tabular-multilabel"),
+    *MULTIMODAL,
 )
 """The built-in tasks whose models can be compiled and served."""
 
@@ -188,10 +191,19 @@ class Recipe(Section):
         elif self.task == TOKEN_CLASSIFICATION:
             unread = [(data.columns, "data.columns.label"), (data, "data.image"), (data, "data.shards")]
             unread += [(self.train, "train.teacher"), (self.train, "train.linear_baseline")]
+            unread.append((self.train, "train.augment"))
         elif ":" not in self.task:
             unread = [(data, "data.block_length"), (data.tokenizer, "data.tokenizer.kind")]
         if ":" not in self.task and not self.task.startswith("tabular-"):
-            unread += [(data.columns, "data.columns.features"), (data.columns, "data.columns.categories")]
+            unread.append((data.columns, "data.columns.features"))
+        if ":" not in self.task and not self.task.startswith(("tabular-", "multimodal-")):
+            unread.append((data.columns, "data.columns.categories"))
+        if self.task in MULTIMODAL:
+            unread += [(data.columns, "data.columns.input"), (data, "data.sampling"), (data, "data.shards")]
+            unread += [(data.clean, "data.clean.min_length"), (data.clean, "data.clean.max_length")]
+            unread += [(self.model, "model.pretrained"), (self.train, "train.linear_baseline")]
+        elif ":" not in self.task:
+            unread.append((data.columns, "data.columns.fields"))
         if ":" not in self.task and not self.task.endswith("-multilabel"):
             unread.append((data.columns, "data.columns.separator"))
         if self.task != SENTENCE_EMBEDDING and ":" not in self.task:
@@ -206,6 +218,15 @@ class Recipe(Section):
             # Compared with the default, because a stored recipe holds every key.
             if (value := getattr(section, name)) != type(section).model_fields[name].default:
                 raise ValueError(f"{key} is {value!r}, which task {self.task} does not read: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _fields_are_named(self) -> Self:
+        if self.task in MULTIMODAL and not self.data.columns.fields:
+            raise ValueError(
+                f"data.columns.fields is empty: task {self.task} learns from samples of several fields; name each with "
+                "its kind, such as {title: {kind: text}, photo: {kind: image}}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """Built-in examples and documents: real data that is installed with packages, without a download."""
 
 import ast
+import base64
 import io
 import json
 import keyword
@@ -43,6 +44,29 @@ def _digits() -> Examples:
     digits = load_digits()
     images = (digits.images * (255 / 16)).round().astype("uint8")
     return Examples("image", [encode_png(image) for image in images], [str(label) for label in digits.target])
+
+
+_SHADES = ("white", "grey", "dark")
+
+
+def _digit_halves() -> Examples:
+    """Return scikit-learn's digits in two halves: the upper one in words, row by row, the lower one as a picture.
+
+    One digit in ten lacks the words, and another one the picture.
+    """
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    records: list[str | bytes] = []
+    for number, image in enumerate(digits.images):
+        upper, lower = image[:4], (image[4:] * (255 / 16)).round().astype("uint8")
+        words = ", ".join(" ".join(_SHADES[int(level // 6)] for level in row) for row in upper)
+        picture = base64.b64encode(encode_png(lower)).decode()
+        fields = {"words": words, "picture": picture}
+        if lacking := {0: "words", 5: "picture"}.get(number % 10):
+            del fields[lacking]
+        records.append(json.dumps(fields))
+    return Examples("record", records, [str(label) for label in digits.target])
 
 
 def _fashion(idx_files: IdxFiles) -> Examples:
@@ -169,6 +193,7 @@ BUILTIN_SPANS: dict[str, Callable[[], Iterator[tuple[str, list[tuple[int, int, s
 BUILTIN: dict[str, Callable[[], Examples]] = {
     "breast_cancer": partial(_table, "breast_cancer"),
     "diabetes": partial(_table, "diabetes"),
+    "digit_halves": _digit_halves,
     "digits": _digits,
     "fashion": partial(_fashion, TRAIN_FILES),
     "functions": _functions,

@@ -31,6 +31,14 @@ def encode_png(levels: NDArray[np.uint8]) -> bytes:
     return buffer.getvalue()
 
 
+def require_image(content: bytes) -> None:
+    """Raise DataError unless the content begins as a picture that can be read. Nothing is decoded."""
+    try:
+        Image.open(io.BytesIO(content), formats=FORMATS).close()
+    except Exception as error:  # Pillow raises many kinds of errors for damaged files
+        raise DataError(f"an image of {len(content)} bytes cannot be read: expected a PNG or JPEG file") from error
+
+
 class Preprocessing(BaseModel):
     """How a pretrained model's images are resized and scaled."""
 

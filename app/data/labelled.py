@@ -13,7 +13,7 @@ from upath import UPath
 from app.config import DataConfig
 from app.data.examples import Examples, Input, clean
 from app.data.prepared import SHARDS_FILE, Batch, Columns, KeptSplit, ShardedSamples, SplitData
-from app.data.processor import PaddingProcessor, PretrainedProcessor, Processor
+from app.data.processor import GroupingProcessor, PaddingProcessor, PretrainedProcessor, Processor
 from app.data.sources import load_examples, load_test_examples
 from app.data.targets import Classes, Outputs, Targets
 from app.errors import DataError
@@ -84,6 +84,8 @@ class LabelledDataset:
         """Number of characters of each text, of shape (samples,). 0 for other inputs, which all have one size."""
         if self.processor.modality == "row":
             return np.zeros(len(self), np.int64)
+        if self._measured is not None:
+            return self._measured[0]
         lengths = self.split.lengths
         return lengths if self.shards else np.array(lengths, np.int64)
 
@@ -106,9 +108,21 @@ class LabelledDataset:
             # With its length, an input cannot run into the next one.
             yield f"{label} {len(content)} ".encode() + content
 
+    @property
+    def groups(self) -> NDArray[np.str_] | None:
+        """The group of each sample, of shape (samples,), if a batch may have samples of one group only."""
+        return None if self._measured is None else self._measured[1]
+
+    @cached_property
+    def _measured(self) -> tuple[NDArray[np.int64], NDArray[np.str_]] | None:
+        return self.processor.measure(self.split.inputs) if isinstance(self.processor, GroupingProcessor) else None
+
     def batch(self, indices: Sequence[int]) -> Batch:
         inputs, values = self.split.take(indices)
-        return Batch(self.processor.encode(inputs), self.targets.batch(values))
+        tensors, targets = self.processor.encode(inputs), self.targets.batch(values)
+        if not isinstance(self.processor, GroupingProcessor):
+            return Batch(tensors, targets)
+        return Batch(tensors, targets, absent=self.processor.absent(tensors))
 
 
 @dataclass(frozen=True)
@@ -160,7 +174,7 @@ def prepare(
     # The test inputs come first, because cleaning drops the examples that are among them.
     test_examples = _load_test_source(config, processor_type, targets_type) if config.test_source else None
     in_test = frozenset(test_examples.inputs if test_examples else ())
-    examples, report = clean(examples, config.clean, in_test, targets_type.labels_agree)
+    examples, report = clean(examples, config.clean, in_test, _labels_agree(processor_type, targets_type))
     targets = targets_type.fit(examples.labels, config)
     train, validation = split(examples, targets, config)
     if test_examples:
@@ -239,7 +253,12 @@ def _load_test_source(config: DataConfig, processor_type: type[Processor], targe
     """Load the examples of ``data.test_source``, cleaned on their own."""
     examples = load_test_examples(config, processor_type.modality)
     _require_modality(examples, processor_type, f"data.test_source {config.test_source!r}")
-    return clean(examples, config.clean, labels_agree=targets_type.labels_agree)[0]
+    return clean(examples, config.clean, labels_agree=_labels_agree(processor_type, targets_type))[0]
+
+
+def _labels_agree(processor_type: type[Processor], targets_type: type[Targets]) -> bool:
+    """Return whether equal inputs with several labels are errors. A record may lack the field that tells them apart."""
+    return targets_type.labels_agree and processor_type.modality != "record"
 
 
 def _require_modality(examples: Examples, processor_type: type[Processor], source: str) -> None:

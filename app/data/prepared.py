@@ -40,11 +40,13 @@ class Batch:
         targets: int64. Classes of shape (batch,), or the next token at each position, of shape (batch, length). Of
             mixed samples, float32 shares of the classes, of shape (batch, classes).
         taught: float32, a teacher's logits of shape (batch, classes); None without a teacher.
+        absent: names of the inputs of which no sample has anything. Training does not give them to the model.
     """
 
     inputs: Tensors
     targets: NDArray[np.int64] | NDArray[np.float32]
     taught: NDArray[np.float32] | None = None
+    absent: frozenset[str] = frozenset()
 
 
 class Dataset(Protocol):

@@ -76,3 +76,20 @@ class AugmentingProcessor(Protocol):
     def encode_changed(self, inputs: Sequence[Any], changes: Sequence[Change]) -> Tensors:
         """Return one batch, with ``changes[i]`` made to ``inputs[i]``. Raises DataError as ``encode`` does."""
         ...
+
+
+@runtime_checkable
+class GroupingProcessor(Protocol):
+    """A processor of samples that fill different tensors. A batch of training has samples of one group only."""
+
+    def measure(self, inputs: Sequence[Input]) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+        """Return the length of each sample and the name of its group, each of shape (samples,)."""
+        ...
+
+    def split_media(self, item: Input) -> tuple[str, bytes | None]:
+        """Return what a page shows of a sample: its words, and a picture if it has one."""
+        ...
+
+    def absent(self, tensors: Tensors) -> frozenset[str]:
+        """Return the names of those tensors that no sample of a batch fills."""
+        ...

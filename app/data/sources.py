@@ -33,7 +33,7 @@ class Source:
 
 
 def load_examples(config: DataConfig, modality: Modality = "text") -> Examples:
-    """Read every example of ``config.source``. ``modality`` is how a table is read: as texts, or as rows.
+    """Read every example of ``config.source``. ``modality`` is how a table is read: as texts, rows or records.
 
     Raises:
         DataError: the source does not exist, its format is unknown, a column is missing, or there are no rows.
@@ -136,14 +136,14 @@ def require_class_folders(source: Source, root: UPath, images: Iterable[UPath]) 
 
 
 def _read_table(path: UPath, source: Source, columns: ColumnsConfig, modality: Modality) -> Examples:
-    """Read a table with a column of texts and one of labels; or as rows, whose other columns are features."""
-    from app.data.tables import read_rows, read_table
+    """Read a table with a column of labels and one of texts; with features, as rows; or with fields, as records."""
+    from app.data.tables import read_records, read_rows, read_table
 
     if path.suffix not in TABLE_SUFFIXES:
         raise DataError(f"{source} ends in {path.suffix!r}: expected {', '.join(TABLE_SUFFIXES)} or a folder")
-    if modality == "row":
-        rows, labels = read_rows(path, columns)
-        return Examples("row", list(rows), labels)
+    if modality in ("row", "record"):
+        rows, labels = (read_rows if modality == "row" else read_records)(path, columns)
+        return Examples(modality, list(rows), labels)
     texts, labels = read_table(path, {"input": columns.input, "label": columns.label})
     return Examples("text", list(texts), labels)
 

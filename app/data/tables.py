@@ -1,15 +1,22 @@
 """Tables, read with pandas. This module is imported only for tables: pandas takes a quarter of a second."""
 
+import base64
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from upath import UPath
 
-from app.config import ColumnsConfig
+from app.config import ColumnsConfig, FieldConfig
+from app.data.images import require_image
 from app.errors import DataError
+from app.storage import no_op, to_path
+
+_READERS_AT_ONCE = 16
 
 # Cells are read as texts, because pandas would change a text such as NA or 007.
 _READERS: dict[str, Callable[..., pd.DataFrame]] = {
@@ -50,6 +57,71 @@ def read_rows(path: UPath, columns: ColumnsConfig) -> tuple[list[str], list[str]
     values = [[_value(value) for value in table[name]] for name in names]
     rows = [json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) for row in zip(*values, strict=True)]
     return rows, [_cell(value) for value in table[columns.label]]
+
+
+def read_records(path: UPath, columns: ColumnsConfig) -> tuple[list[str], list[str]]:
+    """Return the fields of ``data.columns.fields`` that each row has, as an object of JSON, and its label as text.
+
+    Files are read, and are in base64. A row that has no field is an empty text.
+
+    Raises:
+        DataError: the file is not a table, a column is missing, or a file cannot be read.
+    """
+    table = _read(path)
+    if table is None:
+        return [], []
+    names = {
+        key: column
+        for name, field in columns.fields.items()
+        for key, column in [(f"fields.{name}", part) for part in field.columns or [field.column or name]]
+    }
+    _require_columns(table, path, {"label": columns.label} | names)
+    values = [_field_values(table, path, name, field) for name, field in columns.fields.items()]
+    records = [
+        {name: value for name, value in zip(columns.fields, row, strict=True) if value is not None}
+        for row in zip(*values, strict=True)
+    ]
+    texts = [json.dumps(record, ensure_ascii=False) if record else "" for record in records]
+    return texts, [_cell(value) for value in table[columns.label]]
+
+
+def _field_values(table: pd.DataFrame, path: UPath, name: str, field: FieldConfig) -> list[Any]:
+    """Return the value of a field in each row, as JSON has it; None where a row does not have it."""
+    from app.data.records import is_file  # other tables do not need every processor
+
+    if field.columns:
+        rows = [[_value(value) for value in table[column]] for column in field.columns]
+        return [
+            dict(zip(field.columns, row, strict=True)) if any(value is not None for value in row) else None
+            for row in zip(*rows, strict=True)
+        ]
+    column = field.column or name
+    cells = [value if isinstance(value, bytes) else _cell(value).strip() or None for value in table[column]]
+    if not is_file(field.kind):
+        return cells
+    require = require_image if field.kind == "image" else no_op
+
+    def read(number: int, cell: str | bytes | None) -> str | None:
+        if cell is None:
+            return None
+        try:
+            content = cell if isinstance(cell, bytes) else _file_of(path, cell).read_bytes()
+            require(content)
+        except (OSError, DataError) as error:
+            raise DataError(
+                f"{str(path)!r}, row {number}: the {column} {cell!r} cannot be read ({error}): expected a file, by its "
+                "URI or its path from the folder of the table"
+            ) from error
+        return base64.b64encode(content).decode()
+
+    # Storage answers many requests at once.
+    with ThreadPoolExecutor(_READERS_AT_ONCE) as pool:
+        return list(pool.map(read, range(1, len(cells) + 1), cells))
+
+
+def _file_of(table: UPath, given: str) -> UPath:
+    """Return the file that a cell names."""
+    return to_path(given) if "://" in given or given.startswith("/") else table.parent / given
 
 
 def _read(path: UPath) -> pd.DataFrame | None:
