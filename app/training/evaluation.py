@@ -22,9 +22,11 @@ from upath import UPath
 
 from app.artifacts import WEIGHTS_FILE
 from app.config import Recipe
+from app.data.examples import Input
 from app.data.labelled import LabelledData
 from app.data.pairs import PairData
 from app.data.prepared import IGNORED, Batch, PreparedData
+from app.data.processor import GroupingProcessor, Processor
 from app.data.tagging import TaggedData
 from app.data.targets import Answer, Classes, LabelSets, Targets, softmax
 from app.data.tokenizer import LanguageTokenizer
@@ -198,17 +200,24 @@ def _worst_example(
     data: LabelledData, task: ServedTask, loss: float, row: int, outputs: NDArray[np.float32]
 ) -> WorstSample:
     split = data.validation.split
-    given = split.inputs[row]
+    text, picture = _media_of(split.inputs[row], data.processor)
     (answer,) = task.answer(outputs[None], data.targets)
     return WorstSample(
         loss=loss,
-        text=shorten(given) if isinstance(given, str) else None,
-        png_base64=None if isinstance(given, str) else _to_png(given),
+        text=shorten(text) if text else None,
+        png_base64=_to_png(picture) if picture else None,
         label=_in_words(split.classes[row], data.targets.labels),
         predicted=_in_short(answer),
         # The loss is the negative logarithm of the label's probability.
         probability=float(np.exp(-loss)) if task.learns_classes else None,
     )
+
+
+def _media_of(given: Input, processor: Processor) -> tuple[str | None, bytes | None]:
+    """Return the text and the picture of an input, as far as it has them."""
+    if isinstance(processor, GroupingProcessor):
+        return processor.split_media(given)
+    return (given, None) if isinstance(given, str) else (None, given)
 
 
 def _in_words(value: Any, labels: Sequence[str]) -> str:

@@ -108,6 +108,11 @@ class TaughtDataset:
         """Those of the split."""
         return self.split.lengths
 
+    @property
+    def groups(self) -> NDArray[np.str_] | None:
+        """Those of the split."""
+        return self.split.groups
+
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the samples of ``indices`` with the teacher's logits. Raises as ``LabelledDataset.batch``."""
         return replace(self.split.batch(indices), taught=self.logits(indices))

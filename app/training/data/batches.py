@@ -90,6 +90,10 @@ def order_of(
         from app.training.data.streams import StreamOrder  # it builds on this module
 
         return StreamOrder(shards, config.global_batch_size, config.seed)
+    if (groups := groups_of(data.train)) is not None:
+        from app.training.data.groups import grouped_order  # so does this
+
+        return grouped_order(data.train.lengths, groups, config.global_batch_size, config.seed)
     if config.curriculum and difficulty is not None:
         from app.training.data.curriculum import CurriculumOrder  # it builds on this module
 
@@ -102,6 +106,12 @@ def shards_of(dataset: Dataset) -> ShardedSamples | None:
     """Return the shards that a dataset lies in; None if it is in memory."""
     shards: ShardedSamples | None = getattr(dataset, "shards", None)
     return shards
+
+
+def groups_of(dataset: Dataset) -> NDArray[np.str_] | None:
+    """Return the group of each sample, if a batch may have samples of one group only; None if it may have any."""
+    groups: NDArray[np.str_] | None = getattr(dataset, "groups", None)
+    return groups
 
 
 def count_steps(config: TrainConfig, order: SampleOrder) -> int:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -18,7 +18,7 @@ from app.data.prepared import IGNORED, Batch, Dataset, PreparedData, padded_leng
 from app.models.precision import TORCH_DTYPES
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
-from app.training.data.batches import DataRank, Indices, SampleOrder, shards_of, validation_batches
+from app.training.data.batches import DataRank, Indices, SampleOrder, groups_of, shards_of, validation_batches
 from app.training.data.streams import sharded_validation_batches
 from app.training.worker import Worker, seed_random
 
@@ -67,6 +67,8 @@ class BatchRequest:
     """The sample that each one is mixed with. Empty: none is."""
     batch: int = 0
     """Number of the global batch. Random changes of the samples depend on it, and on the epoch."""
+    stand_in: int = 0
+    """The sample that is read, and does not count, if there are none."""
 
     @property
     def epoch(self) -> int:
@@ -108,16 +110,26 @@ class Feed:
 
     def validation(self) -> Iterator[MicroBatch]:
         """Yield the validation split, each sample once over all workers."""
+        return self.loader.read(
+            replace(self._request("validation", _VALIDATION_EPOCH, number, indices), stand_in=stand_in)
+            for number, (indices, stand_in) in enumerate(self._validation_batches())
+        )
+
+    def _validation_batches(self) -> Iterable[tuple[Indices, int]]:
+        """Return this rank's batches of the validation split, each with the sample that stands in if it is empty."""
+        split = self.data.validation
         # Twice the size of training: without a backward pass a batch takes less memory.
-        size, shards = 2 * self._max_micro_batch, shards_of(self.data.validation)
+        size, shards, groups = 2 * self._max_micro_batch, shards_of(split), groups_of(split)
+        if groups is not None:
+            from app.training.data.groups import grouped_validation_batches  # most data have no groups
+
+            return grouped_validation_batches(split.lengths, groups, self._rank, size)
         batches: Iterable[Indices] = (
             sharded_validation_batches(shards, self._rank, size)
             if shards
-            else validation_batches(self.data.validation.lengths, self._rank, size)
+            else validation_batches(split.lengths, self._rank, size)
         )
-        return self.loader.read(
-            self._request("validation", _VALIDATION_EPOCH, number, indices) for number, indices in enumerate(batches)
-        )
+        return ((indices, 0) for indices in batches)
 
     def close(self) -> None:
         """End the loader's processes, and drop downloads of shards that have not begun."""
@@ -246,7 +258,7 @@ class _Reader(TorchDataset[MicroBatch]):
             seed_random(int(np.random.SeedSequence(request.entropy).generate_state(1, np.uint64)[0]))
         # An empty batch has the shape of one sample that does not count, because some ranks must compute along.
         batch = self._read(request)
-        inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
+        inputs = {name: torch.from_numpy(given) for name, given in batch.inputs.items() if name not in batch.absent}
         targets = torch.from_numpy(batch.targets)
         taught = None if batch.taught is None else torch.from_numpy(batch.taught)
         if not request.indices:
@@ -256,6 +268,6 @@ class _Reader(TorchDataset[MicroBatch]):
     def _read(self, request: BatchRequest) -> Batch:
         samples = self._splits[request.split]
         if self._augmentation is None or request.split != "train" or not request.indices:
-            return samples.batch(request.indices or [0])
+            return samples.batch(request.indices or [request.stand_in])
         assert isinstance(samples, LabelledDataset)
         return self._augmentation.batch(samples, request.indices, request.partners, request.epoch, request.batch)
