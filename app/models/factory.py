@@ -26,7 +26,7 @@ def build_model(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
     """Return the model of a recipe, with fresh weights.
 
     Args:
-        facts: properties of the data. The factory receives those that its signature names.
+        facts: properties of the data. The factory receives those that its signature names, and all as ``facts``.
 
     Raises:
         RecipeError: the factory cannot be imported, does not take the arguments, refuses their
@@ -119,7 +119,8 @@ def _arguments(factory: Callable[..., Any], given: Mapping[str, Any], facts: Map
         if name not in names and not takes_any:
             raise RecipeError(f"unknown key model.args.{name}; {did_you_mean(name, names)}")
     # The recipe's arguments win over properties of the data.
-    arguments = {name: value for name, value in facts.items() if name in names} | dict(given)
+    known: dict[str, Any] = {**facts, "facts": facts}
+    arguments = {name: value for name, value in known.items() if name in names} | dict(given)
     for name in names:
         if name not in arguments and parameters[name].default is inspect.Parameter.empty:
             raise RecipeError(f"model.args.{name} is missing: {factory.__name__} needs it")
