@@ -191,9 +191,15 @@ def export(
 @app.command()
 def predict(
     model: str,
-    inputs: Annotated[list[str], typer.Argument(help="Texts; paths of images with --image; rows with --row.")],
+    inputs: Annotated[
+        list[str] | None, typer.Argument(help="Texts; paths of images with --image; rows with --row.")
+    ] = None,
     image: Annotated[bool, typer.Option("--image", help="The inputs are paths of images.")] = False,
     row: Annotated[bool, typer.Option("--row", help="The inputs are rows of a table, as objects of JSON.")] = False,
+    field: Annotated[
+        list[str] | None,
+        typer.Option("--field", metavar="NAME=VALUE", help="A field of one record; NAME=@FILE reads a file."),
+    ] = None,
     endpoint: Annotated[str | None, typer.Option(help="Default: the local cluster's.")] = None,
     token_file: Annotated[
         Path | None,
@@ -202,10 +208,12 @@ def predict(
 ) -> None:
     """Send inputs to a deployed model, and print its answer to each: for a classifier the label and its probability."""
     read: Callable[[str], Any] = _read_image if image else _read_row if row else str
-    given = [read(item) for item in inputs]
+    if bool(inputs) == bool(field):
+        raise RequestError("give inputs, or the fields of one record with --field NAME=VALUE")
+    given = [read(item) for item in inputs or []] or [_read_fields(field or [])]
     client = EndpointClient(endpoint, token_file) if endpoint else local_endpoint(running_cluster(), token_file)
     answer = client.predict(model, PredictRequest(inputs=given))
-    for text, prediction in zip(inputs, answer.predictions, strict=True):
+    for text, prediction in zip(inputs or [" ".join(field or [])], answer.predictions, strict=True):
         print(f"{_in_short(prediction)}  {text}")
 
 
@@ -218,6 +226,19 @@ def _read_row(text: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise RequestError(f"a row is {text}: expected an object such as '{{\"age\": 40}}'")
     return row
+
+
+def _read_fields(fields: list[str]) -> dict[str, Any]:
+    """Return a record. A value that is an object of JSON is a row. Raises RequestError for a field without a value."""
+    record: dict[str, Any] = {}
+    for given in fields:
+        name, equals, value = given.partition("=")
+        if not equals:
+            raise RequestError(f"--field {given}: expected NAME=VALUE, or NAME=@FILE for the content of a file")
+        record[name] = _read_image(value[1:]) if value.startswith("@") else value
+        if value.startswith("{"):
+            record[name] = _read_row(value)
+    return record
 
 
 def _in_short(prediction: Prediction) -> str:

@@ -80,7 +80,7 @@ class LoadedModel:
         return {self.manifest.scores: self.labels} if self.manifest.scores and self.labels else {}
 
     def encode(self, inputs: Sequence[Natural]) -> list[ShapeGroup]:
-        """Return the tensors of natural inputs: texts, images as bytes or in base64, or rows as objects.
+        """Return the tensors of natural inputs: texts, images as bytes or in base64, or rows or records as objects.
 
         Inputs are grouped by shape, so that no text is padded to the length of a longer one.
 
@@ -89,7 +89,7 @@ class LoadedModel:
         """
         processor = self.natural_processor
         if not inputs:
-            raise RequestError("inputs is an empty list: give at least one text, image or row")
+            raise RequestError("inputs is an empty list: give at least one text, image, row or record")
         # Each alone, because encoding them together would pad all to the longest.
         rows = [processor.encode([_read(item, processor)]) for item in inputs]
         return [
@@ -239,8 +239,12 @@ def load_model(
 
 
 def _read(given: Natural, processor: Processor) -> Input:
-    if isinstance(given, Mapping) != (processor.modality == "row"):
-        expected = {"row": "an object with a value for each column", "image": "an image"}
+    if isinstance(given, Mapping) != (processor.modality in ("row", "record")):
+        expected = {
+            "row": "an object with a value for each column",
+            "record": "an object with some of its fields",
+            "image": "an image",
+        }
         raise RequestError(
             f"an input is {'an object' if isinstance(given, Mapping) else 'no object'}: expected "
             f"{expected.get(processor.modality, 'a text')}, which the model takes"

@@ -1,5 +1,6 @@
 """Requests with natural input, and their responses."""
 
+import base64
 import json
 import sys
 from collections.abc import Sequence
@@ -18,20 +19,29 @@ class NaturalModel(BaseModel):
     input: Modality
     labels: list[str]
     columns: list[str] = []
-    """Of a model that takes rows: what each has a value for."""
+    """Of a model that takes rows: what each has a value for. Of records: their fields."""
 
 
-def _require_finite(row: dict[str, Any]) -> dict[str, Any]:
-    """Refuse NaN and infinities, which pydantic reads but JSON does not have."""
-    json.dumps(row, allow_nan=False)
-    return row
+def _require_json(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with files in base64. Refuse NaN and infinities, which pydantic reads but JSON does not have."""
+
+    def encoded(value: object) -> str:
+        if not isinstance(value, bytes):
+            raise ValueError(f"{type(value).__name__} is not JSON")
+        return base64.b64encode(value).decode()
+
+    checked: dict[str, Any] = json.loads(json.dumps(row, allow_nan=False, default=encoded))
+    return checked
 
 
-Row = Annotated[dict[str, Any], AfterValidator(_require_finite)]
+Row = Annotated[dict[str, Any], AfterValidator(_require_json)]
 
 
 class PredictRequest(BaseModel):
-    """The body of ``predict``: one text, image or row, or several. In JSON an image is base64, and a row an object."""
+    """The body of ``predict``: one text, image, row or record, or several.
+
+    In JSON an image is base64, and a row or a record is an object. In Python a record's files may be bytes.
+    """
 
     inputs: str | bytes | Row | list[str | Row]
     timeout_s: PositiveFloat | None = None
@@ -47,7 +57,8 @@ class PredictRequest(BaseModel):
     @property
     def num_bytes(self) -> int:
         """The size of the inputs in memory."""
-        return sum(map(sys.getsizeof, self.listed))
+        parts = (item.values() if isinstance(item, dict) else [item] for item in self.listed)
+        return sum(sys.getsizeof(part) for group in parts for part in group)
 
 
 class Prediction(BaseModel):
