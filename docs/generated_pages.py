@@ -61,8 +61,13 @@ def _section(path: str, schema: Schema, definitions: dict[str, Schema]) -> Itera
 
 
 def _inner_section(field: Schema, definitions: dict[str, Schema]) -> Schema | None:
-    """Return the section that a key holds, alone, as an alternative to another value, or as the items of a list."""
-    for option in [field, *field.get("anyOf", []), field.get("items", {})]:
+    """Return the section that a key holds: alone, as an alternative to another value, or in a list or mapping."""
+    for option in [
+        field,
+        *field.get("anyOf", []),
+        field.get("items", {}),
+        *field.get("patternProperties", {}).values(),
+    ]:
         if "$ref" in option:
             return definitions[option["$ref"].rpartition("/")[2]]
     return None

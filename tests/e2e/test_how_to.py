@@ -1,5 +1,6 @@
 """The commands of the how-to pages work, block by block, on a cluster of their own."""
 
+import base64
 import json
 import os
 import re
@@ -289,6 +290,25 @@ def test_give_several_labels(reader: Reader) -> None:
     rows = [{"code": code, "modules": json.loads(labels)} for code, labels in functions]
     (reader.folder / "functions.jsonl").write_text("\n".join(map(json.dumps, rows[::10])), encoding="utf-8")
     assert "val_exact_match" in reader.paste_all("give_several_labels.md")
+
+
+def test_join_texts_and_pictures(reader: Reader) -> None:
+    (recipe,) = blocks(HOW_TO / "join_texts_and_pictures.md", "yaml")
+    (reader.folder / "halves.yaml").write_text(recipe.replace("epochs: 20", "epochs: 3"), encoding="utf-8")
+    (reader.folder / "pictures").mkdir()
+    lines = ["words,picture,label"]
+    for number, (record, label) in enumerate(load_examples(DataConfig(source="builtin:digit_halves"))):
+        fields = json.loads(record)
+        if picture := fields.get("picture"):
+            (reader.folder / f"pictures/{number}.png").write_bytes(base64.b64decode(picture))
+        lines.append(f'"{fields.get("words", "")}",{f"pictures/{number}.png" if picture else ""},{label}')
+        if number == 1:
+            (reader.folder / "words.txt").write_text(fields["words"], encoding="utf-8")
+    (reader.folder / "halves.csv").write_text("\n".join(lines), encoding="utf-8")
+    *_, both, picture, answer = reader.paste_all("join_texts_and_pictures.md").splitlines()
+    assert both.startswith("1  ")
+    assert re.match(r"\d  0\.\d+", picture)
+    assert json.loads(answer)["predictions"][0]["label"] == picture[0]
 
 
 def test_embed_sentences(reader: Reader) -> None:

@@ -26,7 +26,8 @@ _PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]{2,}\b")  # such as RUN_ID: the reader 
 def undescribed(path: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
     """Yield the keys of a section, and of the sections in it, that the schema says nothing about."""
     for name, field in section["properties"].items():
-        options = [field, *field.get("anyOf", []), field.get("items", {})]
+        mapped = field.get("patternProperties", {}).values()
+        options = [field, *field.get("anyOf", []), field.get("items", {}), *mapped]
         inner = [definitions[option["$ref"].rpartition("/")[2]] for option in options if "$ref" in option]
         if not any(schema.get("description") for schema in (field, *inner)):
             yield path + name

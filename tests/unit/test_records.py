@@ -1,0 +1,361 @@
+"""Records, samples of several fields: how files become tensors, batches of one group, the model, what is refused."""
+
+import base64
+import io
+import json
+import wave
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from torch import Tensor
+from upath import UPath
+
+from app.compile.export import export_onnx
+from app.config import DataConfig, Recipe
+from app.data.examples import Input, Modality
+from app.data.images import encode_png
+from app.data.records import RecordProcessor
+from app.data.sources import load_examples
+from app.engines.onnxruntime import open_oracle
+from app.errors import DataError, RecipeError, TrainingError
+from app.models.factory import build_model
+from app.models.multimodal import LateFusion
+from app.serving.protocol.natural import PredictRequest
+from app.tasks import find_served_task, load_with_test, prepare
+from app.tensors import OUTPUT, Tensors, TensorSpec, check_tensors
+from app.training.data.batches import DataRank, order_of
+from app.training.data.groups import grouped_validation_batches
+
+FIELDS = {
+    "title": {"kind": "text"},
+    "note": {"kind": "text", "column": "remark"},
+    "photo": {"kind": "image", "column": "file"},
+    "size": {"kind": "row", "columns": ["width", "colour"]},
+}
+ENCODERS = {
+    "title": {"factory": "app.models.text:encoder_classifier", "args": {"layers": 1, "width": 8, "heads": 2}},
+    "note": {"factory": "app.models.text:encoder_classifier", "args": {"layers": 1, "width": 8, "heads": 2}},
+    "photo": {"factory": "app.models.image:small_cnn", "args": {"width": 8, "poolings": 1}},
+    "size": {"factory": "app.models.tabular:mlp", "args": {"width": 8, "layers": 1, "embedding": 2}},
+}
+LINES = [
+    "a small shoe,it is {0} words long and goes on for a while,{0}.png,{0},red,shoe",
+    "a bag {0},,{0}.png,,,bag",
+    ",,{0}.png,{0},blue,bag",
+    "shoe {0} alone,,,,,shoe",
+]
+ROWS = 48
+
+
+class Loudness:
+    """A field of one's own: the mean level of each eighth of a recording, as float32 of shape (rows, 8)."""
+
+    modality: ClassVar[Modality] = "image"  # read from files, as pictures are
+    inputs = (TensorSpec("levels", np.dtype(np.float32), (-1, 8)),)
+    facts: ClassVar[dict[str, int]] = {"num_levels": 8}
+
+    @classmethod
+    def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:
+        return cls()
+
+    def encode(self, inputs: Sequence[Input]) -> Tensors:
+        return {"levels": np.stack([self._levels(item) for item in inputs])}
+
+    def _levels(self, item: Input) -> NDArray[np.float32]:
+        assert isinstance(item, bytes)
+        with wave.open(io.BytesIO(item)) as recording:
+            samples = np.frombuffer(recording.readframes(recording.getnframes()), np.int16)
+        return np.abs(samples.reshape(8, -1).astype(np.float32)).mean(axis=1) / 2**15
+
+    def save(self, folder: UPath) -> None:
+        (folder / "loudness.json").write_text("{}")
+
+    @classmethod
+    def load(cls, folder: UPath) -> Self:
+        assert (folder / "loudness.json").exists()
+        return cls()
+
+
+def recipe_of(table: Path, fields: Any = None, **model: Any) -> Recipe:
+    data = {
+        "source": str(table),
+        "columns": {"fields": FIELDS if fields is None else fields},
+        "image": {"size": 6, "channels": 1},
+        "buckets": [4, 8, 16],
+        "validation_fraction": 0.25,
+    }
+    given = {"factory": "app.models.multimodal:late_fusion", "args": {"width": 8, "encoders": ENCODERS, **model}}
+    train = {"global_batch_size": 4, "epochs": 2}
+    tree = {"name": "goods", "task": "multimodal-classification", "data": data, "model": given, "train": train}
+    return Recipe.model_validate(tree)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """A csv of goods, each with some of four fields, and its pictures beside it."""
+    generator = np.random.default_rng(0)
+    lines = ["title,remark,file,width,colour,label"]
+    for number in range(ROWS):
+        (tmp_path / f"{number}.png").write_bytes(encode_png(generator.integers(0, 255, (6, 6), np.uint8)))
+        lines.append(LINES[number % len(LINES)].format(number))
+    (tmp_path / "goods.csv").write_text("\n".join(lines), encoding="utf-8")
+    return tmp_path / "goods.csv"
+
+
+def torch_of(tensors: Any) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array) for name, array in tensors.items()}
+
+
+def fields_in(data: Any, indices: Sequence[int]) -> set[tuple[str, ...]]:
+    return {tuple(json.loads(data.split.inputs[index])) for index in indices}
+
+
+def test_a_table_becomes_records_which_are_kept_as_they_are(table: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(table)
+    first = json.loads(load_examples(recipe.data, "record").inputs[0])
+    assert list(first) == list(FIELDS)
+    assert first["size"] == {"width": "0", "colour": "red"}
+    assert base64.b64decode(first["photo"]) == (tmp_path / "0.png").read_bytes()
+    data: Any = prepare(recipe)
+    batch = data.validation.batch(range(len(data.validation)))
+    check_tensors(batch.inputs, data.processor.inputs)
+    assert set(batch.inputs) == {
+        *(f"{text}_{name}" for text in ("title", "note") for name in ("input_ids", "attention_mask", "present")),
+        *("photo_pixel_values", "photo_present", "size_numbers", "size_categories", "size_present"),
+    }
+    assert batch.absent == frozenset(), "all fields are somewhere in the batch"
+    data.save(UPath(tmp_path / "data"))
+    loaded: Any = load_with_test(recipe, UPath(tmp_path / "data"))
+    assert loaded.fingerprint == data.fingerprint
+    again = loaded.validation.batch(range(len(data.validation)))
+    assert all(np.array_equal(again.inputs[name], array) for name, array in batch.inputs.items())
+
+
+def test_a_missing_field_is_empty_and_named(table: Path) -> None:
+    data: Any = prepare(recipe_of(table))
+    processor: RecordProcessor = data.processor
+    alone = processor.encode([json.dumps({"title": "a shoe"})])
+    assert processor.absent(alone) >= {"photo_pixel_values", "photo_present", "note_input_ids", "size_numbers"}
+    assert not processor.absent(alone) & {"title_input_ids", "title_attention_mask", "title_present"}
+    assert not alone["photo_pixel_values"].any()
+    assert alone["note_attention_mask"].sum() == 1, "an empty text has a token to attend to"
+    assert alone["title_input_ids"].shape == alone["note_input_ids"].shape == (1, 4)
+    same = processor.encode([json.dumps({"title": "a shoe", "photo": None, "note": ""})])
+    assert all(np.array_equal(same[name], array) for name, array in alone.items())
+    mixed = processor.encode([json.dumps({"title": "a shoe"}), json.dumps({"note": "one two three four five " * 3})])
+    assert mixed["title_input_ids"].shape == mixed["note_input_ids"].shape == (2, 16), "all texts have one length"
+    assert mixed["title_present"].tolist() == [[1], [0]]
+
+
+def test_batches_never_mix_fields_on_any_number_of_ranks(table: Path) -> None:
+    recipe = recipe_of(table)
+    data: Any = prepare(recipe)
+    order = order_of(recipe.train, data)
+    seen: list[int] = []
+    for number in range(order.num_batches(1)):
+        batch = order.batch(1, number)
+        assert len(fields_in(data.train, batch)) == 1
+        assert len(batch) == order.batch_size(1, number) == 4
+        assert set(batch) == {index for rank in (0, 1) for index in order.share(1, number, DataRank(rank, 2))}
+        seen += batch.tolist()
+    assert len(set(seen)) == len(seen)
+    sizes = np.unique(data.train.groups, return_counts=True)[1]
+    assert order.num_batches(1) == sum(size // 4 for size in sizes)
+    assert [order.batch(2, number).tolist() for number in range(3)] != [order.batch(1, n).tolist() for n in range(3)]
+    again = order_of(recipe.train, data)
+    assert again.batch(2, 1).tolist() == order.batch(2, 1).tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_ranks_validate_the_same_fields_at_the_same_time(table: Path, ranks: int) -> None:
+    data: Any = prepare(recipe_of(table))
+    split = data.validation
+    shares = [
+        grouped_validation_batches(split.lengths, split.groups, DataRank(rank, ranks), 2) for rank in range(ranks)
+    ]
+    assert len({len(share) for share in shares}) == 1
+    seen: list[int] = []
+    for parts in zip(*shares, strict=True):
+        assert len(fields_in(split, [index for batch, stand_in in parts for index in (*batch, stand_in)])) == 1
+        seen += [index for batch, _ in parts for index in batch]
+    assert sorted(seen) == list(range(len(split)))
+
+
+def test_a_group_that_fills_no_batch_is_refused(table: Path) -> None:
+    lines = table.read_text(encoding="utf-8").split("\n")
+    table.write_text("\n".join([*lines, ",only this,,,,shoe", ",only that,,,,bag"]), encoding="utf-8")
+    recipe = recipe_of(table)
+    with pytest.raises(TrainingError, match=r"global_batch_size is 4, and . training samples have only note: .* lower"):
+        order_of(recipe.train, prepare(recipe))
+
+
+def test_the_model_computes_only_the_fields_that_are_there(table: Path) -> None:
+    recipe = recipe_of(table)
+    data: Any = prepare(recipe)
+    model = build_model(recipe.model, data.facts).eval()
+    assert isinstance(model, LateFusion)
+    ran: list[int] = []
+    for place, encoder in enumerate(model.encoders):
+        encoder.register_forward_hook(lambda *_, place=place: ran.append(place))
+    group = np.flatnonzero(data.train.groups == "title")
+    batch = data.train.batch(group)
+    whole = torch_of(batch.inputs)
+    part = {name: tensor for name, tensor in whole.items() if name not in batch.absent}
+    with torch.no_grad():
+        expected = model(**part)
+        assert ran == [0]
+        torch.testing.assert_close(model(**whole), expected, msg="a graph with all fields answers the same")
+
+
+def test_one_onnx_file_answers_records_with_any_fields(table: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(table)
+    data: Any = prepare(recipe)
+    model = build_model(recipe.model, data.facts).eval()
+    with torch.no_grad():
+        model.missing.normal_()  # type: ignore[operator, union-attr]
+    export_onnx(model, data.processor.inputs, data.train.batch(range(4)).inputs, tmp_path / "model.onnx")
+    with closing(open_oracle(tmp_path / "model.onnx")) as engine:
+        for group in np.unique(data.train.groups):
+            batch = data.train.batch(np.flatnonzero(data.train.groups == group)[:3])
+            inputs = {name: tensor for name, tensor in torch_of(batch.inputs).items() if name not in batch.absent}
+            with torch.no_grad():
+                expected = model(**inputs).numpy()
+            np.testing.assert_allclose(engine.run(batch.inputs)[OUTPUT], expected, atol=1e-5)
+
+
+def test_a_field_may_have_a_processor_of_ones_own(table: Path, tmp_path: Path) -> None:
+    lines = ["title,sound,label"]
+    for number in range(8):
+        with wave.open(str(tmp_path / f"{number}.wav"), "wb") as recording:
+            recording.setparams((1, 2, 8000, 0, "NONE", ""))
+            recording.writeframes(np.full(64, 2**14 * (number % 2), np.int16).tobytes())
+        lines.append(f"{'knock' * (number % 3)},{number}.wav,{'loud' if number % 2 else 'still'}")
+    table.write_text("\n".join(lines), encoding="utf-8")
+    recipe = recipe_of(table, {"title": {"kind": "text"}, "sound": {"kind": f"{__name__}:Loudness"}})
+    data: Any = prepare(recipe)
+    data.save(UPath(tmp_path / "data"))
+    loaded: Any = load_with_test(recipe, UPath(tmp_path / "data"))
+    batch = loaded.train.batch(range(len(loaded.train)))
+    loud = [data.labels[index] == "loud" for index in loaded.train.split.classes]
+    assert batch.inputs["sound_levels"][:, 0].tolist() == [0.5 if is_loud else 0.0 for is_loud in loud]
+    assert data.facts["sound_num_levels"] == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("{", "a record is no JSON"),
+        ("[1]", r"a record is '\[1\]': expected an object with some of the fields title, note, photo, size"),
+        ({"titel": "a"}, "a record has the field 'titel': expected title, note, photo, size"),
+        ({}, "a record has none of its fields: expected at least one of title"),
+        ({"title": "", "photo": None}, "a record has none of its fields"),
+        ({"title": 3}, "field 'title' is int: expected a text"),
+        ({"photo": 3}, "field 'photo' is int: expected the content of a file in base64"),
+        ({"photo": "a b"}, "field 'photo' is not base64"),
+        ({"photo": "aGFsbG8="}, "field 'photo': an image of 5 bytes cannot be read: expected a PNG or JPEG file"),
+        ({"size": "wide"}, "field 'size': a row is '\"wide\"': expected an object"),
+        ({"size": {"width": 1}}, "field 'size': a row has no 'colour'"),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_refused(table: Path, given: Any, words: str) -> None:
+    processor: Any = getattr(prepare(recipe_of(table)), "processor")  # noqa: B009
+    with pytest.raises(DataError, match=words):
+        processor.encode([given if isinstance(given, str) else json.dumps(given)])
+
+
+def test_a_file_that_is_missing_or_no_picture_is_named_with_its_row(table: Path, tmp_path: Path) -> None:
+    (tmp_path / "2.png").unlink()
+    with pytest.raises(DataError, match=r"goods.csv', row 3: the file '2.png' cannot be read .*: expected a file"):
+        prepare(recipe_of(table))
+    (tmp_path / "2.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"goods.csv', row 3: the file '2.png' cannot be read \(an image of 10 bytes"):
+        prepare(recipe_of(table))
+
+
+def test_rows_without_any_field_are_dropped_and_counted(table: Path) -> None:
+    table.write_text(f"{table.read_text(encoding='utf-8')}\n,,,,,shoe\n", encoding="utf-8")
+    assert prepare(recipe_of(table)).report.dropped["empty"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"title": {"kind": "text", "column": "name"}}, "data.columns.fields.title is 'name', which .*goods.csv' does"),
+        ({"size": {"kind": "row", "columns": ["width", "depth"]}}, "data.columns.fields.size is 'depth', which"),
+        ({"title": {"kind": "text"}, "none": {"kind": "text", "column": "void"}}, "fields.none: no training row of"),
+    ],
+)
+def test_fields_that_the_table_lacks_are_named(table: Path, fields: Any, words: str) -> None:
+    lines = table.read_text(encoding="utf-8").split("\n")
+    table.write_text("\n".join([f"{lines[0]},void", *(f"{line}," for line in lines[1:])]), encoding="utf-8")
+    with pytest.raises(DataError, match=words):
+        prepare(recipe_of(table, fields))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"data": {"columns": {"fields": {}}}}, "data.columns.fields is empty: task multimodal-classification learns"),
+        ({"data": {"columns": {"fields": {"a": {"kind": "row"}}}}}, "kind row reads several columns: name them in"),
+        ({"data": {"columns": {"fields": {"a": {"kind": "text", "columns": ["b"]}}}}}, "columns is for kind row"),
+        ({"data": {"columns": {"fields": {"a": {"kind": "film"}}}}}, "should match pattern"),
+        ({"task": "text-classification"}, "data.columns.fields is .*, which task text-classification does not read"),
+        ({"data": {"columns": {"input": "a"}}}, "data.columns.input is 'a', which task multimodal-classification"),
+        ({"model": {"pretrained": "folder"}}, "model.pretrained is 'folder', which task multimodal"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(table: Path, keys: dict[str, Any], words: str) -> None:
+    tree = recipe_of(table).model_dump(exclude_defaults=True)
+    for section, values in keys.items():
+        if isinstance(values, str):
+            tree[section] = values
+            continue
+        for name, value in values.items():
+            tree[section][name] = {**tree[section][name], **value} if isinstance(value, dict) else value
+    with pytest.raises(ValidationError, match=words):
+        Recipe.model_validate(tree)
+
+
+@pytest.mark.parametrize(
+    ("encoders", "words"),
+    [
+        ({"title": ENCODERS["title"]}, "model.args.encoders has title, and the data have 4 fields"),
+        (
+            {**ENCODERS, "film": ENCODERS["photo"]} | {},
+            "has title, note, photo, size, film, and the data have 4 fields",
+        ),
+        (
+            {"film" if name == "photo" else name: given for name, given in ENCODERS.items()},
+            "encoders has 'film', which",
+        ),
+        ({**ENCODERS, "photo": "cnn"}, "model.args.encoders.photo is 'cnn': expected a factory and its args"),
+        ({**ENCODERS, "photo": {"factory": "app.models.image:cnn"}}, "model.args.encoders.photo: .*cnn"),
+    ],
+)
+def test_encoders_that_do_not_fit_the_fields_are_refused(table: Path, encoders: Any, words: str) -> None:
+    recipe = recipe_of(table, encoders=encoders)
+    with pytest.raises(RecipeError, match=words):
+        build_model(recipe.model, prepare(recipe).facts)
+
+
+def test_a_request_in_python_may_have_files_as_bytes() -> None:
+    request = PredictRequest(inputs=[{"title": "a", "photo": b"content"}])
+    assert request.listed == [{"title": "a", "photo": base64.b64encode(b"content").decode()}]
+    with pytest.raises(ValidationError):
+        PredictRequest(inputs={"size": {"width": float("nan")}})
+
+
+def test_all_multimodal_tasks_read_records() -> None:
+    for kind in ("classification", "regression", "multilabel"):
+        assert find_served_task(f"multimodal-{kind}").processor is RecordProcessor
+    given = {"name": "x", "task": "text-classification", "data": {"source": "builtin:digit_halves"}}
+    recipe = Recipe.model_validate(given | {"model": {"factory": "a:b"}})
+    with pytest.raises(DataError, match=r"builtin:digit_halves' holds records, the task takes texts"):
+        prepare(recipe)
