@@ -90,6 +90,7 @@ class DataParallelEngine:
         By default DeepSpeed reduces 5e8 elements at once, which copies all gradients of a smaller model.
         """
         if self.deepspeed.zero_optimization_stage() == 0 and not self._is_reduced_by_torch:
+            _fill_gradients(self.deepspeed.module)
             self.deepspeed.allreduce_gradients(bucket_size=self.deepspeed.zero_reduce_bucket_size())
 
     @property
@@ -107,6 +108,17 @@ def _start_gradients_in_float32(engine: Any) -> None:
     for low, _ in master_pairs(engine.optimizer):
         low.grad_dtype = torch.float32
         low.grad = torch.zeros_like(low, dtype=torch.float32)
+
+
+def _fill_gradients(model: nn.Module) -> None:
+    """Give parameters that no sample of a step reaches gradients of zeros, as ZeRO does.
+
+    Without a gradient torch's optimizers would leave out the momentum and the weight decay of that step. DeepSpeed adds
+    the zeros on several ranks only.
+    """
+    for parameter in model.parameters():
+        if parameter.grad is None and parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _with_powersgd(model: nn.Module, rank: int) -> DistributedDataParallel:
