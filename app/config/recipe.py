@@ -191,7 +191,6 @@ class Recipe(Section):
         elif self.task == TOKEN_CLASSIFICATION:
             unread = [(data.columns, "data.columns.label"), (data, "data.image"), (data, "data.shards")]
             unread += [(self.train, "train.teacher"), (self.train, "train.linear_baseline")]
-            unread.append((self.train, "train.augment"))
         elif ":" not in self.task:
             unread = [(data, "data.block_length"), (data.tokenizer, "data.tokenizer.kind")]
         if ":" not in self.task and not self.task.startswith("tabular-"):
@@ -202,6 +201,7 @@ class Recipe(Section):
             unread += [(data.columns, "data.columns.input"), (data, "data.sampling"), (data, "data.shards")]
             unread += [(data.clean, "data.clean.min_length"), (data.clean, "data.clean.max_length")]
             unread += [(self.model, "model.pretrained"), (self.train, "train.linear_baseline")]
+            unread += [(self.train, f"train.{key}") for key in ("augment", "curriculum", "tokens_per_batch")]
         elif ":" not in self.task:
             unread.append((data.columns, "data.columns.fields"))
         if ":" not in self.task and not self.task.endswith("-multilabel"):

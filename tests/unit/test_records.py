@@ -308,6 +308,7 @@ def test_fields_that_the_table_lacks_are_named(table: Path, fields: Any, words: 
         ({"data": {"columns": {"fields": {"a": {"kind": "film"}}}}}, "should match pattern"),
         ({"task": "text-classification"}, "data.columns.fields is .*, which task text-classification does not read"),
         ({"data": {"columns": {"input": "a"}}}, "data.columns.input is 'a', which task multimodal-classification"),
+        ({"train": {"curriculum": {"by": "length"}}}, "train.curriculum is .*, which task multimodal-classification"),
         ({"model": {"pretrained": "folder"}}, "model.pretrained is 'folder', which task multimodal"),
     ],
 )
@@ -318,7 +319,7 @@ def test_keys_that_do_not_fit_are_refused(table: Path, keys: dict[str, Any], wor
             tree[section] = values
             continue
         for name, value in values.items():
-            tree[section][name] = {**tree[section][name], **value} if isinstance(value, dict) else value
+            tree[section][name] = {**tree[section].get(name, {}), **value} if isinstance(value, dict) else value
     with pytest.raises(ValidationError, match=words):
         Recipe.model_validate(tree)
 
