@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from upath import UPath
@@ -18,6 +19,9 @@ from tests.postgres import PostgresServer
 from tests.receiver import HttpReceiver
 from tests.tables import Faults, Record, Tables, rendered
 from tests.workers import forked_workers
+
+if TYPE_CHECKING:
+    from tests.s3 import S3Server
 
 
 @pytest.fixture
@@ -86,13 +90,19 @@ def _own_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def s3() -> Iterator[dict[str, str]]:
-    """One S3 server for all tests; its value is the environment that reaches it."""
+def s3_server() -> Iterator["S3Server"]:
+    """One S3 server for all tests."""
     from tests.s3 import S3Server  # which takes a second to load
 
     server = S3Server()
-    yield server.environment
+    yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3(s3_server: "S3Server") -> dict[str, str]:
+    """The environment that reaches the S3 server."""
+    return s3_server.environment
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,8 @@ class S3Server:
     """Moto's server, in a thread of this process."""
 
     def __init__(self) -> None:
+        self.delay_s = 0.0
+        """Seconds that each answer takes longer."""
         logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it tells of every request
         self._app = DomainDispatcherApplication(create_backend_app)
         self._one_at_a_time = threading.Lock()
@@ -21,6 +24,7 @@ class S3Server:
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         """As S3 does, check a write's condition and write in one step; moto alone takes two."""
+        time.sleep(self.delay_s)
         with self._one_at_a_time:
             return list(self._app(environ, start_response))
 

@@ -84,10 +84,14 @@ class CheckpointConfig(Section):
 class LoaderConfig(Section):
     """How batches are read."""
 
-    num_workers: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="number of processes per worker that read ahead; 0: the training process reads"
+    num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default=0,
+        description="number of processes per worker that read ahead; 0: the training process reads; auto: as many as "
+        "keep the wait for data under 2 % of a step, within the machine's free cores and memory",
     )
-    prefetch_factor: PositiveInt = Field(default=2, description="number of micro-batches that each of them reads ahead")
+    prefetch_factor: PositiveInt = Field(
+        default=2, description="number of micro-batches that each of them reads ahead; auto raises it, too"
+    )
 
 
 class TeacherConfig(Section):

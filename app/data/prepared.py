@@ -75,6 +75,11 @@ class ShardedSamples(Protocol):
     def __len__(self) -> int: ...
 
     @property
+    def is_local(self) -> bool:
+        """Whether they lie on this machine's disk."""
+        ...
+
+    @property
     def window_rows(self) -> int:
         """Number of rows that are shuffled together."""
         ...

@@ -16,7 +16,7 @@ from app.data.prepared import SHARDS_FILE, Batch
 from app.data.shard_cache import ShardCache
 from app.data.shards import LENGTH, Shard, ShardIndex
 from app.errors import StorageError
-from app.storage import to_path, write_atomically
+from app.storage import is_local, to_path, write_atomically
 
 INPUT, CLASS, TOKENS = "input", "class", "tokens"
 """Columns of shards: of labelled examples the first two, of language modelling the last."""
@@ -62,7 +62,7 @@ class ShardedRows:
 
     def __init__(self, location: str, shards: Sequence[Shard], config: ShardsConfig) -> None:
         self._cache = ShardCache(location, shards, config.cache)
-        self._shards, self._config = shards, config
+        self._location, self._shards, self._config = location, shards, config
         self.shard_rows = [shard.rows for shard in shards]
         """Number of rows of each shard."""
         self.first_rows: NDArray[np.int64] = np.concatenate([[0], np.cumsum(self.shard_rows)]).astype(np.int64)
@@ -70,6 +70,11 @@ class ShardedRows:
 
     def __len__(self) -> int:
         return int(self.first_rows[-1])
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether they lie on this machine's disk."""
+        return is_local(to_path(self._location))
 
     @cached_property
     def window_rows(self) -> int:

@@ -1,8 +1,10 @@
 """Targets of runs, searches and models, with the figure that was reached."""
 
 import json
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from statistics import fmean
 from typing import Any
 
@@ -14,6 +16,7 @@ from app.config import load_stored_recipe
 from app.errors import StorageError
 from app.runs import CONFIG_FILE, RESULT_FILE, Result, newest_first, runs_folder
 from app.storage import list_names
+from app.telemetry.record import ReadingRecord
 
 _SUMMARY = "profile/summary.json"
 _METRICS = "metrics.jsonl"
@@ -136,7 +139,18 @@ def _of_training(folder: UPath) -> Iterator[Finding]:
     yield Finding(folder.name, DEVICE, used, measured)
     yield Finding(folder.name, COMMUNICATION, profile.communication if profile else None, measured)
     yield Finding(folder.name, FRAGMENTATION, max(fragmented, default=None), "of GPUs alone")
-    yield Finding(folder.name, DATA_STALL, fmean(stalls) if stalls else None, f"mean of {len(stalls)} steps")
+    stall = fmean(stalls) if stalls else None
+    reason = _why_data_stalls(folder, steps) if stall is not None and stall > DATA_STALL.bound else ""
+    yield Finding(folder.name, DATA_STALL, stall, f"mean of {len(stalls)} steps{reason}")
+
+
+def _why_data_stalls(folder: UPath, steps: Iterable[Mapping[str, Any]]) -> str:
+    """Return what bounds the reading of the steps, and what to do."""
+    readings = [ReadingRecord.model_validate(step["reading"]) for step in steps if "reading" in step]
+    if not readings:
+        return ""
+    is_auto = load_stored_recipe(str(folder / CONFIG_FILE)).train.loader.num_workers == "auto"
+    return f", {reduce(operator.add, readings)}{'' if is_auto else ': set train.loader.num_workers=auto'}"
 
 
 def _of_search(folder: UPath) -> Iterator[Finding]:

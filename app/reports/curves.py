@@ -9,7 +9,7 @@ from upath import UPath
 from app.artifacts import METRICS_FILE
 from app.conditional import GrowingFile
 from app.pages.content import MAX_POINTS, Chart, Kind, Series, thin
-from app.telemetry.record import numbers, parse_line
+from app.telemetry.record import ReadingRecord, numbers, parse_line
 
 Of = Literal["step", "epoch"]
 
@@ -37,6 +37,8 @@ class Curves:
 
     of_steps: dict[str, Curve] = field(default_factory=dict)
     of_epochs: dict[str, Curve] = field(default_factory=dict)
+    reading: ReadingRecord | None = None
+    """How the micro-batches of all steps were read."""
 
     def add(self, lines: bytes) -> None:
         """Add whole lines of ``metrics.jsonl``. A line that cannot be parsed is skipped."""
@@ -47,6 +49,9 @@ class Curves:
             # The kind of a record is not written. Only epochs have been validated.
             curves = self.of_epochs if "val_loss" in entry else self.of_steps
             step = entry.pop("step")
+            if reading := entry.pop("reading", None):
+                record = ReadingRecord.model_validate(reading)
+                self.reading = self.reading + record if self.reading else record
             for name, value in numbers(entry).items():
                 curve = curves.setdefault(name, Curve())
                 curve.steps.append(step)

@@ -1,6 +1,7 @@
 """The page of a training run, from the files in its folder. The run may be under way."""
 
 from collections.abc import Iterable
+from statistics import fmean
 
 from upath import UPath
 
@@ -47,6 +48,8 @@ _PHASES = {
     "checkpoint": "checkpoints",
 }
 _SURVIVED = ("continued", "rolled_back")
+_MAX_STALL = 0.02
+"""Share of a step from which the wait for data is explained."""
 
 
 def training_page(path: UPath) -> Page:
@@ -138,6 +141,9 @@ def _add_time(page: Page, run: RunFolder, curves: Curves) -> None:
     page.add_bars(
         {name: (amount, f"{duration(amount)}, {percent(amount / whole)}") for name, amount in amounts.items()}
     )
+    stalls = curves.of_steps["data_stall"].values if "data_stall" in curves.of_steps else []
+    if stalls and curves.reading and fmean(stalls) > _MAX_STALL:
+        page.add_text(f"Training waited for data in {percent(fmean(stalls))} of a step: {curves.reading}.")
     workers = ", ".join(str(attempt.workers) for attempt in run.usage)
     page.add_facts({"workers" if len(run.usage) < 2 else "workers of each attempt": workers, **cost_of(run.usage)})
 

@@ -2,8 +2,10 @@
 
 import json
 import resource
+import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import orjson
 from pydantic import BaseModel, ConfigDict
@@ -76,6 +78,98 @@ class MemoryRecord(BaseModel):
 
     fragmentation: float | None = None
     """1 - peak / reserved: the share of the reserved memory that no tensor used at the peak."""
+
+
+Source = Literal["memory", "disk", "network"]
+"""Where samples are read from."""
+Bound = Literal["decoding", "cores", "memory", "disk", "network"]
+BOUNDS: dict[Bound, str] = {
+    "decoding": "decoding",
+    "cores": "CPU cores",
+    "memory": "free memory",
+    "disk": "the disk",
+    "network": "the network",
+}
+"""What may bound reading, in words."""
+
+
+_SCHEDULE = Path("/proc/thread-self/schedstat")
+
+
+class ReadAhead(NamedTuple):
+    """How samples are read ahead."""
+
+    processes: int
+    """0: the training process reads."""
+    prefetch: int
+    """Micro-batches that each of them reads ahead."""
+
+
+class ReadTime(NamedTuple):
+    """The time that reading took."""
+
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    """Seconds on a core."""
+    queued_s: float = 0.0
+    """Seconds ready to run, while others had the cores."""
+
+    def __add__(self, other: "ReadTime") -> "ReadTime":  # type: ignore[override]
+        return ReadTime(*(own + more for own, more in zip(self, other, strict=True)))
+
+    def __sub__(self, earlier: "ReadTime") -> "ReadTime":
+        return ReadTime(*(own - before for own, before in zip(self, earlier, strict=True)))
+
+    @classmethod
+    def now(cls, of_process: bool) -> Self:
+        """Return the clocks of this thread. ``of_process``: with the CPU time of all threads of the process."""
+        try:
+            # Nanoseconds on a core, nanoseconds ready to run, and turns: Documentation/scheduler/sched-stats.rst.
+            queued_s = int(_SCHEDULE.read_bytes().split()[1]) / 1e9
+        except (OSError, IndexError):  # only Linux counts it
+            queued_s = 0.0
+        return cls(time.monotonic(), time.process_time() if of_process else time.thread_time(), queued_s)
+
+
+NO_TIME = ReadTime()
+
+
+def bound_of(read: ReadTime, source: Source) -> Bound:
+    """Return what reading spends most of its time on."""
+    spent: dict[Bound, float] = {"decoding": read.cpu_s, "cores": read.queued_s}
+    if source != "memory":
+        spent[source] = read.seconds - read.cpu_s - read.queued_s
+    return max(spent, key=lambda bound: spent[bound])
+
+
+class ReadingRecord(BaseModel):
+    """How the first worker's micro-batches of a step were read. Those of several steps can be added, in order."""
+
+    processes: int
+    seconds: float
+    """Of all processes together, as are the next two."""
+    cpu_s: float
+    queued_s: float
+    source: Source
+    limit: Literal["cores", "memory"] | None = None
+    """What does not allow more processes, with ``train.loader.num_workers: auto``."""
+
+    def __add__(self, later: "ReadingRecord") -> "ReadingRecord":
+        read = self._time + later._time
+        return later.model_copy(update=read._asdict())
+
+    def __str__(self) -> str:
+        """Say what bounds reading, such as ``bound by decoding, read by 2 processes``."""
+        return f"bound by {BOUNDS[self.limit or bound_of(self._time, self.source)]}, {describe_readers(self.processes)}"
+
+    @property
+    def _time(self) -> ReadTime:
+        return ReadTime(self.seconds, self.cpu_s, self.queued_s)
+
+
+def describe_readers(processes: int) -> str:
+    """Say which processes read, such as ``read by 2 processes``."""
+    return {0: "read by the training process", 1: "read by 1 process"}.get(processes, f"read by {processes} processes")
 
 
 def memory_record(device: "torch.device") -> MemoryRecord:

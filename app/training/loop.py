@@ -149,6 +149,7 @@ class Loop:
                 seconds=seconds,
                 mfu=self.meter.utilisation(last, samples, seconds) if last else None,
                 samples=samples,
+                reading=self.feed.loader.take_reading(),
             )
         )
         self.profiler.step()

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from app.config import EarlyStoppingConfig, PlanConfig, TrainConfig
 from app.planner.prediction import Prediction
-from app.telemetry.record import MemoryRecord, Record
+from app.telemetry.record import MemoryRecord, ReadingRecord, Record
 from app.training.stop_request import StopRequest
 
 
@@ -32,6 +32,7 @@ class StepRecord(Record):
     """Model FLOPs utilisation of the first worker. None if it is unknown for the model or its device."""
     memory: MemoryRecord
     """Memory of the first worker."""
+    reading: ReadingRecord | None = None
 
 
 class EpochRecord(Record):

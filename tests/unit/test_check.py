@@ -9,6 +9,7 @@ from upath import UPath
 from app.config import dump_recipe, load_recipe
 from app.errors import StorageError
 from app.monitoring.check import Finding, findings
+from app.reports.training import training_page
 from app.runs import Result
 from tests.helpers import ROOT, run
 
@@ -44,6 +45,19 @@ def ask(expression: str) -> float | None:
     """Answer as Prometheus would: a first answer in 40 ms, a target of 20 ms, a p99 of 30 ms."""
     known = {"first_answer": 0.04, "latency_target": 0.02, "histogram_quantile(0.99": 0.03}
     return next(value for name, value in known.items() if name in expression)
+
+
+def test_a_data_stall_is_explained(storage: UPath) -> None:
+    metrics = storage / "runs/train" / RUN / "metrics.jsonl"
+    reading = {"processes": 0, "seconds": 0.1, "cpu_s": 0.01, "queued_s": 0.02, "source": "network"}
+    entries = [json.loads(line) | {"reading": reading} for line in metrics.read_text(encoding="utf-8").splitlines()]
+    metrics.write_text("\n".join(map(json.dumps, entries)), encoding="utf-8")
+    stall = next(found for found in findings(storage, None, ask) if found.target.name == "data stall")
+    assert stall.source == (
+        "mean of 2 steps, bound by the network, read by the training process: set train.loader.num_workers=auto"
+    )
+    page = training_page(storage / "runs/train" / RUN).to_html()
+    assert "3.0 % of a step: bound by the network, read by the training process." in page
 
 
 def table(found: list[Finding]) -> dict[tuple[str, str], tuple[float | None, bool | None]]:

@@ -182,8 +182,15 @@ def test_a_runs_page_shows_mixed_samples_with_their_labels(tmp_path: Path) -> No
         ("breast_cancer", "{mix: {cutmix: 1.0}}", "cutmix is for images, .*set mixup instead"),
     ],
 )
-def test_inputs_that_cannot_be_masked_or_mixed_are_refused(recipe: str, changes: str, message: str) -> None:
-    given = load_recipe(ROOT / f"recipes/{recipe}.yaml", [f"train.augment={changes}", "storage=/nowhere"])
+def test_inputs_that_cannot_be_masked_or_mixed_are_refused(
+    recipe: str, changes: str, message: str, tmp_path: Path
+) -> None:
+    keys = [f"train.augment={changes}"]
+    if recipe == "reviews":
+        rows = "".join(f"a text with the number {number},{number % 2}\n" for number in range(40))
+        (tmp_path / "texts.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
+        keys.append(f"data.source={tmp_path / 'texts.csv'}")
+    given = load_recipe(ROOT / f"recipes/{recipe}.yaml", keys)
     with pytest.raises(RecipeError, match=message):
         augmentation_of(given.train, prepare(given))
 

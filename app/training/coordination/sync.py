@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from app.telemetry.record import ReadingRecord
 from app.training.engine import StepResult
 from app.training.stop_request import StopRequest
 from app.training.worker import Worker
@@ -36,6 +37,8 @@ class LocalStep:
     """Model FLOPs utilisation."""
     samples: int
     """Samples of the global batch."""
+    reading: ReadingRecord | None = None
+    """How its micro-batches were read."""
 
 
 @dataclass(frozen=True)

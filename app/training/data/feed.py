@@ -1,6 +1,8 @@
 """One worker's share of the data: micro-batches on its device, read ahead of time if the recipe says so."""
 
 import math
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -16,9 +18,11 @@ from app.data.augmentation import Augmentation, augmentation_of
 from app.data.labelled import LabelledDataset
 from app.data.prepared import IGNORED, Batch, Dataset, PreparedData, padded_lengths_of
 from app.models.precision import TORCH_DTYPES
+from app.telemetry.record import NO_TIME, ReadAhead, ReadingRecord, ReadTime, Source
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
 from app.training.data.batches import DataRank, Indices, SampleOrder, groups_of, shards_of, validation_batches
+from app.training.data.reading import ReadingControl, Resources
 from app.training.data.streams import sharded_validation_batches
 from app.training.worker import Worker, seed_random
 
@@ -36,6 +40,8 @@ class MicroBatch:
     taught: Tensor | None = None
     weight: float | None = None
     """Weight of its mean loss in the step. None: its share of the samples."""
+    read: ReadTime = NO_TIME
+    """The time that reading it took, where it was read."""
 
     def to(self, device: torch.device, config: TrainConfig) -> "MicroBatch":
         """Return it on ``device``, with floating-point inputs in the precision of training."""
@@ -45,13 +51,14 @@ class MicroBatch:
             for name, tensor in self.inputs.items()
         }
         taught = None if self.taught is None else self.taught.to(device, non_blocking=True)
-        return MicroBatch(inputs, self.targets.to(device, non_blocking=True), taught, self.weight)
+        targets = self.targets.to(device, non_blocking=True)
+        return replace(self, inputs=inputs, targets=targets, taught=taught)
 
     def pin_memory(self) -> "MicroBatch":
         """Return it in page-locked memory, from which a GPU copies while it computes. torch's loader calls this."""
         inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
         taught = None if self.taught is None else self.taught.pin_memory()
-        return MicroBatch(inputs, self.targets.pin_memory(), taught, self.weight)
+        return replace(self, inputs=inputs, targets=self.targets.pin_memory(), taught=taught)
 
 
 @dataclass(frozen=True)
@@ -89,16 +96,17 @@ class Feed:
     loader: "Loader" = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loader = Loader(self.data, self.config, self.worker.device, self.activity)
+        self.loader = Loader(self.data, self.config, self.worker, self.activity)
 
     def train(self, epoch: int, batch_numbers: Sequence[int]) -> Iterator[MicroBatch]:
         """Yield the micro-batches of these global batches of ``epoch``, in order."""
         accumulation, weigh = self.layout.gradient_accumulation, self._weigher(epoch)
-        return self.loader.read(
+        requests = (
             self._request("train", epoch, number * accumulation + place, *part, weigh(part[0], number))
             for number in batch_numbers
             for place, part in enumerate(self._parts(epoch, number))
         )
+        return self.loader.read(requests, is_training=True)
 
     def _parts(self, epoch: int, number: int) -> list[tuple[Indices, Indices | None]]:
         """Return this rank's micro-batches of a global batch, each with the samples that its own are mixed with."""
@@ -134,9 +142,7 @@ class Feed:
     def close(self) -> None:
         """End the loader's processes, and drop downloads of shards that have not begun."""
         self.loader.close()
-        for samples in (self.data.train, self.data.validation):
-            if shards := shards_of(samples):
-                shards.close()
+        self.loader.end_downloads()
 
     def _weigher(self, epoch: int) -> Callable[[Indices, int], float | None]:
         """Return a function that weighs a micro-batch of a global batch by its targets, where samples differ in them.
@@ -194,55 +200,122 @@ class Feed:
 class Loader:
     """Reads micro-batches onto the worker's device.
 
-    Its processes live as long as the run, so each gets the dataset only once, whatever the start method.
+    Its processes live as long as the run, so each gets the dataset only once, whatever the start method. Only
+    ``num_workers: auto`` starts others in their place.
     """
 
-    def __init__(self, data: PreparedData, config: TrainConfig, device: torch.device, activity: Activity) -> None:
+    def __init__(self, data: PreparedData, config: TrainConfig, worker: Worker, activity: Activity) -> None:
         self.last: MicroBatch | None = None
         """The micro-batch that was read last."""
-        self._config, self._device, self._activity = config, device, activity
+        self._config, self._worker, self._activity = config, worker, activity
+        self._reader = _Reader(data, augmentation_of(config, data) if config.augment else None)
+        self._shards = [shards for split in (data.train, data.validation) if (shards := shards_of(split))]
+        sources: list[Source] = ["disk" if shards.is_local else "network" for shards in self._shards]
+        self._source: Source = sources[0] if sources else "memory"
         self._requests = _Requests()
         self._batches: Iterator[MicroBatch] = iter(())
-        workers = config.loader.num_workers
-        self._loader: DataLoader[MicroBatch] | None = DataLoader(
-            _Reader(data, augmentation_of(config, data) if config.augment else None),
+        self._control: ReadingControl | None = None
+        processes, prefetch = config.loader.num_workers, config.loader.prefetch_factor
+        if processes == "auto":
+            processes = 0
+            # torch advises against more processes than cores, whatever they wait for.
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            resources = Resources.of_machine(worker.device)
+            self._control = ReadingControl(resources, self._source, ReadAhead(processes, prefetch))
+        self._setting, self._read = ReadAhead(processes, prefetch), NO_TIME
+        self._loader: DataLoader[MicroBatch] | None = self._open()
+
+    def _open(self) -> DataLoader[MicroBatch]:
+        processes, prefetch = self._setting
+        return DataLoader(
+            self._reader,
             # A request is a whole micro-batch already.
             batch_size=None,
             sampler=self._requests,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            prefetch_factor=config.loader.prefetch_factor if workers else None,
-            pin_memory=device.type == "cuda",
+            num_workers=processes,
+            persistent_workers=processes > 0,
+            prefetch_factor=prefetch if processes else None,
+            pin_memory=self._worker.device.type == "cuda",
             # Its own generator: a draw from torch's default one would change what a resumed run computes.
-            generator=torch.Generator().manual_seed(config.seed),
+            generator=torch.Generator().manual_seed(self._config.seed),
         )
 
-    def read(self, requests: Iterable[BatchRequest]) -> Iterator[MicroBatch]:
+    def read(self, requests: Iterable[BatchRequest], is_training: bool = False) -> Iterator[MicroBatch]:
         """Yield a micro-batch for each request. Unread micro-batches of earlier requests are dropped."""
-        assert self._loader is not None
-        self._requests.next = requests
-        self._batches = iter(self._loader)
+        control = self._control if is_training else None
+        remaining = iter(requests)
         while True:
+            assert self._loader is not None
+            self._requests.begin(remaining)
+            self._batches = iter(self._loader)
+            yield from self._read_begun(control, is_training)
+            if control is None or control.setting == self._setting:
+                return
+            # All that the processes had begun to read is read. Others take the next request.
+            self._setting = control.setting
+            self.close()
+            # A process that is forked while a thread downloads would hold the lock of that shard for good.
+            self.end_downloads()
+            self._loader = self._open()
+
+    def _read_begun(self, control: ReadingControl | None, is_training: bool) -> Iterator[MicroBatch]:
+        """Yield micro-batches until there is no other request, or ``control`` changes how to read."""
+        ready = None
+        while True:
+            began = time.monotonic()
             with self._activity.phase(Phase.DATA):
                 batch = next(self._batches, None)
             if batch is None:
                 return
-            self.last = batch.to(self._device, self._config)
+            before, ready = ready, time.monotonic()
+            if is_training:
+                self._read += batch.read
+            # The first one waits for processes that start.
+            if control and before is not None and control.setting == self._setting:
+                num_bytes = sum(tensor.nbytes for tensor in batch.inputs.values())
+                line = control.observe(ready - began, ready - before, batch.read, num_bytes)
+                if line is not None:
+                    self._worker.print(line)
+                self._requests.has_ended = control.setting != self._setting
+            self.last = batch.to(self._worker.device, self._config)
             yield self.last
+
+    def take_reading(self) -> ReadingRecord:
+        """Return how the micro-batches of training since the last call were read."""
+        read, self._read = self._read, NO_TIME
+        return ReadingRecord(
+            processes=self._setting.processes,
+            **read._asdict(),
+            source=self._source,
+            limit=self._control.limit if self._control else None,
+        )
 
     def close(self) -> None:
         """End the processes. torch ends them when the last reference is dropped."""
         self._loader, self._batches = None, iter(())
+
+    def end_downloads(self) -> None:
+        """Wait for downloads of shards, and drop those that have not begun."""
+        for shards in self._shards:
+            shards.close()
 
 
 class _Requests(Sampler[BatchRequest]):
     """The requests that the loader reads next."""
 
     def __init__(self) -> None:
-        self.next: Iterable[BatchRequest] = ()
+        self.has_ended = False
+        """Whether the loader is to read no more of them."""
+        self._next: Iterator[BatchRequest] = iter(())
+
+    def begin(self, requests: Iterator[BatchRequest]) -> None:
+        """Read these from now on."""
+        self._next, self.has_ended = requests, False
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        return iter(self.next)
+        requests = self._next
+        while not self.has_ended and (request := next(requests, None)) is not None:
+            yield request
 
 
 class _Reader(TorchDataset[MicroBatch]):
@@ -253,9 +326,11 @@ class _Reader(TorchDataset[MicroBatch]):
         self._augmentation = augmentation
 
     def __getitem__(self, request: BatchRequest) -> MicroBatch:
-        if get_worker_info() is not None:
+        reads_ahead = get_worker_info() is not None
+        if reads_ahead:
             # Only the loader's own processes are seeded. Checkpoints save the random state of the training process.
             seed_random(int(np.random.SeedSequence(request.entropy).generate_state(1, np.uint64)[0]))
+        began = ReadTime.now(of_process=reads_ahead)
         # An empty batch has the shape of one sample that does not count, because some ranks must compute along.
         batch = self._read(request)
         inputs = {name: torch.from_numpy(given) for name, given in batch.inputs.items() if name not in batch.absent}
@@ -263,7 +338,7 @@ class _Reader(TorchDataset[MicroBatch]):
         taught = None if batch.taught is None else torch.from_numpy(batch.taught)
         if not request.indices:
             targets = torch.full_like(targets, math.nan if targets.is_floating_point() else IGNORED)
-        return MicroBatch(inputs, targets, taught, request.weight)
+        return MicroBatch(inputs, targets, taught, request.weight, ReadTime.now(of_process=reads_ahead) - began)
 
     def _read(self, request: BatchRequest) -> Batch:
         samples = self._splits[request.split]

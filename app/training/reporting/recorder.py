@@ -92,6 +92,7 @@ class Recorder:
                     tokens_per_s=samples_per_s * self.tokens_per_sample if self.tokens_per_sample else None,
                     mfu=step.mfu,
                     memory=memory,
+                    reading=step.reading,
                 )
                 for number, (step, loss) in enumerate(zip(synced.steps, synced.losses, strict=True))
             )
