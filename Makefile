@@ -105,6 +105,7 @@ bench-many: $(INSTALLED_BENCH)
 
 bench-data: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.data
+	@$(BIN)/python -m benchmarks.data.pictures
 
 bench-monitoring: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.monitoring

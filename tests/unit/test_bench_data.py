@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pyarrow.parquet as pq
+from PIL import Image
 
+from benchmarks.data import pictures
 from benchmarks.data.__main__ import _reading_goals
 from benchmarks.data.batches import BUDGET, GROUPED, RANDOM, Trained, page
 from benchmarks.data.corpus import write_texts
@@ -45,3 +47,15 @@ def test_batches_are_compared_by_useful_tokens_and_validation() -> None:
     assert "| useful tokens/s, to random batches | ≥ 1.5 | 1.60 | reached |" in text
     assert "| the same, to batches sorted in groups | – | 1.07 | – |" in text
     assert "| val_accuracy below that of random | ≤ 0.01 | +0.0200 | **missed** |" in text
+
+
+def test_pictures_are_jpegs_in_folders_of_labels_and_the_goal_is_a_share_of_decoding(tmp_path: Path) -> None:
+    num_bytes = pictures.write_pictures(tmp_path, 20)
+    files = sorted(tmp_path.glob("*/*.jpg"))
+    assert len(files) == 20
+    assert len({file.parent for file in files}) == 10
+    assert sum(file.stat().st_size for file in files) == num_bytes
+    with Image.open(files[0]) as image:
+        assert image.size == (224, 224)
+    assert "| 0.95 | reached |" in pictures.page([90.0, 95.0, 99.0], [100.0], 20, num_bytes, cores=2)
+    assert "| 0.80 | **missed** |" in pictures.page([80.0], [100.0], 20, num_bytes, cores=2)
