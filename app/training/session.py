@@ -38,6 +38,7 @@ from app.training.coordination.watchdog import Watchdog
 from app.training.data.batches import count_steps, order_of
 from app.training.data.feed import Feed
 from app.training.engine import TrainingEngine, create_engine
+from app.training.engine.deepspeed_internals import restore_linear
 from app.training.loop import Loop
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.meter import Meter
@@ -171,6 +172,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     total_steps = count_steps(config, order)
     # One process looks for a checkpoint, so that all build the model in the same way.
     is_resumed = bool(on_first(CheckpointStore(run_folder / CHECKPOINTS).committed))
+    stack.callback(restore_linear)
     engine, meter = _make_engine(recipe, data, layout, total_steps, worker, activity, is_resumed)
     # Otherwise its gradient hooks keep the model alive until the process ends.
     stack.callback(engine.deepspeed.destroy)

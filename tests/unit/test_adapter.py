@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from peft import PeftModel
 from torch import nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from upath import UPath
 
@@ -95,6 +96,7 @@ def test_every_zero_stage_starts_from_the_folder_and_trains_the_same(adapter: st
     folder, source = write_decoder(tmp_path / "decoder"), documents(tmp_path / "documents")
     small = "train.deepspeed={zero_optimization: {stage3_param_persistence_threshold: 0}}"
     losses = {}
+    linear = functional.linear
     for stage in range(4):
         keys = [*LANGUAGE, source, "train.early_stopping=null", "train.global_batch_size=4", "train.optimizer.lr=0.01"]
         plan = [f"train.plan={{zero_stage: {stage}}}", small, f"model.adapter={adapter}", f"storage={tmp_path / 's'}"]
@@ -106,6 +108,7 @@ def test_every_zero_stage_starts_from_the_folder_and_trains_the_same(adapter: st
     assert losses[0][-1] < losses[0][0]
     for stage in range(1, 4):
         assert losses[stage] == pytest.approx(losses[0], rel=1e-4)
+    assert functional.linear is linear  # DeepSpeed replaces it for the process
 
 
 @pytest.mark.parametrize("stage", [1, 3])

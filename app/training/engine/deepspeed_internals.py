@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
+from torch.nn import functional
 
 from app.errors import TrainingError
 
@@ -136,6 +137,17 @@ def partition_like(first: Any, parameter: nn.Parameter) -> None:
     A call of ``zero.Init`` for each parameter would read the configuration and set up its groups each time.
     """
     first.convert_to_zero_parameters(param_list=[parameter])
+
+
+def restore_linear() -> None:
+    """Undo DeepSpeed's replacement of ``torch.nn.functional.linear``, which ZeRO 3 makes for the whole process.
+
+    DeepSpeed leaves it in place. Later models of the process, such as the next trial's, would compute with it, and
+    could not be traced as PyTorch's own.
+    """
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Replaced
+
+    functional.linear = getattr(Replaced, "linear_bk", functional.linear)
 
 
 # After weights, state and counters were written into the engine. DeepSpeed does these only in its own
