@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
-from torch.nn import functional
 
 from app.errors import TrainingError
 
@@ -85,8 +84,7 @@ def _held_under_zero_3(optimizer: Any, parameter: Any) -> HeldPart | None:
     length = max(0, min(size, parameter.ds_numel - start))  # the last partition is padded
     if not length:
         return None
-    # A frozen parameter has no master. Its own partition is all that there is.
-    if not parameter.requires_grad:
+    if not parameter.requires_grad:  # A frozen parameter has no master.
         return HeldPart(parameter.ds_tensor, 0, start, length, is_partition=True)
     group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     return HeldPart(optimizer.fp32_partitioned_groups_flat[group], offset, start, length, is_partition=True)
@@ -140,18 +138,13 @@ def partition_like(first: Any, parameter: nn.Parameter) -> None:
 
 
 def restore_linear() -> None:
-    """Undo DeepSpeed's replacement of ``torch.nn.functional.linear``, which ZeRO 3 makes for the whole process.
-
-    DeepSpeed leaves it in place. Later models of the process, such as the next trial's, would compute with it, and
-    could not be traced as PyTorch's own.
-    """
+    """Undo ZeRO 3's replacement of ``torch.nn.functional.linear``. DeepSpeed leaves it in place for later models."""
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Replaced
 
-    functional.linear = getattr(Replaced, "linear_bk", functional.linear)
+    nn.functional.linear = getattr(Replaced, "linear_bk", nn.functional.linear)
 
 
-# After weights, state and counters were written into the engine. DeepSpeed does these only in its own
-# ``load_checkpoint``.
+# After weights, state and counters were written. DeepSpeed does these only in its own ``load_checkpoint``.
 
 
 @torch.no_grad()
@@ -323,9 +316,7 @@ def wrap_instructions(engine: Any, wrap: Callable[[Any, Callable[..., None]], Ca
 
     Inside ``train_batch`` there is no other way to see which phase a stage is in.
     """
-    engine._INSTRUCTION_MAP = {
-        instruction: wrap(instruction, function) for instruction, function in engine._INSTRUCTION_MAP.items()
-    }
+    engine._INSTRUCTION_MAP = {kind: wrap(kind, function) for kind, function in engine._INSTRUCTION_MAP.items()}
 
 
 def forget_last_loss(engine: Any) -> None:
