@@ -22,15 +22,7 @@ from app.config.compile import (
     ObjectiveConfig,
 )
 from app.config.curriculum import CurriculumConfig
-from app.config.data import (
-    CleanConfig,
-    ColumnsConfig,
-    DataConfig,
-    FieldConfig,
-    ImageConfig,
-    ShardsConfig,
-    TokenizerConfig,
-)
+from app.config.data import CleanConfig, DataConfig, ImageConfig, ShardsConfig, TokenizerConfig
 from app.config.layout import Layout
 from app.config.loading import (
     dump_recipe,
@@ -59,6 +51,7 @@ from app.config.recipe import (
 )
 from app.config.rollout import Percent, Role
 from app.config.serve import BatchingConfig, ServeConfig, TensorParallelConfig, TlsConfig
+from app.config.sources import ColumnsConfig, FieldConfig, SourceConfig
 from app.config.tracking import TrackingConfig, WandbConfig
 from app.config.train import (
     CheckpointConfig,
@@ -128,6 +121,7 @@ __all__ = [
     "ServeConfig",
     "Setting",
     "ShardsConfig",
+    "SourceConfig",
     "StopConfig",
     "TeacherConfig",
     "TensorParallelConfig",

@@ -4,7 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, PositiveInt, field_validator, model_validator
 
-from app.config.section import IMPORT_STRING, Section
+from app.config.section import Section
+from app.config.sources import ColumnsConfig, SourceConfig, join_sources, require_consistent
 
 
 class CleanConfig(Section):
@@ -42,63 +43,6 @@ class CleanConfig(Section):
         if self.min_length and self.max_length and self.min_length > self.max_length:
             raise ValueError(f"min_length {self.min_length} is more than max_length {self.max_length}: swap them")
         return self
-
-
-class FieldConfig(Section):
-    """A field of samples that have several, such as a text with a picture."""
-
-    kind: Annotated[str, Field(pattern=rf"^(text|image|row|{IMPORT_STRING})$")] = Field(
-        description="text; image: the column has the path or URI of a file; row: numbers and categories of several "
-        "columns; or the import path of a processor of your own, whose column has the path or URI of a file"
-    )
-    column: str | None = Field(default=None, description="column of the field; default: the field's name")
-    columns: Annotated[list[str], Field(min_length=1)] | None = Field(
-        default=None, description="for kind row, in place of column: the columns that are read"
-    )
-
-    @model_validator(mode="after")
-    def _row_has_columns(self) -> Self:
-        if self.kind == "row" and (self.columns is None or self.column is not None):
-            raise ValueError("kind row reads several columns: name them in columns, and leave column out")
-        if self.kind != "row" and self.columns is not None:
-            raise ValueError(f"columns is for kind row, and kind {self.kind} reads one: name it in column")
-        return self
-
-
-class ColumnsConfig(Section):
-    """The columns of a csv, jsonl or parquet source."""
-
-    input: str = Field(default="text", description="column of the text")
-    label: str = Field(
-        default="label", description="column of the class, the number or the labels; language modelling has none"
-    )
-    separator: Annotated[str, Field(min_length=1)] = Field(
-        default="|", description="for several labels in one text: what is between them"
-    )
-    features: Annotated[list[str], Field(min_length=1)] | None = Field(
-        default=None, description="for tabular tasks: columns that the model reads; default: all but label"
-    )
-    categories: list[str] = Field(
-        default=[],
-        description="for tabular and multimodal tasks: columns of categories although they look like numbers, such as "
-        "postal codes",
-    )
-    fields: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], FieldConfig] = Field(
-        default={},
-        description="for multimodal tasks: fields of a sample, by the name that predict takes, each with its kind",
-    )
-    anchor: str = Field(default="anchor", description="for sentence-embedding: column of a text, such as a question")
-    positive: str = Field(
-        default="positive",
-        description="for sentence-embedding: column of the text that belongs to it, such as the answer",
-    )
-    tokens: str = Field(default="tokens", description="for token-classification: field of a text's words, a list")
-    tags: str = Field(default="tags", description="for token-classification: field of the class of each of these words")
-    spans: str = Field(
-        default="spans",
-        description="for token-classification, in place of tokens and tags: field of a list of {start, end, label}, in "
-        "characters of the text in the field input",
-    )
 
 
 class TokenizerConfig(Section):
@@ -184,7 +128,16 @@ class DataConfig(Section):
     source: str = Field(
         description="builtin:NAME, or a path or URI of a csv, jsonl or parquet file; of an image folder with one "
         "subfolder a class, or with IDX files named as MNIST's are; for language modelling also of a text file or a "
-        "folder of files"
+        "folder of files; left out with sources"
+    )
+    sources: list[SourceConfig] = Field(
+        default=[],
+        description="in place of source, for labelled samples and language modelling: several sources, mixed by weight",
+    )
+    temperature: Annotated[float, Field(ge=1.0)] = Field(
+        default=1.0,
+        description="for sources without weights: their shares follow size^(1/temperature); 1: as they are, more: "
+        "smaller sources come more often",
     )
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         default=0.1, description="share of the examples, or for language modelling of the documents"
@@ -225,6 +178,44 @@ class DataConfig(Section):
         default=None,
         description="with shards: column whose rows with equal values stay in one split; default: each row on its own",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sources_have_a_name(cls, given: object) -> object:
+        """Name all sources in ``source``."""
+        if not isinstance(given, dict) or not given.get("sources") or given.get("source") is not None:
+            return given
+        sources = [SourceConfig.model_validate(source) for source in given["sources"]]
+        return given | {"source": join_sources(sources)}
+
+    @model_validator(mode="after")
+    def _sources_can_be_mixed(self) -> Self:
+        if not self.sources:
+            if self.temperature != 1.0:
+                raise ValueError(
+                    f"temperature is {self.temperature}, which only sources have: give them, or leave it out"
+                )
+            return self
+        if self.source != join_sources(self.sources):
+            raise ValueError(f"source is {self.source!r} and there are sources: leave source out, or set it to null")
+        require_consistent(self.sources)
+        if self.temperature != 1.0 and self.sources[0].weight is not None:
+            raise ValueError(f"temperature is {self.temperature}, and sources have weights: leave one of them out")
+        for key, is_set in (("shards", self.shards), ("sampling balanced", self.sampling != "natural")):
+            if is_set:
+                raise ValueError(f"sources are mixed in memory, by weight: leave them or {key} out")
+        if not self.clean.deduplicate:
+            raise ValueError(
+                "clean.deduplicate is false, and a row of two sources would have two origins: leave it out"
+            )
+        return self
+
+    def each_source(self) -> list["DataConfig"]:
+        """Return the section for each source alone."""
+        if not self.sources:
+            return [self]
+        given = [(one.source, one.columns or self.columns) for one in self.sources]
+        return [self.model_copy(update={"source": uri, "columns": own, "sources": []}) for uri, own in given]
 
     @model_validator(mode="after")
     def _shards_can_be_made(self) -> Self:

@@ -260,6 +260,17 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _sources_are_mixed_by_one_order(self) -> Self:
+        if not self.data.sources:
+            return self
+        if self.task in (CHAT, SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION, *MULTIMODAL):
+            raise ValueError(f"data.sources are not for task {self.task} yet: give one source")
+        for key in ("curriculum", "tokens_per_batch"):
+            if getattr(self.train, key) is not None:
+                raise ValueError(f"data.sources and train.{key} each order the samples: leave one of them out")
+        return self
+
+    @model_validator(mode="after")
     def _token_batches_have_every_sample_once(self) -> Self:
         if self.train.tokens_per_batch is not None and self.data.sampling != "natural":
             raise ValueError(

@@ -11,13 +11,26 @@ from app.data.examples import CleaningReport, Reason
 from app.data.sources import TABLE_SUFFIXES, Source, find_builtin, open_source
 
 
-def load_documents(config: DataConfig) -> tuple[list[str], CleaningReport]:
-    """Read and clean every document of ``config.source``, in the order of their names.
+def load_documents(config: DataConfig) -> tuple[list[str], list[int], CleaningReport]:
+    """Read and clean every document of the recipe's sources, in the order of their names.
+
+    The list beside the documents has the place of the source of each.
 
     Raises:
         DataError: the source does not exist, or a table cannot be read.
     """
-    return clean_documents(_read(config), config.clean)
+    origin_of: dict[str, int] = {}
+
+    def read_all() -> Iterator[bytes | str]:
+        for place, one in enumerate(config.each_source()):
+            for content in _read(one):
+                if config.sources and (text := _decode(content)) is not None:
+                    # Cleaning keeps the first of equal documents.
+                    origin_of.setdefault(text, place)
+                yield content
+
+    documents, report = clean_documents(read_all(), config.clean)
+    return documents, [origin_of.get(document, 0) for document in documents], report
 
 
 def clean_documents(contents: Iterable[bytes | str], config: CleanConfig) -> tuple[list[str], CleaningReport]:

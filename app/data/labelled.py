@@ -12,6 +12,7 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import Examples, Input, clean
+from app.data.origins import Origins
 from app.data.prepared import SHARDS_FILE, Batch, Columns, KeptSplit, ShardedSamples, SplitData
 from app.data.processor import GroupingProcessor, PaddingProcessor, PretrainedProcessor, Processor
 from app.data.sources import load_examples, load_test_examples
@@ -169,8 +170,7 @@ def prepare(
         DataError: the source cannot be read, has inputs or labels of a kind that the task does not take, or has too few
             examples.
     """
-    examples = load_examples(config, processor_type.modality)
-    _require_modality(examples, processor_type, f"data.source {config.source!r}")
+    examples, origin_of = _load_sources(config, processor_type)
     # The test inputs come first, because cleaning drops the examples that are among them.
     test_examples = _load_test_source(config, processor_type, targets_type) if config.test_source else None
     in_test = frozenset(test_examples.inputs if test_examples else ())
@@ -191,7 +191,25 @@ def prepare(
         processor,
         report,
         LabelledDataset(test, processor, targets) if test else None,
+        Origins.of(config, *([origin_of.get(item, 0) for item in part.inputs] for part in (train, validation))),
     )
+
+
+def _load_sources(config: DataConfig, processor_type: type[Processor]) -> tuple[Examples, dict[Input, int]]:
+    """Return the examples of all sources, and the place of the source of each input if there are several."""
+    inputs: list[Input] = []
+    labels: list[str] = []
+    origin_of: dict[Input, int] = {}
+    for place, one in enumerate(config.each_source()):
+        examples = load_examples(one, processor_type.modality)
+        _require_modality(examples, processor_type, f"data.source {one.source!r}")
+        inputs += examples.inputs
+        labels += examples.labels
+        if config.sources:
+            for item in examples.inputs:
+                # Cleaning keeps the first of equal inputs, without the white space around texts.
+                origin_of.setdefault(item.strip() if isinstance(item, str) else item, place)
+    return Examples(processor_type.modality, inputs, labels), origin_of
 
 
 def fit_processor(

@@ -15,6 +15,7 @@ from app.checksums import write_checksums
 from app.config import DataConfig
 from app.data.documents import load_documents
 from app.data.examples import CleaningReport
+from app.data.origins import Origins
 from app.data.prepared import Batch
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
@@ -64,6 +65,8 @@ class LanguageData:
     validation: TokenBlocks
     tokenizer: LanguageTokenizer
     report: CleaningReport
+    origins: Origins | None = None
+    """The source of each block, if there are several."""
 
     @property
     def facts(self) -> Mapping[str, int]:
@@ -103,6 +106,8 @@ class LanguageData:
             buffer = io.BytesIO()
             np.save(buffer, blocks.tokens, allow_pickle=False)
             write_atomically(folder / f"{name}.npy", buffer.getvalue())
+        if self.origins:
+            self.origins.save(folder)
         self.save_codec(folder)
         self.report.save(folder)
         write_checksums(folder)
@@ -119,7 +124,7 @@ class LanguageData:
             TokenBlocks(_load_tokens(folder / f"{name}.npy"), tokenizer.facts["max_length"])
             for name in ("train", "validation")
         )
-        return cls(train, validation, tokenizer, CleaningReport.load(folder))
+        return cls(train, validation, tokenizer, CleaningReport.load(folder), Origins.load(folder))
 
 
 def prepare(config: DataConfig, pretrained: str | None = None) -> LanguageData:
@@ -130,21 +135,41 @@ def prepare(config: DataConfig, pretrained: str | None = None) -> LanguageData:
     Raises:
         DataError: the source cannot be read, or has too little text for both splits.
     """
-    documents, report = load_documents(config)
-    train, validation = split_documents(documents, config)
+    documents, origins, report = load_documents(config)
+    parts = split_documents(list(zip(documents, origins, strict=True)), config)
+    train = [document for document, _ in parts[0]]
     tokenizer = (
         LanguageTokenizer.fit(train, config)
         if pretrained is None
         else LanguageTokenizer.from_pretrained(open_pretrained(pretrained), config)
     )
-    blocks = [TokenBlocks(tokenizer.join(part), config.block_length) for part in (train, validation)]
+    made = [_blocks_of(part, tokenizer, config) for part in parts]
+    blocks = [part for part, _ in made]
     for part, name in zip(blocks, ("training", "validation"), strict=True):
         if not len(part):
             raise DataError(
                 f"data.source {config.source!r} has {len(part.tokens)} tokens in its {name} documents, too few for "
                 f"one block: give more text, or lower data.block_length, which is {config.block_length}"
             )
-    return LanguageData(blocks[0], blocks[1], tokenizer, report)
+    return LanguageData(blocks[0], blocks[1], tokenizer, report, Origins.of(config, *(found for _, found in made)))
+
+
+def _blocks_of(
+    documents: Sequence[tuple[str, int]], tokenizer: LanguageTokenizer, config: DataConfig
+) -> tuple[TokenBlocks, list[int]]:
+    """Return the blocks of documents with their origins, and the origin of each block. No block has two origins."""
+    length = config.block_length
+    parts: list[Tokens] = []
+    origins: list[int] = []
+    for place in range(len(config.each_source())):
+        tokens = tokenizer.join([document for document, origin in documents if origin == place])
+        count = max(len(tokens) - 1, 0) // length
+        origins += [place] * count
+        # The last token is only a target; before another source it is the first of that.
+        is_last = place + 1 == len(config.each_source())
+        parts.append(tokens if is_last else tokens[: count * length])
+    joined: Tokens = np.concatenate(parts)
+    return TokenBlocks(joined, length), origins
 
 
 def split_documents(documents: Sequence[Document], config: DataConfig) -> tuple[list[Document], list[Document]]:

@@ -16,6 +16,7 @@ from upath import UPath
 from app.checksums import write_checksums
 from app.conditional import read
 from app.data.examples import CleaningReport
+from app.data.origins import Origins
 from app.data.processor import Processor
 from app.data.targets import Outputs
 from app.storage import write_atomically
@@ -219,6 +220,8 @@ class SplitData(ABC):
     report: CleaningReport
     test: KeptSplit | None = None
     """The test split, used once, on the published version. ``load`` leaves it out: see ``load_test``."""
+    origins: Origins | None = None
+    """The source of each sample, if there are several."""
 
     @classmethod
     @abstractmethod
@@ -273,6 +276,8 @@ class SplitData(ABC):
             parquet.write_table(pa.table(dict(split.columns)), buffer)
             write_atomically(folder / f"{name}.parquet", buffer.getvalue())
         save_padded_lengths(self.train, folder)
+        if self.origins:
+            self.origins.save(folder)
         self.save_codec(folder)
         self.report.save(folder)
         write_checksums(folder)
@@ -288,7 +293,8 @@ class SplitData(ABC):
         processor, targets = processor_type.load(folder), targets_type.load(folder)
         train, validation = (cls._read_split(folder, name, processor, targets) for name in (TRAIN, VALIDATION))
         load_padded_lengths(train, folder)
-        return cls(train, validation, targets, processor, CleaningReport.load(folder))
+        report, origins = CleaningReport.load(folder), Origins.load(folder)
+        return cls(train, validation, targets, processor, report, origins=origins)
 
     @classmethod
     def load_test(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> KeptSplit | None:

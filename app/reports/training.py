@@ -69,7 +69,7 @@ def training_page(path: UPath) -> Page:
     if augmented := AugmentedSamples.load(path):
         augmented.add_to(page)
     _add_evaluation(page, path)
-    _add_data(page, path)
+    _add_data(page, path, curves)
     _add_events(page, events)
     page.add_heading("Recipe")
     page.add_code(run.recipe_text, "Show the whole recipe, with every default")
@@ -212,7 +212,7 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
-def _add_data(page: Page, path: UPath) -> None:
+def _add_data(page: Page, path: UPath, curves: Curves) -> None:
     report = DataReport.load(path)
     if report is None:
         return
@@ -225,6 +225,7 @@ def _add_data(page: Page, path: UPath) -> None:
             "kept": f"{cleaning.kept:,}",
             **{f"dropped: {reason}": f"{count:,}" for reason, count in cleaning.reasons.items()},
             **{f"rows for {split}": f"{count:,}" for split, count in report.rows.items()},
+            **{f"trained on, of {name}": f"{count:,.0f}" for name, count in curves.total("source_samples.").items()},
         }
     )
     if cleaning.shown:

@@ -4,9 +4,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
+from torch import Tensor
 
 from app.config import TrainConfig
 from app.errors import NonFiniteLossError
@@ -17,6 +18,7 @@ from app.training.activity import Activity
 from app.training.checkpoints.manager import CheckpointManager
 from app.training.checkpoints.state import Position
 from app.training.coordination.sync import LocalStep, StepSync
+from app.training.data.batches import Indices
 from app.training.data.feed import Feed, MicroBatch
 from app.training.engine import TrainingEngine
 from app.training.engine.engine import average_buffers, sums_to_add
@@ -26,6 +28,9 @@ from app.training.reporting.recorder import Recorder
 from app.training.stop_request import StopRequest
 from app.training.worker import Worker
 from app.warnings import warn
+
+if TYPE_CHECKING:  # most runs have one source
+    from app.training.data.mixture import Mixture
 
 
 @dataclass
@@ -44,6 +49,8 @@ class Loop:
     profiler: StepProfiler
     activity: Activity
     events: EventLog
+    mixture: "Mixture | None" = None
+    """The sources, if there are several."""
     position: Position = field(default_factory=Position)
     records: list[EpochRecord] = field(default_factory=list)
 
@@ -191,6 +198,10 @@ class Loop:
         with self.activity.timed("validation"):
             validation = self._validate()
         record = self.recorder.make_epoch(position, validation, self.activity.take_totals())
+        if self.mixture:
+            trained = [n for n in range(position.batches_done) if (position.epoch, n) not in position.left_out]
+            seen = self.mixture.samples(self.feed.order, position.epoch, trained)
+            record = record.model_copy(update={"source_samples": seen})
         self.records.append(record)
         self.position = Position(step=position.step, epoch=position.epoch + 1, left_out=position.left_out)
         # This counts with the next epoch, because this one's record is in the checkpoint.
@@ -201,11 +212,22 @@ class Loop:
     def _validate(self) -> dict[str, float]:
         """Return ``val_loss`` and the metrics, after averaging the buffers of all workers. Each sample counts once."""
         average_buffers(self.engine)
-        sums = self.engine.evaluate(self._validation_batches())
-        own = sums_to_add(sums, self.feed.layout, self.worker.rank)
-        return self.engine.objective.values(self.worker.all_reduce(own))
+        if self.mixture is None:
+            return self.engine.objective.values(self._validation_sums())
+        parts = {
+            name: self._validation_sums(rows) for name, rows in self.mixture.validation_rows().items() if len(rows)
+        }
+        of_sources = {
+            f"val_loss_{name}": self.engine.objective.values(part)["val_loss"] for name, part in parts.items()
+        }
+        return self.engine.objective.values(torch.stack(list(parts.values())).sum(0)) | of_sources
 
-    def _validation_batches(self) -> Iterator[MicroBatch]:
-        for batch in self.feed.validation():
+    def _validation_sums(self, rows: Indices | None = None) -> Tensor:
+        """Return ``Objective.sums`` over the validation split, or these rows of it, of all workers."""
+        sums = self.engine.evaluate(self._validation_batches(rows))
+        return self.worker.all_reduce(sums_to_add(sums, self.feed.layout, self.worker.rank))
+
+    def _validation_batches(self, rows: Indices | None) -> Iterator[MicroBatch]:
+        for batch in self.feed.validation(rows):
             self.activity.begin(f"validation after step {self.position.step}")
             yield batch

@@ -56,6 +56,9 @@ class EpochRecord(Record):
     phase_s: dict[str, float] = Field(default={})
     """Seconds of the first worker: data, forward, backward, optimizer, rest_of_step, sync, validation, checkpoint."""
 
+    source_samples: dict[str, int] | None = None
+    """Samples of each source that the epoch was trained on. None unless there are several sources."""
+
     @property
     def metrics(self) -> dict[str, float]:
         """The loss and the metrics of the validation split, by their names ``val_NAME``."""

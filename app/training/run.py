@@ -37,7 +37,7 @@ from app.tasks.objective import class_weights
 from app.telemetry.profiler import PROFILE
 from app.training.augmented_samples import augmented_samples
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
-from app.training.data.batches import count_steps, order_of
+from app.training.data.batches import order_of
 from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
 from app.training.engine.deepspeed_engine import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
@@ -76,7 +76,7 @@ def prepare_run(
     # Again, because now it has the configuration of a pretrained model.
     recipe = run.recipe
     # This, ``augmentation_of``, ``_texts_of`` and ``class_weights`` are called for their errors only.
-    count_steps(recipe.train, order_of(recipe.train, data))
+    order_of(recipe.train, data)
     if isinstance(recipe.train.plan, AutoPlan):
         chosen = choose_plan(recipe, blueprint, data, partial(find_cluster, recipe.train))
         print(f"train.plan auto: {chosen.reason}", flush=True)
@@ -92,6 +92,8 @@ def prepare_run(
         run.recipe = recipe = with_resolved_teacher(recipe, data, run.storage)
         assert recipe.train.teacher
         print(f"teacher {recipe.train.teacher.model}: gives its logits for each batch", flush=True)
+    if recipe.data.sources:
+        _show_mixture(recipe, data)
     if recipe.train.curriculum:
         from app.training.difficulty import require_difficulty  # other runs do not need it
 
@@ -102,6 +104,20 @@ def prepare_run(
     if recipe.train.class_weights:
         class_weights(recipe.train.class_weights, data)
     return data
+
+
+def _show_mixture(recipe: Recipe, data: PreparedData) -> None:
+    """Print the share of each source. Raise RecipeError if one has none."""
+    from app.training.data.mixture import Mixture  # most runs have one source
+
+    mixture = Mixture.of(recipe.data, data)
+    if mixture is None:
+        raise RecipeError(
+            f"data.sources are not for task {recipe.task}, which prepares its data itself: give one source"
+        )
+    order_of(recipe.train, data, mixture=mixture)
+    shares = zip(mixture.names, mixture.shares.tolist(), strict=True)
+    print(f"data.sources: {', '.join(f'{name} {share:.1%}' for name, share in shares)} of an epoch", flush=True)
 
 
 def _blueprint_of(run: Run, data: PreparedData) -> Blueprint:

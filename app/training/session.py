@@ -6,9 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from upath import UPath
 
 from app.artifacts import CHECKPOINTS, FAILURE_FILE
@@ -35,7 +33,7 @@ from app.training.checkpoints.state import Position
 from app.training.checkpoints.store import CheckpointStore
 from app.training.coordination.sync import StepSync
 from app.training.coordination.watchdog import Watchdog
-from app.training.data.batches import count_steps, order_of
+from app.training.data.batches import SampleOrder, count_steps, order_of
 from app.training.data.feed import Feed
 from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.deepspeed_internals import restore_linear
@@ -167,8 +165,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     recipe, data, worker, stack = attempt.recipe, attempt.data, attempt.worker, attempt.stack
     run_folder, config, layout = attempt.run_folder, recipe.train, recipe.train.layout(worker.size)
     activity = Activity(watchdog.beat, watchdog.report_progress)
-    difficulty = _difficulty(recipe, data, run_folder) if config.curriculum else None
-    order = order_of(config, data, _classes_to_balance(data, recipe), difficulty)
+    order = _order_of(recipe, data, run_folder)
     total_steps = count_steps(config, order)
     # One process looks for a checkpoint, so that all build the model in the same way.
     is_resumed = bool(on_first(CheckpointStore(run_folder / CHECKPOINTS).committed))
@@ -207,22 +204,25 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
         profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank, metrics.profiled)),
         activity=activity,
         events=events,
+        mixture=getattr(order, "mixture", None),
     )
 
 
-def _classes_to_balance(data: PreparedData, recipe: Recipe) -> Sequence[int] | None:
-    """Return the class of each training sample; None unless all classes shall come equally often."""
-    if recipe.data.sampling == "natural":
-        return None
-    assert isinstance(data, LabelledData)  # recipes of other tasks are refused
-    return data.train.split.classes
+def _order_of(recipe: Recipe, data: PreparedData, run_folder: UPath) -> SampleOrder:
+    """Return the order of the training samples. Collective."""
+    classes, difficulty, mixture = None, None, None
+    if recipe.data.sampling != "natural":
+        assert isinstance(data, LabelledData)  # recipes of other tasks are refused
+        classes = data.train.split.classes
+    if recipe.train.curriculum:
+        from app.training.difficulty import recorded_difficulty  # other runs do not need it
 
+        difficulty = on_first(partial(recorded_difficulty, recipe, data, run_folder))
+    if recipe.data.sources:
+        from app.training.data.mixture import Mixture
 
-def _difficulty(recipe: Recipe, data: PreparedData, run_folder: UPath) -> NDArray[np.float32]:
-    """Return how hard each training sample is, the same in every worker. Collective."""
-    from app.training.difficulty import recorded_difficulty  # other runs do not need it
-
-    return on_first(partial(recorded_difficulty, recipe, data, run_folder))
+        mixture = Mixture.of(recipe.data, data)
+    return order_of(recipe.train, data, classes, difficulty, mixture)
 
 
 def _with_teacher(data: PreparedData, recipe: Recipe) -> PreparedData:

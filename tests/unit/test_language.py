@@ -65,7 +65,7 @@ def test_documents_that_cannot_teach_are_dropped() -> None:
 
 
 def test_the_standard_library_is_text_without_tests() -> None:
-    documents, report = load_documents(DataConfig(source="builtin:stdlib"))
+    documents, _, report = load_documents(DataConfig(source="builtin:stdlib"))
     assert report.kept == len(documents) > 400
     assert any(text.startswith('"""Random variable generators.') for text in documents)
     assert not any("class TestRandom" in text for text in documents)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from app.config import TrainConfig
 from app.data.prepared import Dataset, PreparedData, ShardedSamples
 from app.errors import TrainingError
+
+if TYPE_CHECKING:  # it builds on this module
+    from app.training.data.mixture import Mixture
 
 Indices = NDArray[np.int64]
 Lengths = NDArray[np.int64] | Sequence[int]
@@ -63,6 +66,7 @@ def order_of(
     data: PreparedData,
     classes: Sequence[int] | None = None,
     difficulty: NDArray[np.float32] | None = None,
+    mixture: "Mixture | None" = None,
 ) -> SampleOrder:
     """Return the order of a recipe's training samples.
 
@@ -71,6 +75,7 @@ def order_of(
         data: the prepared data.
         classes: the class of each sample, if all classes shall come equally often.
         difficulty: how hard each sample is, for a curriculum. Without it batches are of other samples, but as many.
+        mixture: the sources and their shares, for several sources. The same holds without it.
 
     Raises:
         RecipeError: batches are sized in tokens, and the samples have no length in tokens.
@@ -99,6 +104,10 @@ def order_of(
 
         lengths, size, seed = data.train.lengths, config.global_batch_size, config.seed
         return CurriculumOrder(lengths, size, seed, difficulty=difficulty, config=config.curriculum)
+    if mixture:
+        from app.training.data.mixture import MixedOrder  # it builds on this module
+
+        return MixedOrder(data.train.lengths, config.global_batch_size, config.seed, mixture=mixture)
     return MemoryOrder(data.train.lengths, config.global_batch_size, config.seed, classes)
 
 
@@ -175,11 +184,16 @@ def train_batches(
     # NumPy takes no negative seeds.
     generator = np.random.default_rng((seed % 2**64, epoch))
     shuffled = generator.permutation(len(lengths)) if classes is None else _balanced(np.asarray(classes), generator)
-    order = shuffled[: len(lengths) // batch_size * batch_size]
+    return sorted_batches(shuffled[: len(lengths) // batch_size * batch_size], lengths, batch_size, generator)
+
+
+def sorted_batches(order: Indices, lengths: Lengths, batch_size: int, generator: np.random.Generator) -> Indices:
+    """Return samples in batches, of shape (batches, batch_size), sorted by length within groups of batches."""
     group = np.arange(len(order)) // (BATCHES_PER_SORT * batch_size)
     by_length = np.lexsort((np.asarray(lengths)[order], group))
     # Batches are shuffled again, because sorting has put the short ones of each group first.
-    return generator.permutation(order[by_length].reshape(-1, batch_size))
+    batches: Indices = generator.permutation(order[by_length].reshape(-1, batch_size))
+    return batches
 
 
 def _balanced(classes: Indices, generator: np.random.Generator) -> Indices:

@@ -116,28 +116,28 @@ class Feed:
             return [(part, None) for part in parts]
         return list(zip(parts, np.array_split(self.order.partners(epoch, number, self._rank), count), strict=True))
 
-    def validation(self) -> Iterator[MicroBatch]:
-        """Yield the validation split, each sample once over all workers."""
+    def validation(self, rows: Indices | None = None) -> Iterator[MicroBatch]:
+        """Yield the validation split, or these rows of one in memory, each sample once over all workers."""
         return self.loader.read(
             replace(self._request("validation", _VALIDATION_EPOCH, number, indices), stand_in=stand_in)
-            for number, (indices, stand_in) in enumerate(self._validation_batches())
+            for number, (indices, stand_in) in enumerate(self._validation_batches(rows))
         )
 
-    def _validation_batches(self) -> Iterable[tuple[Indices, int]]:
+    def _validation_batches(self, rows: Indices | None) -> Iterable[tuple[Indices, int]]:
         """Return this rank's batches of the validation split, each with the sample that stands in if it is empty."""
         split = self.data.validation
         # Twice the size of training: without a backward pass a batch takes less memory.
         size, shards, groups = 2 * self._max_micro_batch, shards_of(split), groups_of(split)
+        if rows is not None:
+            lengths = np.asarray(split.lengths)[rows]
+            return ((rows[batch], 0) for batch in validation_batches(lengths, self._rank, size))
         if groups is not None:
             from app.training.data.groups import grouped_validation_batches  # most data have no groups
 
             return grouped_validation_batches(split.lengths, groups, self._rank, size)
-        batches: Iterable[Indices] = (
-            sharded_validation_batches(shards, self._rank, size)
-            if shards
-            else validation_batches(split.lengths, self._rank, size)
-        )
-        return ((indices, 0) for indices in batches)
+        if shards:
+            return ((indices, 0) for indices in sharded_validation_batches(shards, self._rank, size))
+        return ((indices, 0) for indices in validation_batches(split.lengths, self._rank, size))
 
     def close(self) -> None:
         """End the loader's processes, and drop downloads of shards that have not begun."""

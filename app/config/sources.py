@@ -1,0 +1,105 @@
+"""Sources of a recipe: their columns, and several sources that a model learns from together."""
+
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from app.config.section import IMPORT_STRING, NAME, Section
+
+JOINED = " + "
+"""Between the sources in ``data.source``, where there are several."""
+
+
+class FieldConfig(Section):
+    """A field of samples that have several, such as a text with a picture."""
+
+    kind: Annotated[str, Field(pattern=rf"^(text|image|row|{IMPORT_STRING})$")] = Field(
+        description="text; image: the column has the path or URI of a file; row: numbers and categories of several "
+        "columns; or the import path of a processor of your own, whose column has the path or URI of a file"
+    )
+    column: str | None = Field(default=None, description="column of the field; default: the field's name")
+    columns: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None, description="for kind row, in place of column: the columns that are read"
+    )
+
+    @model_validator(mode="after")
+    def _row_has_columns(self) -> Self:
+        if self.kind == "row" and (self.columns is None or self.column is not None):
+            raise ValueError("kind row reads several columns: name them in columns, and leave column out")
+        if self.kind != "row" and self.columns is not None:
+            raise ValueError(f"columns is for kind row, and kind {self.kind} reads one: name it in column")
+        return self
+
+
+class ColumnsConfig(Section):
+    """The columns of a csv, jsonl or parquet source."""
+
+    input: str = Field(default="text", description="column of the text")
+    label: str = Field(
+        default="label", description="column of the class, the number or the labels; language modelling has none"
+    )
+    separator: Annotated[str, Field(min_length=1)] = Field(
+        default="|", description="for several labels in one text: what is between them"
+    )
+    features: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None, description="for tabular tasks: columns that the model reads; default: all but label"
+    )
+    categories: list[str] = Field(
+        default=[],
+        description="for tabular and multimodal tasks: columns of categories although they look like numbers, such as "
+        "postal codes",
+    )
+    fields: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], FieldConfig] = Field(
+        default={},
+        description="for multimodal tasks: fields of a sample, by the name that predict takes, each with its kind",
+    )
+    anchor: str = Field(default="anchor", description="for sentence-embedding: column of a text, such as a question")
+    positive: str = Field(
+        default="positive",
+        description="for sentence-embedding: column of the text that belongs to it, such as the answer",
+    )
+    tokens: str = Field(default="tokens", description="for token-classification: field of a text's words, a list")
+    tags: str = Field(default="tags", description="for token-classification: field of the class of each of these words")
+    spans: str = Field(
+        default="spans",
+        description="for token-classification, in place of tokens and tags: field of a list of {start, end, label}, in "
+        "characters of the text in the field input",
+    )
+
+
+class SourceConfig(Section):
+    """One of several sources."""
+
+    source: str = Field(description="as data.source")
+    name: Annotated[str, Field(pattern=rf"^{NAME}$")] | None = Field(
+        default=None, description="name in metrics and messages; default: the last part of the source"
+    )
+    weight: Annotated[float, Field(gt=0.0)] | None = Field(
+        default=None,
+        description="share of the training rows, relative to the other weights; all sources have one or none; default: "
+        "by data.temperature",
+    )
+    columns: ColumnsConfig | None = Field(default=None, description="its own columns; default: data.columns")
+
+    @property
+    def title(self) -> str:
+        """The name, or the last part of the source in its place."""
+        return self.name or PurePosixPath(self.source.rpartition(":")[2]).stem
+
+
+def join_sources(given: Sequence[SourceConfig]) -> str:
+    """Return what ``data.source`` is for several sources. Messages show it."""
+    return JOINED.join(one.source for one in given)
+
+
+def require_consistent(given: Sequence[SourceConfig]) -> None:
+    """Raise ValueError unless names differ, and all sources have weights or none has."""
+    titles = [one.title for one in given]
+    if twice := sorted({title for title in titles if titles.count(title) > 1}):
+        raise ValueError(f"two sources are called {twice[0]!r}: give one another name")
+    weighted = [one.title for one in given if one.weight is not None]
+    if weighted and len(weighted) < len(given):
+        lacking = next(one.title for one in given if one.weight is None)
+        raise ValueError(f"source {weighted[0]!r} has a weight and {lacking!r} has none: give all sources one, or none")

@@ -1,0 +1,170 @@
+"""Several sources: rows by weight, each read evenly, and what is measured of each."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from upath import UPath
+
+from app.config import DataConfig, Recipe, load_recipe
+from app.data.origins import Origins
+from app.errors import DataError, RecipeError
+from app.runs import Run
+from app.tasks import load_prepared, prepare
+from app.training.data.batches import DataRank
+from app.training.data.mixture import MixedOrder, Mixture
+from app.training.records import EpochRecord
+from app.training.run import prepare_run
+from app.training.session import train
+from app.training.worker import start_worker
+from tests.helpers import ROOT, records_of
+
+SIZES, BATCH = [600, 300, 100], 20
+ORIGINS = np.repeat([0, 1, 2], SIZES).astype(np.int16)
+LENGTHS = np.random.default_rng(0).integers(1, 100, sum(SIZES))
+
+
+def mixed(shares: list[float]) -> MixedOrder:
+    mixture = Mixture(["a", "b", "c"], np.array(shares), Origins(ORIGINS, ORIGINS))
+    return MixedOrder(LENGTHS, BATCH, seed=5, mixture=mixture)
+
+
+def seen_in(order: MixedOrder, *epochs: int) -> list[int]:
+    return np.concatenate([order.batch(epoch, n) for epoch in epochs for n in range(order.num_batches(epoch))]).tolist()
+
+
+def write_source(folder: Path, name: str, rows: int, text: str = "text", label: str = "label") -> Path:
+    lines = [f"{name} {'w ' * (n % 9)}{n},{'xy'[n % 2]}" for n in range(rows)]
+    (folder / f"{name}.csv").write_text("\n".join([f"{text},{label}", *lines]), encoding="utf-8")
+    return folder / f"{name}.csv"
+
+
+def recipe_of(folder: Path, sources: str, *overrides: str) -> Recipe:
+    keys = ["data.test_fraction=null", "train.workers=1", "train.linear_baseline=false", "train.epochs=2", "alerts=[]"]
+    model = ["model.args={layers: 1, width: 16, heads: 2}", f"storage={folder / 'storage'}", "tune=null"]
+    given = ["data.source=null", f"data.sources={sources}", "train.global_batch_size=16", *overrides]
+    return load_recipe(ROOT / "recipes/reviews.yaml", [*keys, *model, *given])
+
+
+def two_sources(folder: Path, weights: tuple[float, float] | None = None) -> str:
+    """Write two sources, the second one with other columns, and return the key."""
+    big, small = write_source(folder, "big", 300), write_source(folder, "small", 60, "review", "stars")
+    first, second = (f", weight: {weight}" for weight in weights) if weights else ("", "")
+    columns = "columns: {input: review, label: stars}"
+    return f"[{{source: {big}{first}}}, {{source: {small}, name: little, {columns}{second}}}]"
+
+
+def test_rows_of_each_source_are_exactly_by_weight() -> None:
+    order = mixed([0.5, 0.2, 0.3])
+    for epoch in (1, 2, 3):
+        rows = seen_in(order, epoch)
+        assert np.bincount(ORIGINS[rows]).tolist() == [500, 200, 300]
+    equal = MixedOrder(np.ones(1000, int), BATCH, seed=5, mixture=order.mixture)
+    # Without lengths to sort by, each batch has its share.
+    assert {tuple(np.bincount(ORIGINS[equal.batch(1, number)])) for number in range(50)} == {(10, 4, 6)}
+
+
+def test_each_source_is_read_evenly_over_the_epochs() -> None:
+    order = mixed([0.5, 0.2, 0.3])
+    counts = Counter(seen_in(order, 1, 2, 3))
+    for place, times in enumerate(([2, 3], [2], [9])):  # 1,500 of 600, 600 of 300 and 900 of 100 rows
+        assert sorted({counts[row] for row in np.flatnonzero(place == ORIGINS).tolist()}) == times
+    natural = Counter(seen_in(mixed([0.6, 0.3, 0.1]), 1))
+    assert set(natural.values()) == {1}
+    assert len(natural) == sum(SIZES)
+
+
+def test_ranks_share_the_batches_and_go_on_anywhere() -> None:
+    undisturbed = mixed([0.5, 0.2, 0.3])
+    for size, at in ((1, (1, 0)), (2, (1, 30)), (4, (2, 7)), (1, (3, 49))):
+        shares = [mixed([0.5, 0.2, 0.3]).share(*at, DataRank(rank, size)) for rank in range(size)]
+        assert sorted(np.concatenate(shares)) == sorted(undisturbed.batch(*at))
+
+
+def test_temperature_raises_the_share_of_small_sources(tmp_path: Path) -> None:
+    shares = []
+    for temperature in (1.0, 2.0, 1e9):
+        recipe = recipe_of(tmp_path, two_sources(tmp_path), f"data.temperature={temperature}")
+        mixture = Mixture.of(recipe.data, prepare(recipe))
+        assert mixture is not None
+        assert mixture.names == ["big", "little"]
+        shares.append(float(mixture.shares[1]))
+    size = 60 / 300
+    assert shares == pytest.approx([size / (1 + size), size**0.5 / (1 + size**0.5), 0.5], abs=0.02)
+
+
+def test_a_run_measures_each_source(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, two_sources(tmp_path, (1.0, 3.0)))
+    run = Run.start("train", recipe)
+    data = prepare_run(run)
+    data.save(UPath(tmp_path / "data"))
+    folder = tmp_path / "run"
+    ending = train(recipe, load_prepared(recipe, UPath(tmp_path / "data")), start_worker(recipe.train), UPath(folder))
+    record = ending.records[-1]
+    steps = ending.records[0].step
+    assert record.source_samples == {"big": steps * 4, "little": steps * 12}
+    origins = data.origins  # type: ignore[attr-defined]
+    shares = np.bincount(origins.validation) / len(origins.validation)
+    parts = record.metrics["val_loss_big"], record.metrics["val_loss_little"]
+    assert record.val_loss == pytest.approx(float(shares @ parts), rel=1e-5)
+    written = [EpochRecord.model_validate(line) for line in records_of(folder) if "val_loss" in line]
+    assert written[-1].source_samples == record.source_samples
+    assert written[-1].metrics.keys() >= {"val_loss_big", "val_loss_little"}
+
+
+def test_blocks_of_documents_have_one_source_each(tmp_path: Path) -> None:
+    for name, count in (("prose", 40), ("code", 10)):
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            (tmp_path / name / f"{number}.txt").write_text(f"{name} {number} " * 50, encoding="utf-8")
+    keys = [f"data.sources=[{{source: {tmp_path}/prose}}, {{source: {tmp_path}/code, name: c}}]", "data.source=null"]
+    keys += ["data.tokenizer={kind: bytes}", "data.block_length=32", f"storage={tmp_path / 'storage'}"]
+    recipe = load_recipe(ROOT / "recipes/stdlib_gpt.yaml", keys)
+    data = prepare(recipe)
+    for origins, split in ((data.origins.train, data.train), (data.origins.validation, data.validation)):  # type: ignore[attr-defined]
+        assert len(origins) == len(split)
+        texts = [data.tokenizer.decode(ids.tolist()) for ids in split.batch(range(len(split))).inputs["input_ids"]]  # type: ignore[attr-defined]
+        assert [("code" in text, "prose" in text) for text in texts] == [(bool(place), not place) for place in origins]
+    data.save(UPath(tmp_path / "saved"))
+    assert np.array_equal(load_prepared(recipe, UPath(tmp_path / "saved")).origins.train, data.origins.train)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("sources", "keys", "told"),
+    [
+        ("[{source: a.csv}, {source: b/a.csv}]", [], "two sources are called 'a'"),
+        ("[{source: a.csv, weight: 1}, {source: b.csv}]", [], "'a' has a weight and 'b' has none"),
+        ("[{source: a.csv, weight: 1}]", ["data.temperature=2.0"], "temperature is 2.0, and sources have weights"),
+        ("[{source: a.csv}]", ["data.source=c.csv"], "source is 'c.csv' and there are sources"),
+        ("[{source: a.csv}]", ["data.shards={}"], "leave them or shards out"),
+        ("[{source: a.csv}]", ["data.clean={deduplicate: false}"], "a row of two sources would have two origins"),
+        ("[{source: a.csv}]", ["train.curriculum={}"], r"data\.sources and train\.curriculum each order"),
+        ("[]", ["data.source=c.csv", "data.temperature=2.0"], "which only sources have"),
+    ],
+)
+def test_wrong_keys_are_refused(tmp_path: Path, sources: str, keys: list[str], told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        recipe_of(tmp_path, sources, *keys)
+
+
+def test_a_source_that_cannot_be_read_or_has_nothing_is_named(tmp_path: Path) -> None:
+    big = write_source(tmp_path, "big", 100)
+    with pytest.raises(DataError, match=r"nowhere\.csv' does not exist"):
+        prepare(recipe_of(tmp_path, f"[{{source: {big}}}, {{source: {tmp_path}/nowhere.csv}}]"))
+    other = write_source(tmp_path, "other", 100, text="words")
+    with pytest.raises(DataError, match=r"data\.columns\.input is 'text', which .*other\.csv' does not have"):
+        prepare(recipe_of(tmp_path, f"[{{source: {big}}}, {{source: {other}}}]"))
+    copied = tmp_path / "copied.csv"
+    copied.write_bytes(big.read_bytes())
+    with pytest.raises(DataError, match=r"data\.sources\.1 '.*copied\.csv' has no training sample after cleaning"):
+        prepare(recipe_of(tmp_path, f"[{{source: {big}}}, {{source: {copied}}}]"))
+    rare = recipe_of(tmp_path, two_sources(tmp_path, (1.0, 1e-6)))
+    with pytest.raises(RecipeError, match=r"data\.sources little has no sample among .* raise its weight"):
+        prepare_run(Run.start("train", rare))
+
+
+def test_a_stored_recipe_has_its_sources(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, two_sources(tmp_path))
+    assert DataConfig.model_validate_json(recipe.data.model_dump_json()) == recipe.data
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
