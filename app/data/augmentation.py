@@ -7,7 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
@@ -75,9 +75,10 @@ class Augmentation:
             tensors = dataset.processor.encode_changed(inputs, [self.of(row, epoch, number) for row in rows])
         else:
             tensors = dataset.processor.encode(inputs)
+        batch = dataset.to_batch(tensors, values)
         if self.mask:
-            tensors = self.mask(tensors, [self._generator(epoch, number, row, _MASKS) for row in rows])
-        batch = Batch(tensors, dataset.targets.batch(values))
+            masked = self.mask(batch.inputs, [self._generator(epoch, number, row, _MASKS) for row in rows])
+            batch = replace(batch, inputs=masked)
         if not self.mix:
             return batch
         places = {row: place for place, row in enumerate(rows)}

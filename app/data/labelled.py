@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, Self, cast
 
@@ -19,6 +19,7 @@ from app.data.sources import load_examples, load_test_examples
 from app.data.targets import Classes, Outputs, Targets
 from app.errors import DataError
 from app.pretrained import open_pretrained
+from app.tensors import Tensors
 
 LINEAR_BASELINE = "linear baseline (character 1- and 2-grams, TF-IDF, logistic regression)"
 
@@ -120,10 +121,14 @@ class LabelledDataset:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         inputs, values = self.split.take(indices)
-        tensors, targets = self.processor.encode(inputs), self.targets.batch(values)
+        return self.to_batch(self.processor.encode(inputs), values)
+
+    def to_batch(self, tensors: Tensors, values: Sequence[Any]) -> Batch:
+        """Return encoded inputs with the targets that ``values`` stand for."""
+        batch = Batch(tensors, self.targets.batch(values))
         if not isinstance(self.processor, GroupingProcessor):
-            return Batch(tensors, targets)
-        return Batch(tensors, targets, absent=self.processor.absent(tensors))
+            return batch
+        return replace(batch, absent=self.processor.absent(tensors))
 
 
 @dataclass(frozen=True)

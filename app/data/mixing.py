@@ -6,7 +6,7 @@ arXiv:1905.04899.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -94,7 +94,7 @@ class Mix:
             kept = self._mix({name: tensor[row] for name, tensor in mixed.items()}, others, generator)
             targets[row, batch.targets[place]] += kept
             targets[row, batch.targets[partner]] += 1.0 - kept
-        return Batch(mixed, targets)
+        return replace(batch, inputs=mixed, targets=targets)
 
     def _mix(self, own: Tensors, others: Tensors, generator: np.random.Generator) -> float:
         """Mix a sample's tensors with others in place. Return the share that it keeps."""
