@@ -15,7 +15,7 @@ from app.planner.calibration import read_calibration
 from app.planner.cluster import Cluster
 from app.planner.plan import parallel_plan
 from app.planner.prediction import MeasuredRun, Prediction
-from app.planner.recipe import find_plans, subject_of
+from app.planner.recipe import find_plans, layout_in_samples, subject_of
 from app.planner.report import plan_keys
 from app.planner.search import price_plan
 from app.planner.validation import validation_of
@@ -54,11 +54,7 @@ def prediction_of(
     subject = subject_of(recipe, blueprint.model, data)
     problem, findings = find_plans(subject, cluster)
     plan = recipe.train.plan
-    layout = recipe.train.layout(workers)
-    if tokens := subject.sample_tokens:
-        samples = max(1, layout.micro_batch // tokens)
-        layout = replace(layout, micro_batch=samples, share=samples * layout.gradient_accumulation)
-    candidate = price_plan(problem, plan, parallel_plan(plan, layout))
+    candidate = price_plan(problem, plan, parallel_plan(plan, layout_in_samples(subject, workers)))
     if candidate is None:
         return None
 

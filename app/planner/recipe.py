@@ -8,7 +8,7 @@ import yaml
 from torch import Tensor, nn
 
 from app.config import AutoPlan, PlanConfig, Recipe, TrainConfig
-from app.config.layout import lay_out
+from app.config.layout import Layout, lay_out
 from app.data.prepared import PreparedData, longest_sample, padded_lengths_of
 from app.errors import PlanError
 from app.models.factory import blueprint_of
@@ -108,6 +108,15 @@ def _samples_per_batch(subject: Subject, devices: int) -> int:
     """Return the samples of a batch; of one in tokens the number of longest samples that the devices share evenly."""
     config, tokens = subject.recipe.train, subject.sample_tokens
     return max(1, config.batch_size // tokens // devices) * devices if tokens else config.batch_size
+
+
+def layout_in_samples(subject: Subject, workers: int) -> Layout:
+    """Return the layout of the recipe's plan. A micro-batch of tokens counts as so many of the longest samples."""
+    layout = subject.recipe.train.layout(workers)
+    if not subject.sample_tokens:
+        return layout
+    samples = max(1, layout.micro_batch // subject.sample_tokens)
+    return replace(layout, micro_batch=samples, share=samples * layout.gradient_accumulation)
 
 
 def _in_tokens(findings: Findings, tokens: int) -> Findings:

@@ -76,7 +76,7 @@ def prepare_run(
     # Again, because now it has the configuration of a pretrained model.
     recipe = run.recipe
     # This, ``augmentation_of``, ``_texts_of`` and ``class_weights`` are called for their errors only.
-    order_of(recipe.train, data)
+    _check_order(recipe, data, run.folder)
     if isinstance(recipe.train.plan, AutoPlan):
         chosen = choose_plan(recipe, blueprint, data, partial(find_cluster, recipe.train))
         print(f"train.plan auto: {chosen.reason}", flush=True)
@@ -92,12 +92,6 @@ def prepare_run(
         run.recipe = recipe = with_resolved_teacher(recipe, data, run.storage)
         assert recipe.train.teacher
         print(f"teacher {recipe.train.teacher.model}: gives its logits for each batch", flush=True)
-    if recipe.data.sources:
-        _show_mixture(recipe, data)
-    if recipe.train.curriculum:
-        from app.training.difficulty import require_difficulty  # other runs do not need it
-
-        require_difficulty(recipe, data, run.folder)
     augmentation_of(recipe.train, data)
     if recipe.train.linear_baseline:
         _texts_of(recipe, data)
@@ -106,18 +100,31 @@ def prepare_run(
     return data
 
 
-def _show_mixture(recipe: Recipe, data: PreparedData) -> None:
-    """Print the share of each source. Raise RecipeError if one has none."""
-    from app.training.data.mixture import Mixture  # most runs have one source
+def _check_order(recipe: Recipe, data: PreparedData, run_folder: UPath) -> None:
+    """Check that samples can be had in the recipe's order, and tell what is special about it.
 
-    mixture = Mixture.of(recipe.data, data)
-    if mixture is None:
-        raise RecipeError(
-            f"data.sources are not for task {recipe.task}, which prepares its data itself: give one source"
-        )
-    order_of(recipe.train, data, mixture=mixture)
-    shares = zip(mixture.names, mixture.shares.tolist(), strict=True)
-    print(f"data.sources: {', '.join(f'{name} {share:.1%}' for name, share in shares)} of an epoch", flush=True)
+    Raises:
+        RecipeError, DataError, TrainingError: as ``prepare_run``.
+    """
+    mixture = None
+    if recipe.data.sources:
+        from app.training.data.mixture import Mixture  # most runs have one source
+
+        mixture = Mixture.of(recipe.data, data)
+        if mixture is None:
+            raise RecipeError(
+                f"data.sources are not for task {recipe.task}, which prepares its data itself: give one source"
+            )
+        print(f"data.sources: {mixture} of an epoch", flush=True)
+    order = order_of(recipe.train, data, mixture=mixture)
+    if tokens := recipe.train.tokens_per_batch:
+        batches = order.num_batches(1)
+        mean = len(data.train) / batches
+        print(f"train.tokens_per_batch {tokens:,}: {batches:,} batches of {mean:.1f} samples on average", flush=True)
+    if recipe.train.curriculum:
+        from app.training.difficulty import require_difficulty  # other runs do not need it
+
+        require_difficulty(recipe, data, run_folder)
 
 
 def _blueprint_of(run: Run, data: PreparedData) -> Blueprint:

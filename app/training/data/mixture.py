@@ -39,6 +39,10 @@ class Mixture:
         weights = np.array(given) if given else sizes ** (1.0 / config.temperature)
         return cls([source.title for source in config.sources], weights / weights.sum(), origins)
 
+    def __str__(self) -> str:
+        shares = zip(self.names, self.shares.tolist(), strict=True)
+        return ", ".join(f"{name} {share:.1%}" for name, share in shares)
+
     def counts(self, total: int) -> NDArray[np.int64]:
         """Return how many of ``total`` samples are of each source. Raise RecipeError if one has none."""
         exact = self.shares * total

@@ -9,7 +9,7 @@ are rounded up to eight steps an octave, so that a batch has other samples in ea
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,11 +117,11 @@ class TokenOrder:
         return partners_of(self.batch(epoch, number), PAIRED)[data_rank.rank :: data_rank.size]
 
     @cached_property
-    def _bounds(self) -> NDArray[np.int64]:
+    def _bounds(self) -> NDArray[np.int32]:
         """The length of each sample, rounded up: those of equal ones are shuffled together."""
         lengths = np.maximum(self.lengths, 1).astype(np.int64)
         step = 2 ** np.maximum(0, np.floor(np.log2(lengths)).astype(np.int64) - 3)
-        bounds: NDArray[np.int64] = np.minimum(-(-lengths // step) * step, lengths.max())
+        bounds: NDArray[np.int32] = np.minimum(-(-lengths // step) * step, lengths.max()).astype(np.int32)
         return bounds
 
     @cached_property
@@ -129,17 +129,18 @@ class TokenOrder:
         return np.concatenate([[0], np.cumsum(self.shard_rows)]).astype(np.int64)
 
     @cached_property
-    def _classes(self) -> NDArray[np.int64]:
+    def _classes(self) -> NDArray[np.int32]:
         """The different lengths, longest first."""
         return np.unique(self._bounds)[::-1]
 
     @cached_property
     def _counts(self) -> NDArray[np.int64]:
         """Samples of each length in each shard, of shape (shards, lengths)."""
-        shard = np.repeat(np.arange(len(self.shard_rows)), self.shard_rows)
-        counts = np.zeros((len(self.shard_rows), len(self._classes)), np.int64)
-        np.add.at(counts, (shard, np.searchsorted(-self._classes, -self._bounds)), 1)
-        return counts
+        ascending = self._classes[::-1]
+        counts = np.zeros((len(self.shard_rows), len(ascending)), np.int64)
+        for shard, rows in enumerate(np.split(self._bounds, self._first_rows[1:-1])):
+            counts[shard] = np.bincount(np.searchsorted(ascending, rows), minlength=len(ascending))
+        return counts[:, ::-1]
 
     def _epoch(self, epoch: int) -> "_Epoch":
         if epoch not in self._epochs:
@@ -192,7 +193,7 @@ class _Epoch:
     """Number of the first batch of each window, and the number of all batches."""
 
 
-def batch_sizes(counts: NDArray[np.int64], lengths: NDArray[np.int64], budget: int) -> list[int]:
+def batch_sizes(counts: NDArray[np.integer[Any]], lengths: NDArray[np.integer[Any]], budget: int) -> list[int]:
     """Return the number of samples of each batch, where samples are taken in order of length, longest first.
 
     A batch takes as many as fit into ``budget`` tokens if all were as long as its first. The last batch and the one
