@@ -44,6 +44,7 @@ def page(figure: object = None) -> Page:
 @pytest.fixture
 def opened(browser: WebDriver, tmp_path: Path) -> WebDriver:
     page(px.scatter({"a": [1, 2], "b": [3, 1]}, x="a", y="b")).write(UPath(tmp_path / "report.html"))
+    browser.get_log("browser")  # tests before this one leave their errors in it
     browser.get((tmp_path / "report.html").as_uri())
     return browser
 
