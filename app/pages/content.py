@@ -42,6 +42,9 @@ class Picture:
         image = Markup('<img src="data:image/png;base64,{}" alt="{}">').format(self.png_base64, self.description)
         return str(image + Markup("<small>{}</small>").format(self.caption) if self.caption else image)
 
+    def __str__(self) -> str:
+        return self.caption or self.description
+
 
 @dataclass(frozen=True)
 class State:

@@ -171,6 +171,9 @@ def test_a_runs_page_shows_mixed_samples_with_their_labels(tmp_path: Path) -> No
     assert sum("%" in caption and ", " in caption for caption in captions) > 10
     page = training_page(run.folder).to_html()
     assert next(caption for caption in captions if caption) in page
+    # Columns of pictures are narrow, so that all fit on a screen.
+    table = page.partition('aria-label="Augmentation"')[2].partition("</table>")[0]
+    assert 'class="long"' not in table
     assert augmentation_of(run.recipe.train, data)
 
 
