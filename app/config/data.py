@@ -201,9 +201,10 @@ class DataConfig(Section):
         require_consistent(self.sources)
         if self.temperature != 1.0 and self.sources[0].weight is not None:
             raise ValueError(f"temperature is {self.temperature}, and sources have weights: leave one of them out")
-        for key, is_set in (("shards", self.shards), ("sampling balanced", self.sampling != "natural")):
-            if is_set:
-                raise ValueError(f"sources are mixed in memory, by weight: leave them or {key} out")
+        if self.sampling != "natural":
+            raise ValueError(
+                f"sources are mixed by weight, and sampling {self.sampling} by label: leave one of them out"
+            )
         if not self.clean.deduplicate:
             raise ValueError(
                 "clean.deduplicate is false, and a row of two sources would have two origins: leave it out"

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from upath import UPath
 from app.config import DataConfig
 from app.errors import DataError
 from app.storage import write_atomically
+
+if TYPE_CHECKING:  # it imports pyarrow
+    from app.data.shards import Shard
 
 _FILE = "origins.npz"
 
@@ -28,14 +31,27 @@ class Origins:
         """Return the origins, or None if there is one source. Raise DataError if one has nothing to learn."""
         if not config.sources:
             return None
-        counts = np.bincount(train, minlength=len(config.sources))
+        found = cls(np.array(train, np.int16), np.array(validation, np.int16))
+        found.require_all(config)
+        return found
+
+    def require_all(self, config: DataConfig) -> None:
+        """Raise DataError if a source has no training sample."""
+        counts = np.bincount(self.train, minlength=len(config.sources))
         for place, (source, count) in enumerate(zip(config.sources, counts, strict=True)):
             if not count:
                 raise DataError(
                     f"data.sources.{place} {source.source!r} has no training sample after cleaning and the split: give "
                     "more, or leave it out"
                 )
-        return cls(np.array(train, np.int16), np.array(validation, np.int16))
+
+    @classmethod
+    def of_shards(cls, train: "Sequence[Shard]", validation: "Sequence[Shard]") -> Self:
+        """Return the origins of rows in shards."""
+        parts = (
+            np.repeat([one.source for one in shards], [one.rows for one in shards]) for shards in (train, validation)
+        )
+        return cls(*(part.astype(np.int16) for part in parts))
 
     def save(self, folder: UPath) -> None:
         """Write them for ``load``."""

@@ -12,7 +12,8 @@ from upath import UPath
 
 from app.config import ShardsConfig
 from app.data.examples import Input
-from app.data.prepared import SHARDS_FILE, Batch
+from app.data.origins import Origins
+from app.data.prepared import SHARDS_FILE, TRAIN, VALIDATION, Batch
 from app.data.shard_cache import ShardCache
 from app.data.shards import LENGTH, Shard, ShardIndex
 from app.errors import StorageError
@@ -51,6 +52,13 @@ class ShardReference(BaseModel):
                 f"{index.sha256[:12]}…, expected {self.sha256[:12]}…; start a new run"
             )
         return index
+
+    @property
+    def origins(self) -> Origins | None:
+        """The source of each row, if there are several."""
+        train, validation = (self.index.splits.get(split, []) for split in (TRAIN, VALIDATION))
+        is_mixed = any(shard.source for shard in [*train, *validation])
+        return Origins.of_shards(train, validation) if is_mixed else None
 
     def open(self, split: str) -> "ShardedRows":
         """Return the rows of a split."""

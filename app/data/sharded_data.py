@@ -9,6 +9,7 @@ from upath import UPath
 from app.checksums import sha256_of, write_checksums
 from app.data.examples import CleaningReport
 from app.data.labelled import LabelledData, LabelledDataset
+from app.data.origins import Origins
 from app.data.prepared import TEST, TRAIN, VALIDATION, load_padded_lengths, save_padded_lengths
 from app.data.processor import Processor
 from app.data.sharded import ShardedBlocks, ShardedSplit, ShardReference
@@ -53,6 +54,7 @@ def load_sharded(folder: UPath, processor: Processor, targets: Targets) -> Shard
         targets=targets,
         processor=processor,
         report=CleaningReport.load(folder),
+        origins=reference.origins,
         reference=reference,
     )
 
@@ -77,6 +79,11 @@ class ShardedLanguageData:
     def facts(self) -> Mapping[str, int]:
         """``vocab_size`` and ``max_length``."""
         return self.tokenizer.facts
+
+    @property
+    def origins(self) -> Origins | None:
+        """The source of each block, if there are several."""
+        return self.reference.origins
 
     @property
     def tokens_per_sample(self) -> int:

@@ -33,6 +33,8 @@ class Shard(BaseModel):
     sha256: str
     min_length: int
     max_length: int
+    source: int = 0
+    """Place of the source of its rows, if there are several."""
 
 
 class ShardIndex(BaseModel):

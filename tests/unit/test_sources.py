@@ -12,7 +12,7 @@ from app.data.origins import Origins
 from app.errors import DataError, RecipeError
 from app.runs import Run
 from app.tasks import load_prepared, prepare
-from app.training.data.batches import DataRank
+from app.training.data.batches import DataRank, order_of
 from app.training.data.mixture import MixedOrder, Mixture
 from app.training.records import EpochRecord
 from app.training.run import prepare_run
@@ -137,7 +137,7 @@ def test_blocks_of_documents_have_one_source_each(tmp_path: Path) -> None:
         ("[{source: a.csv, weight: 1}, {source: b.csv}]", [], "'a' has a weight and 'b' has none"),
         ("[{source: a.csv, weight: 1}]", ["data.temperature=2.0"], "temperature is 2.0, and sources have weights"),
         ("[{source: a.csv}]", ["data.source=c.csv"], "source is 'c.csv' and there are sources"),
-        ("[{source: a.csv}]", ["data.shards={}"], "leave them or shards out"),
+        ("[{source: a.csv}]", ["data.sampling=balanced"], "sources are mixed by weight, and sampling balanced by"),
         ("[{source: a.csv}]", ["data.clean={deduplicate: false}"], "a row of two sources would have two origins"),
         ("[{source: a.csv}]", ["train.curriculum={}"], r"data\.sources and train\.curriculum each order"),
         ("[]", ["data.source=c.csv", "data.temperature=2.0"], "which only sources have"),
@@ -162,6 +162,56 @@ def test_a_source_that_cannot_be_read_or_has_nothing_is_named(tmp_path: Path) ->
     rare = recipe_of(tmp_path, two_sources(tmp_path, (1.0, 1e-6)))
     with pytest.raises(RecipeError, match=r"data\.sources little has no sample among .* raise its weight"):
         prepare_run(Run.start("train", rare))
+
+
+def sharded_recipe(folder: Path, *overrides: str) -> Recipe:
+    return recipe_of(folder, two_sources(folder, (3.0, 1.0)), "data.shards={size: 4096, window: 12KB}", *overrides)
+
+
+def test_batches_from_shards_have_the_same_part_of_each_source(tmp_path: Path) -> None:
+    recipe = sharded_recipe(tmp_path)
+    data = prepare(recipe)
+    mixture = Mixture.of(recipe.data, data)
+    assert mixture is not None
+    texts = [text.split()[0] for text in data.train.split.inputs]  # type: ignore[attr-defined]
+    assert [mixture.names[place] for place in mixture.origins.train] == [{"small": "little"}.get(t, t) for t in texts]
+    order = order_of(recipe.train, data, mixture=mixture)
+    batches = order.num_batches(1)
+    counts = Counter[int]()
+    for epoch in (1, 2, 3, 4):
+        for number in range(batches):
+            batch = order.batch(epoch, number)
+            assert np.bincount(mixture.origins.train[batch]).tolist() == [12, 4]
+            counts.update(batch.tolist())
+    for place, count in enumerate((12, 4)):
+        rows = np.flatnonzero(mixture.origins.train == place)
+        passes = 4 * batches * count / (len(rows) // count * count)
+        seen = [counts[row] for row in rows.tolist()]
+        assert min(seen) >= int(passes) - 2  # a pass leaves out a row that fills no batch, by chance the same one twice
+        assert max(seen) <= int(passes) + 1
+    again = order_of(recipe.train, data, mixture=mixture)
+    shares = [again.share(3, 5, DataRank(rank, 4)) for rank in range(4)]
+    assert sorted(np.concatenate(shares)) == sorted(order.batch(3, 5))
+
+
+def test_a_run_on_shards_measures_each_source(tmp_path: Path) -> None:
+    recipe = sharded_recipe(tmp_path, "train.epochs=1")
+    data = prepare_run(Run.start("train", recipe))
+    data.save(UPath(tmp_path / "data"))
+    loaded = load_prepared(recipe, UPath(tmp_path / "data"))
+    (record,) = train(recipe, loaded, start_worker(recipe.train), UPath(tmp_path / "run")).records
+    assert record.source_samples == {"big": record.step * 12, "little": record.step * 4}
+    origins = data.origins  # type: ignore[attr-defined]
+    shares = np.bincount(origins.validation) / len(origins.validation)
+    parts = record.metrics["val_loss_big"], record.metrics["val_loss_little"]
+    assert record.val_loss == pytest.approx(float(shares @ parts), rel=1e-5)
+
+
+def test_weights_change_no_shards(tmp_path: Path) -> None:
+    sources, shards = two_sources(tmp_path, (3.0, 1.0)), "data.shards={size: 4096, window: 12KB}"
+    recipes = [recipe_of(tmp_path, given, shards) for given in (sources, sources.replace("weight: 3.0", "weight: 1.0"))]
+    first, other = (prepare(recipe).reference.location for recipe in recipes)  # type: ignore[attr-defined]
+    assert first == other
 
 
 def test_a_stored_recipe_has_its_sources(tmp_path: Path) -> None:

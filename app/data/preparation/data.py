@@ -3,6 +3,7 @@
 from app.config import Recipe
 from app.data.examples import CleaningReport
 from app.data.labelled import LabelledDataset, fit_processor
+from app.data.origins import Origins
 from app.data.preparation.prepare import SAMPLE_FILE, Preparer, RunUnits
 from app.data.preparation.survey import Sample
 from app.data.prepared import TEST, TRAIN, VALIDATION, PreparedData
@@ -32,6 +33,8 @@ def prepare_sharded(recipe: Recipe, processor_type: type[Processor] | None, run_
     index = ShardIndex.load(folder)
     reference = ShardReference(location=str(folder), sha256=index.sha256, config=recipe.data.shards)
     report = CleaningReport.load(folder)
+    if recipe.data.sources:
+        Origins.of_shards(index.splits[TRAIN], index.splits[VALIDATION]).require_all(recipe.data)
     if processor_type is None:
         tokenizer = LanguageTokenizer.load(folder)
         length = recipe.data.block_length
@@ -47,5 +50,6 @@ def prepare_sharded(recipe: Recipe, processor_type: type[Processor] | None, run_
         processor=processor,
         report=report,
         test=LabelledDataset(ShardedSplit(test), processor, targets) if len(test) else None,
+        origins=reference.origins,
         reference=reference,
     )

@@ -20,7 +20,15 @@ from app.data.preparation.progress import UnitProgress
 from app.data.preparation.rows import merge_types
 from app.data.preparation.survey import KEPT, SPLITS, Sample, Survey
 from app.data.preparation.surveys import Surveys, resolve
-from app.data.preparation.units import TABLE_KINDS, SourceFile, Unit, cut_units, fingerprint_of, list_files, list_unread
+from app.data.preparation.units import (
+    TABLE_KINDS,
+    SourceFile,
+    Unit,
+    cut_sources,
+    fingerprint_of,
+    list_files,
+    list_unread,
+)
 from app.data.preparation.work import EXAMPLES, UnitResult, UnitWork
 from app.data.preparation.writers import block_schema, labelled_schema
 from app.data.shards import FORMAT, Shard, ShardIndex
@@ -61,7 +69,8 @@ class Preparer:
         """
         config = self.recipe.data
         assert config.shards is not None
-        files = self._files()
+        sources = self._sources()
+        files = [file for found in sources for file in found]
         self._require_keys(files)
         settings = self._settings()
         fingerprint = fingerprint_of(files, settings)
@@ -70,7 +79,7 @@ class Preparer:
             return folder
         with wait_for_lock(folder, f"preparing {config.source!r}"):
             if ShardIndex.find(folder) is None:  # else the job that had the lock has made it
-                self._make(folder, files, fingerprint, settings)
+                self._make(folder, sources, fingerprint, settings)
         return folder
 
     def _require_keys(self, files: list[SourceFile]) -> None:
@@ -84,33 +93,37 @@ class Preparer:
         if is_image and (key := next((key for key, value in of_texts.items() if value is not None), None)):
             raise RecipeError(f"data.clean.{key} is {of_texts[key]}, and only texts are compared by it: leave it out")
 
-    def _make(self, folder: UPath, files: list[SourceFile], fingerprint: str, settings: dict[str, Any]) -> None:
+    def _make(self, folder: UPath, sources: list[list[SourceFile]], fingerprint: str, settings: dict[str, Any]) -> None:
         """Make the shards, or go on where an earlier job was interrupted."""
         config = self.recipe.data
         assert config.shards is not None
-        unread = list_unread(config, self.modality, self.recipe.is_language_model)
+        kind = self.modality, self.recipe.is_language_model
+        unread = [path for one in config.each_source() for path in list_unread(one, *kind)]
         # A source can have storage in it.
         if unread := [path for path in unread if not path.startswith(f"{self.storage}/")]:
             print(
                 f"data.source {config.source!r}: {len(unread):,} files are not read, such as {unread[0]!r}", flush=True
             )
-        units = cut_units(files, _UNIT_SHARDS * config.shards.size)
+        units = cut_sources(sources, _UNIT_SHARDS * config.shards.size)
         _require_memory(units, config.shards.memory)
         fraction = min(1.0, SAMPLE_BYTES / max(1, sum(unit.bytes for unit in units)))
-        work = UnitWork(str(folder), config, tuple(units), self.modality, self.recipe.is_language_model, fraction)
+        work = UnitWork(str(folder), config, tuple(units), *kind, fraction)
         self._run("reading", work, work.survey, "facts-")
         report, labels = self._decide(work)
         self._save_codec(work, labels)
         self._run("writing shards", work, work.write, "unit-")
-        self._require_unchanged(files, folder)
+        self._require_unchanged(sources, folder)
         self._publish(work, folder, fingerprint, settings, report)
 
-    def _files(self) -> list[SourceFile]:
-        return list_files(self.recipe.data, self.modality, self.recipe.is_language_model)
+    def _sources(self) -> list[list[SourceFile]]:
+        """Return the files of each source."""
+        kind = self.modality, self.recipe.is_language_model
+        return [list_files(one, *kind) for one in self.recipe.data.each_source()]
 
-    def _require_unchanged(self, files: list[SourceFile], folder: UPath) -> None:
+    def _require_unchanged(self, sources: list[list[SourceFile]], folder: UPath) -> None:
         """List the source again. Raises DataError if it is not as it was: its fingerprint would tell a lie."""
-        changed = sorted({file.path for file in {*files} ^ {*self._files()}})
+        before, now = ({file for found in given for file in found} for given in (sources, self._sources()))
+        changed = sorted({file.path for file in before ^ now})
         # A source can have storage in it.
         if changed := [path for path in changed if not path.startswith(f"{folder}/")]:
             raise DataError(
@@ -123,7 +136,10 @@ class Preparer:
         config, is_language_model = self.recipe.data, self.recipe.is_language_model
         assert config.shards is not None
         unread = {"shards", "buckets", "image", "chat", "sampling"} if is_language_model else _UNREAD
-        read = config.model_dump(mode="json", exclude=unread)
+        # How sources are mixed changes no shard.
+        read = config.model_dump(mode="json", exclude=unread | {"sources", "temperature"})
+        if config.sources:
+            read["sources"] = [one.model_dump(mode="json", include={"source", "columns"}) for one in config.sources]
         pretrained = self.recipe.model.pretrained if is_language_model else None
         if pretrained is not None:
             # Its place alone would not tell another tokenizer at the same place.
@@ -271,7 +287,7 @@ class Preparer:
         for unit in work.units:
             result = UnitResult.model_validate_json(work.result_file(unit.number).read_bytes())
             for split, shards in result.shards.items():
-                splits[split] += shards
+                splits[split] += [shard.model_copy(update={"source": unit.source}) for shard in shards]
             for reason, shown in result.examples.items():
                 examples[reason] = [*examples.get(reason, []), *shown][:EXAMPLES]
         self._require_blocks(splits)

@@ -6,7 +6,7 @@ preparation goes on with the units that are left.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -72,6 +72,8 @@ class Unit:
 
     number: int
     pieces: tuple[Piece, ...]
+    source: int = 0
+    """Place of its source, if there are several."""
 
     @property
     def bytes(self) -> int:
@@ -117,6 +119,14 @@ def fingerprint_of(files: Sequence[SourceFile], settings: dict[str, Any]) -> str
     """Return the sha256 of a source and of the settings that shards depend on."""
     content = json.dumps([settings, [asdict(file) for file in files]], sort_keys=True)
     return sha256_of(content.encode())
+
+
+def cut_sources(sources: Sequence[Sequence[SourceFile]], unit_bytes: int) -> list[Unit]:
+    """Cut the files of each source into units, as ``cut_units`` does. No unit is of two sources."""
+    units = [
+        replace(unit, source=place) for place, files in enumerate(sources) for unit in cut_units(files, unit_bytes)
+    ]
+    return [replace(unit, number=number) for number, unit in enumerate(units)]
 
 
 def cut_units(files: Sequence[SourceFile], unit_bytes: int) -> list[Unit]:

@@ -106,7 +106,7 @@ class UnitWork:
             surveyor = Surveyor(self._cleaner, rule, self.sample_fraction, file)
             near = self.config.clean.near_duplicates is not None
             signatures = stack.enter_context(self.signature_files(number).writer()) if near else None
-            for rows in read_unit(self.units[number], self._columns):
+            for rows in read_unit(self.units[number], self._columns(number)):
                 digest.add(rows)
                 cleaned = surveyor.add(rows)
                 facts.types = merge_types([facts.types, rows.types])
@@ -143,7 +143,7 @@ class UnitWork:
     def _converted(self, number: int) -> Iterator[tuple[int, list[Input | None], Rows]]:
         """Yield the first row of each batch of a unit, its converted inputs, and the batch."""
         start, cleaner, digest = 0, self._cleaner, RowsDigest()
-        for rows in read_unit(self.units[number], self._columns):
+        for rows in read_unit(self.units[number], self._columns(number)):
             digest.add(rows)
             yield start, [cleaner.convert(item) for item in rows.inputs], rows
             start += len(rows.inputs)
@@ -176,9 +176,8 @@ class UnitWork:
             return BlockWriter(folder, prefix, size, LanguageTokenizer.load(folder))
         return LabelledWriter(folder, prefix, self.modality, size, load_labels(folder))
 
-    @property
-    def _columns(self) -> Columns:
-        columns = self.config.columns
+    def _columns(self, number: int) -> Columns:
+        columns = self.config.each_source()[self.units[number].source].columns
         return Columns(columns.input, None if self.is_language_model else columns.label, self.config.group_column)
 
     @property

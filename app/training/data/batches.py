@@ -91,7 +91,12 @@ def order_of(
             f"train.global_batch_size is {config.global_batch_size}, the training split has {num_samples} samples: "
             "lower the batch size or give more data"
         )
-    if shards := shards_of(data.train):
+    shards = shards_of(data.train)
+    if shards and mixture:
+        from app.training.data.mixed_shards import MixedStreamOrder  # it builds on this module
+
+        return MixedStreamOrder(shards, config.global_batch_size, config.seed, mixture)
+    if shards:
         from app.training.data.streams import StreamOrder  # it builds on this module
 
         return StreamOrder(shards, config.global_batch_size, config.seed)

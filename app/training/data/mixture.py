@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from app.config import DataConfig
 from app.data.origins import Origins
-from app.data.prepared import PreparedData
+from app.data.prepared import Dataset, PreparedData
 from app.errors import RecipeError
-from app.training.data.batches import Indices, MemoryOrder, SampleOrder, sorted_batches
+from app.training.data.batches import Indices, MemoryOrder, SampleOrder, shards_of, sorted_batches
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Mixture:
         shares = zip(self.names, self.shares.tolist(), strict=True)
         return ", ".join(f"{name} {share:.1%}" for name, share in shares)
 
-    def counts(self, total: int) -> NDArray[np.int64]:
-        """Return how many of ``total`` samples are of each source. Raise RecipeError if one has none."""
+    def counts(self, total: int, what: str = "an epoch") -> NDArray[np.int64]:
+        """Return how many of ``total`` samples, of ``what``, are of each source. Raise RecipeError if one has none."""
         exact = self.shares * total
         counts = np.floor(exact).astype(np.int64)
         # The largest remainders get the samples that are left.
         counts[np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]] += 1
         for name, count in zip(self.names, counts.tolist(), strict=True):
             if not count:
-                raise RecipeError(f"data.sources {name} has no sample among {total:,} of an epoch: raise its weight")
+                raise RecipeError(f"data.sources {name} has no sample among {total:,} of {what}: raise its weight")
         return counts
 
     def validation_rows(self) -> dict[str, Indices]:
@@ -64,6 +64,19 @@ class Mixture:
         for number in numbers:
             seen += np.bincount(self.origins.train[order.batch(epoch, number)], minlength=len(seen))
         return dict(zip(self.names, seen.tolist(), strict=True))
+
+
+def lengths_of(dataset: Dataset, rows: Indices) -> NDArray[np.int64]:
+    """Return the lengths of some rows, ascending, of shape (rows,). Of shards, only those of these rows are opened."""
+    shards = shards_of(dataset)
+    if shards is None:
+        return np.asarray(dataset.lengths, np.int64)[rows]
+    if shards.has_one_length:
+        return np.zeros(len(rows), np.int64)
+    places, starts = np.unique(np.searchsorted(shards.first_rows, rows, side="right") - 1, return_index=True)
+    parts = zip(places.tolist(), np.split(rows, starts[1:]), strict=True)
+    found = [shards.lengths_of(place)[part - shards.first_rows[place]] for place, part in parts]
+    return np.concatenate(found).astype(np.int64)
 
 
 @dataclass

@@ -1,0 +1,135 @@
+"""Several sources in shards: each global batch has the same number of samples of each source.
+
+Each source has canonical streams of its own, over its own epochs. So its rows come equally often. A batch is made of
+the next batch of each source, of which a rank takes every n-th sample. Ranks therefore read the shards of all streams.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.data.prepared import ShardedSamples
+from app.errors import TrainingError
+from app.training.data.batches import PAIRED, DataRank, Indices, partners_of
+from app.training.data.mixture import Mixture
+from app.training.data.streams import StreamOrder
+
+
+@dataclass
+class SourceShards:
+    """The shards of one source, as samples numbered from 0."""
+
+    samples: ShardedSamples
+    shards: Sequence[int]
+    """Their places among all shards."""
+    shard_rows: list[int] = field(init=False)
+    """Number of rows of each shard."""
+    first_rows: NDArray[np.int64] = field(init=False)
+    """Index of the first row of each shard, and the number of all rows."""
+
+    def __post_init__(self) -> None:
+        self.shard_rows = [self.samples.shard_rows[shard] for shard in self.shards]
+        self.first_rows = np.concatenate([[0], np.cumsum(self.shard_rows)]).astype(np.int64)
+
+    def __len__(self) -> int:
+        return int(self.first_rows[-1])
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the shards lie on this machine."""
+        return self.samples.is_local
+
+    @property
+    def window_rows(self) -> int:
+        """The part of the window that the source is of all rows."""
+        return max(1, self.samples.window_rows * len(self) // max(1, len(self.samples)))
+
+    @property
+    def has_one_length(self) -> bool:
+        """Whether all rows, of other sources too, have the same length."""
+        return self.samples.has_one_length
+
+    @property
+    def longest(self) -> int:
+        """Index of a row with the greatest length."""
+        lengths = np.concatenate([self.lengths_of(place) for place in range(len(self.shards))])
+        return int(lengths.argmax())
+
+    def lengths_of(self, shard: int) -> NDArray[np.int32]:
+        """Return the length of each row of a shard."""
+        return self.samples.lengths_of(self.shards[shard])
+
+    def prefetch(self, shards: Sequence[int]) -> None:
+        """Have these shards downloaded in the background."""
+        self.samples.prefetch([self.shards[shard] for shard in shards])
+
+    def close(self) -> None:
+        """Drop downloads that have not begun."""
+        self.samples.close()
+
+    def rows(self, indices: Indices) -> Indices:
+        """Return the numbers that these rows have among the rows of all sources."""
+        places = np.searchsorted(self.first_rows, indices, side="right") - 1
+        firsts = np.array([self.samples.first_rows[shard] for shard in self.shards], np.int64)
+        moved: Indices = firsts[places] + indices - self.first_rows[places]
+        return moved
+
+
+@dataclass
+class MixedStreamOrder:
+    """The global batches of several sources in shards, each of ``size`` samples."""
+
+    name: ClassVar[str] = "mixed-streams-1"
+
+    samples: ShardedSamples
+    size: int
+    seed: int
+    mixture: Mixture
+    _sources: list[tuple[SourceShards, StreamOrder]] = field(default_factory=list, init=False)
+    _batch: tuple[tuple[int, int], Indices] | None = field(default=None, init=False)
+    """Epoch and number of the last batch that was asked for, and its samples."""
+
+    def __post_init__(self) -> None:
+        source_of = self.mixture.origins.train[self.samples.first_rows[:-1]]
+        counts = self.mixture.counts(self.size, "a batch").tolist()
+        for place, (name, count) in enumerate(zip(self.mixture.names, counts, strict=True)):
+            shards = SourceShards(self.samples, np.flatnonzero(source_of == place).tolist())
+            if len(shards) < count:
+                raise TrainingError(
+                    f"data.sources {name} has {len(shards):,} training rows, and a batch takes {count:,}: lower its "
+                    "weight or train.global_batch_size"
+                )
+            self._sources.append((shards, StreamOrder(shards, count, self.seed + place)))
+
+    def num_batches(self, epoch: int) -> int:  # noqa: ARG002
+        """Return the number of batches that have as many samples as all sources together."""
+        return len(self.samples) // self.size
+
+    def batch_size(self, epoch: int, number: int) -> int:  # noqa: ARG002
+        """Return the number of samples of each batch."""
+        return self.size
+
+    def batch(self, epoch: int, number: int) -> Indices:
+        """Return a global batch, as indices of shape (size,)."""
+        if self._batch is None or self._batch[0] != (epoch, number):
+            passed = (epoch - 1) * self.num_batches(epoch) + number
+            parts = [shards.rows(_batch_of(order, passed)) for shards, order in self._sources]
+            self._batch = (epoch, number), np.concatenate(parts)
+        return self._batch[1]
+
+    def share(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
+        """Return a rank's part of a global batch."""
+        return self.batch(epoch, number)[data_rank.rank :: data_rank.size]
+
+    def partners(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
+        """Return the sample that each one of ``share`` is mixed with."""
+        return partners_of(self.batch(epoch, number), PAIRED)[data_rank.rank :: data_rank.size]
+
+
+def _batch_of(order: StreamOrder, passed: int) -> Indices:
+    """Return the batch of a source after so many of the run. Its epochs end at other batches than the run's."""
+    epoch, number = divmod(passed, order.num_batches(1))
+    return order.batch(epoch + 1, number)
