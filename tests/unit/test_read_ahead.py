@@ -1,9 +1,12 @@
 """``train.loader.num_workers: auto``: reading keeps up with training, in the same order, or says what bounds it."""
 
 import io
+import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,11 @@ import torch
 from PIL import Image
 
 from app.config import Recipe, load_recipe
-from app.data.prepared import PreparedData
+from app.data.prepared import Batch, PreparedData
 from app.tasks import prepare
 from app.telemetry.record import NO_TIME, ReadAhead, ReadingRecord, ReadTime, bound_of
 from app.training.activity import Activity
+from app.training.data import reading as reading_module
 from app.training.data.batches import order_of
 from app.training.data.feed import Feed
 from app.training.data.reading import ReadingControl, Resources
@@ -159,6 +163,43 @@ def test_large_photographs_are_decoded_in_other_processes_and_come_in_the_same_o
     plain = load_recipe(ROOT / "recipes/digits.yaml", keys)
     with closing(opened(plain, data)) as feed:
         assert seen == list(train_on(feed, range(1, 4)))
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Samples that take long to read. Their target is the id of the process that read them."""
+
+    lengths: list[int] = field(default_factory=lambda: [0] * 40)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        time.sleep(0.02)
+        return Batch({"number": np.array(indices, np.float32)}, np.full(len(indices), os.getpid()))
+
+
+@dataclass(frozen=True)
+class SlowData:
+    """The two splits, which are all that a feed reads."""
+
+    train: Slow = Slow()
+    validation: Slow = Slow()
+
+
+def test_a_change_after_the_last_batch_of_an_epoch_is_made_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Resources, "of_machine", lambda _: control(cores=4.0).resources)
+    monkeypatch.setattr(reading_module, "_WINDOW_S", 0.0)
+    monkeypatch.setattr(reading_module, "_WINDOW_BATCHES", 1)
+    recipe = load_recipe(ROOT / "recipes/digits.yaml", [AUTO, "train.global_batch_size=20"])
+    data: Any = SlowData()
+    with closing(opened(recipe, data)) as feed:
+        # A step takes what it needs of the epoch, and never asks for more.
+        readers = [
+            {int(pid) for batch in islice(feed.train(epoch, [0, 1]), 2) for pid in batch.targets} for epoch in (1, 2)
+        ]
+    assert readers[0] == {os.getpid()}
+    assert os.getpid() not in readers[1]
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)

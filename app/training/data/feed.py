@@ -247,6 +247,12 @@ class Loader:
         control = self._control if is_training else None
         remaining = iter(requests)
         while True:
+            if self._control and self._control.setting != self._setting:
+                self._setting = self._control.setting
+                self.close()
+                # A process that is forked while a thread downloads would hold the lock of that shard for good.
+                self.end_downloads()
+                self._loader = self._open()
             assert self._loader is not None
             self._requests.begin(remaining)
             self._batches = iter(self._loader)
@@ -254,11 +260,6 @@ class Loader:
             if control is None or control.setting == self._setting:
                 return
             # All that the processes had begun to read is read. Others take the next request.
-            self._setting = control.setting
-            self.close()
-            # A process that is forked while a thread downloads would hold the lock of that shard for good.
-            self.end_downloads()
-            self._loader = self._open()
 
     def _read_begun(self, control: ReadingControl | None, is_training: bool) -> Iterator[MicroBatch]:
         """Yield micro-batches until there is no other request, or ``control`` changes how to read."""
