@@ -21,7 +21,7 @@ from torch.nn import functional
 from upath import UPath
 
 from app.artifacts import WEIGHTS_FILE
-from app.config import Recipe
+from app.config import Recipe, TrainConfig
 from app.data.examples import Input
 from app.data.labelled import LabelledData
 from app.data.pairs import PairData
@@ -62,14 +62,13 @@ def evaluate(weights: UPath, data: PreparedData, recipe: Recipe) -> Evaluation:
     It takes 30 s at most. A model over 1 GiB is not run.
     """
     split = data.validation
-    if isinstance(data, PairData):
-        return Evaluation(rows=0, of=len(split), skipped="vectors of texts are not labels: see val_recall_at_1")
     size = (weights / WEIGHTS_FILE).stat().st_size
     if size > _MAX_WEIGHTS_BYTES:
         return Evaluation(rows=0, of=len(split), skipped=f"the weights take {size / 2**30:.1f} GiB, more than 1 GiB")
-    chosen = np.unique(np.linspace(0, len(split) - 1, min(recipe.train.report_samples, len(split)), dtype=int))
+    if isinstance(data, PairData):
+        return _of_pairs(data, _load_model(weights, data, recipe), recipe.train)
     # Rows of similar lengths need little padding in a batch.
-    ordered = sorted(chosen.tolist(), key=lambda row: int(split.lengths[row]))
+    ordered = sorted(_spread(len(split), recipe.train), key=lambda row: int(split.lengths[row]))
     rows = _batch_rows(data)
     batches = [ordered[first : first + rows] for first in range(0, len(ordered), rows)]
     predictions = _predictions(_load_model(weights, data, recipe), data, batches)
@@ -77,6 +76,14 @@ def evaluate(weights: UPath, data: PreparedData, recipe: Recipe) -> Evaluation:
     if isinstance(data, LabelledData) and isinstance(task, ServedTask):
         return _of_examples(data, task, predictions)
     return _of_tokens(data, predictions)
+
+
+def _spread(num_rows: int, config: TrainConfig) -> list[int]:
+    """Return the numbers of at most ``train.report_samples`` rows, spread over all."""
+    chosen: list[int] = np.unique(
+        np.linspace(0, num_rows - 1, min(config.report_samples, num_rows), dtype=int)
+    ).tolist()
+    return chosen
 
 
 def _load_model(weights: UPath, data: PreparedData, recipe: Recipe) -> nn.Module:
@@ -165,6 +172,35 @@ class _LabelCounts:
     def calibration(self) -> Calibration | None:
         """The calibration of all predictions; None if there are none."""
         return Calibration.of(np.concatenate(self.probabilities), np.concatenate(self.hits)) if self.hits else None
+
+
+def _of_pairs(data: PairData, model: nn.Module, config: TrainConfig) -> Evaluation:
+    """Return the anchors whose own positive is hardest to find among the positives of the evaluated pairs."""
+    pairs, texts = data.validation.pairs, data.validation.texts
+    ordered = sorted(_spread(len(pairs), config), key=lambda pair: len(texts[2 * pair]))
+    parts = [ordered[first : first + _BATCH_ROWS] for first in range(0, len(ordered), _BATCH_ROWS)]
+    # Both texts of a pair are in one batch, because the time may be over after any of them.
+    found = list(_predictions(model, data, [[2 * pair + side for side in (0, 1) for pair in part] for part in parts]))
+    evaluated = [pair for part in parts[: len(found)] for pair in part]
+    sides = [functional.normalize(vectors, dim=-1).chunk(2) for _, _, vectors in found]
+    anchors, positives = (torch.cat(side) for side in zip(*sides, strict=True))
+    cosines = anchors @ positives.T
+    losses = functional.cross_entropy(cosines / config.temperature, torch.arange(len(cosines)), reduction="none")
+    samples = zip(losses.tolist(), evaluated, cosines.argmax(1).tolist(), strict=True)
+    return Evaluation(
+        rows=len(evaluated),
+        of=len(pairs),
+        worst=[
+            WorstSample(
+                loss=loss,
+                text=shorten(pairs[pair][0]),
+                label=shorten(pairs[pair][1]),
+                predicted=shorten(pairs[evaluated[nearest]][1]),
+                probability=float(np.exp(-loss)),
+            )
+            for loss, pair, nearest in heapq.nlargest(_WORST_SAMPLES, samples)
+        ],
+    )
 
 
 def _of_tokens(data: PreparedData, predictions: Iterable[Prediction]) -> Evaluation:

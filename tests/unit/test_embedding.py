@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import distributed
 from upath import UPath
 
+from app.artifacts import WEIGHTS_FILE
 from app.cluster.ports import unused
 from app.config import load_recipe
 from app.data.pairs import PairData
@@ -21,6 +23,7 @@ from app.tasks import find_served_task, load_prepared, prepare
 from app.tasks.contrastive import Contrastive
 from app.tasks.embedding import MeanReciprocalRank, RecallAt1
 from app.tasks.objective import objective_of
+from app.training.evaluation import evaluate
 from tests.pretrained import write_encoder
 
 RECIPE = {
@@ -154,6 +157,28 @@ def test_another_pair_of_the_same_text_is_no_negative() -> None:
     rows = ROWS[:, [0, 3]]
     loss = Contrastive(0.1, 0, 4).mean(rows.flatten(0, 1), NUMBERS[[0, 3]])
     assert float(loss) == 0.0  # neither has a negative
+
+
+def test_the_report_shows_the_pairs_that_are_hardest_to_find(tmp_path: Path) -> None:
+    data = prepared(tmp_path, "data.validation_fraction=0.25")
+    recipe = load_recipe(str(tmp_path / "recipe.yaml"))
+    model = blueprint_of(recipe.model, data.facts).model.eval()
+    (tmp_path / "weights").mkdir()
+    safetensors.torch.save_model(model, str(tmp_path / "weights" / WEIGHTS_FILE))
+    found = evaluate(UPath(tmp_path / "weights"), data, recipe)
+    assert (found.rows, found.of, found.skipped) == (10, 10, None)
+    assert {(sample.text, sample.label) for sample in found.worst} == set(data.validation.pairs)
+    losses = [sample.loss for sample in found.worst]
+    assert losses == sorted(losses, reverse=True)
+    batch = data.validation.batch(range(len(data.validation)))
+    loss = Contrastive(recipe.train.temperature, len(data.validation), 8)
+    with torch.inference_mode():
+        vectors = model(**{name: torch.from_numpy(array) for name, array in batch.inputs.items()})
+    assert np.mean(losses) == pytest.approx(loss.value(loss.sums(vectors, torch.from_numpy(batch.targets))), rel=1e-4)
+    nearest = [positive for _, positive in data.validation.pairs]
+    found_own = [sample.predicted == sample.label for sample in found.worst]
+    assert {sample.predicted for sample in found.worst} <= set(nearest)
+    assert np.mean(found_own) == pytest.approx(RecallAt1().value(loss.sums(vectors, torch.from_numpy(batch.targets))))
 
 
 def test_a_pretrained_encoder_is_pooled_and_keeps_its_names(tmp_path: Path) -> None:
