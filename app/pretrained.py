@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from socket import gethostname
 from typing import Any, Literal, get_args
 
 from filelock import FileLock
@@ -14,7 +15,7 @@ from upath import UPath
 
 from app.checksums import checksum_lines, checksums_of, sha256_of
 from app.errors import RecipeError
-from app.storage import HOME, is_local, to_path
+from app.storage import HOME, ProgressCallback, is_local, no_op, to_path
 
 CONFIG_FILE, TOKENIZER_FILE, IMAGE_FILE = "config.json", "tokenizer.json", "preprocessor_config.json"
 _ONE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -24,7 +25,8 @@ Companion = Literal[
 """Files that transformers reads beside the tokenizer. A run keeps them."""
 _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
-_HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
+_HUB_NAME = r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?"
+"""A name of the hub, which may be followed by a branch, a tag or a commit."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class PretrainedFolder:
 
     location: str
     path: Path
+    commit: str | None = None
+    """The commit of the hub's repository; None if the folder is not from the hub."""
 
     def __str__(self) -> str:
         return f"model.pretrained {self.location!r}"
@@ -103,14 +107,27 @@ class PretrainedFolder:
             )
         return [self.path / name for name in names]
 
-    def weights_sha256(self) -> str:
-        """Return the checksum of the weights. Of several files it is that of the lines that ``sha256sum`` prints."""
-        sums = checksums_of(self.weights_files)
-        return next(iter(sums.values())) if len(sums) == 1 else sha256_of(checksum_lines(sums))
+    def weights_sha256(self, recorded: str | None = None, on_progress: ProgressCallback = no_op) -> str:
+        """Return the checksum of the weights. Of several files it is that of the lines that ``sha256sum`` prints.
+
+        Raises:
+            RecipeError: the run has ``recorded`` another checksum. Both are named.
+        """
+        sums = checksums_of(self.weights_files, on_progress)
+        found = next(iter(sums.values())) if len(sums) == 1 else sha256_of(checksum_lines(sums))
+        if recorded not in (None, found):
+            raise RecipeError(
+                f"{self} has other weights on {gethostname()} than the run was given: their sha256 is {found}, "
+                f"model.weights_sha256 is {recorded}; restore the folder, the same on every node, or start a new run "
+                "without weights_sha256"
+            )
+        return found
 
 
 def open_pretrained(location: str) -> PretrainedFolder:
     """Return the folder that ``model.pretrained`` names. A remote one is copied to this machine once.
+
+    A name of the hub may end in ``@`` and a branch, a tag or a commit.
 
     Raises:
         RecipeError: there is no such folder, or the hub cannot be reached.
@@ -125,7 +142,8 @@ def open_pretrained(location: str) -> PretrainedFolder:
         return PretrainedFolder(location, folder)
     if folder.is_absolute() or location.startswith(".") or not re.fullmatch(_HUB_NAME, location):
         raise RecipeError(f"model.pretrained {location!r} does not exist: give a folder, a URI or a name of the hub")
-    return PretrainedFolder(location, _downloaded(location))
+    downloaded = _downloaded(location)
+    return PretrainedFolder(location, downloaded, downloaded.name)
 
 
 def _in_package(location: str) -> Path:
@@ -163,10 +181,12 @@ def _only_one(folder: Path) -> Iterator[bool]:
 
 
 def _downloaded(name: str) -> Path:
+    """Return the folder of the hub's cache, whose name is the commit."""
     from huggingface_hub import snapshot_download
 
+    repository, _, revision = name.partition("@")
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=_HUB_PATTERNS))
     except Exception as error:  # of the network, of the hub and of the file system
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise RecipeError(

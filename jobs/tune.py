@@ -4,10 +4,10 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from app.config import Recipe, TuneConfig
+from app.config import Recipe, TuneConfig, load_stored_recipe
 from app.errors import RecipeError
 from app.heartbeat import run_lock
-from app.runs import Outcome, Run
+from app.runs import CONFIG_FILE, Outcome, Run
 from app.storage import open_storage, write_atomically
 from app.telemetry.tracing import stage
 from app.training.ray_worker import resources_of
@@ -98,7 +98,11 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
         print(f"tune.resume: no search of {recipe.name} is unfinished; starting one", flush=True)
         return Run.start(job, recipe)
     print(f"resuming search {run_id}", flush=True)
-    return Run.start(job, recipe, run_id)
+    run = Run.start(job, recipe, run_id)
+    earlier = load_stored_recipe(str(run.folder / CONFIG_FILE))
+    if earlier.model.as_given == recipe.model.as_given:
+        run.recipe = recipe.with_model(earlier.model)
+    return run
 
 
 def _outcome(run: Run, search: Search) -> Outcome:

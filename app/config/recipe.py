@@ -64,7 +64,7 @@ class ModelConfig(Section):
     pretrained: str | None = Field(
         default=None,
         description="model in Hugging Face's layout whose weights, and tokenizer or image processor, training starts "
-        "from: a folder or URI, package:NAME/FOLDER in an installed package, or a hub's name",
+        "from: a folder or URI, package:NAME/FOLDER in an installed package, or a hub's name, also NAME@REVISION",
     )
     args: dict[str, Any] = Field(
         default={},
@@ -83,6 +83,18 @@ class ModelConfig(Section):
         "several; a run writes it into its own recipe",
     )
 
+    commit: str | None = Field(
+        default=None,
+        description="commit that the hub's name stood for when the run began; a run writes it into its own recipe",
+    )
+
+    @property
+    def source(self) -> str | None:
+        """``pretrained``, at the commit that a run has noted."""
+        if self.pretrained is None or self.commit is None:
+            return self.pretrained
+        return f"{self.pretrained.partition('@')[0]}@{self.commit}"
+
     @property
     def title(self) -> str:
         """The key that says which model it is, with its value."""
@@ -92,12 +104,12 @@ class ModelConfig(Section):
     def origin(self) -> str | None:
         """The pretrained model, with the sha256 of its weights if a run has noted it; None if there is none."""
         sha256 = f" sha256:{self.weights_sha256}" if self.weights_sha256 else ""
-        return f"{self.pretrained}{sha256}" if self.pretrained else None
+        return f"{self.source}{sha256}" if self.pretrained else None
 
     @property
     def as_given(self) -> "ModelConfig":
         """The section as a person writes it."""
-        return self.model_copy(update={"configuration": None, "weights_sha256": None})
+        return self.model_copy(update={"configuration": None, "weights_sha256": None, "commit": None})
 
     @model_validator(mode="after")
     def _has_a_source(self) -> Self:
@@ -167,6 +179,11 @@ class Recipe(Section):
         assert self.train.teacher is not None
         teacher = self.train.teacher.model_copy(update={"model": model})
         return self.model_copy(update={"train": self.train.model_copy(update={"teacher": teacher})})
+
+    @property
+    def as_given(self) -> "Recipe":
+        """The recipe without what a run writes into its section ``model``."""
+        return self.with_model(self.model.as_given)
 
     def with_model(self, model: ModelConfig) -> "Recipe":
         """Return the recipe with another section ``model``. It is not checked."""

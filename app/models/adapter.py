@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from app.config import LoraConfig
+from app.config import LoraConfig, ModelConfig
 from app.errors import RecipeError
 from app.import_string import did_you_mean
 from app.models.safetensors_file import Form, write_safetensors
@@ -155,7 +155,7 @@ class TrainedAdapter:
             merged = merged * self.read(f"{layer}{_MAGNITUDE}").unsqueeze(1) / norm
         return (merged.T if is_transposed else merged).contiguous()
 
-    def write_apart(self, folder: Path, pretrained: str) -> None:
+    def write_apart(self, folder: Path, model: ModelConfig) -> None:
         """Write the adapter, and a head that was trained with it, in PEFT's layout."""
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         names = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": name for name in self.forms if name in trained}
@@ -169,7 +169,7 @@ class TrainedAdapter:
         config.target_modules = {name for name, module in self.model.named_modules() if hasattr(module, "base_layer")}
         heads = {name.rpartition(".")[0] for name in trained if not is_of_adapter(name)}
         config.modules_to_save = sorted({_module_of(head) for head in heads}) or None
-        config.base_model_name_or_path = pretrained
+        config.base_model_name_or_path, config.revision = model.pretrained, model.commit
         config.inference_mode = True
         config.save_pretrained(str(folder))
 

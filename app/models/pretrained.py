@@ -18,6 +18,7 @@ from app.models.adapter import BASE, is_head, is_of_adapter, magnitude_readers
 from app.models.blueprint import Blueprint
 from app.models.traits import is_hugging_face
 from app.pretrained import PretrainedFolder, open_pretrained
+from app.storage import ProgressCallback, no_op
 
 _NOT_KEPT = (
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "id2label", "label2id",
@@ -58,7 +59,7 @@ def build_configured(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module
     from transformers import AutoConfig
 
     assert config.pretrained is not None
-    keys = dict(config.configuration or read_configuration(config.pretrained))
+    keys = dict(config.configuration or read_configuration(str(config.source)))
     for name in config.args:
         if name not in keys:
             raise RecipeError(
@@ -118,21 +119,16 @@ def _require_suits(location: str, keys: Mapping[str, Any], facts: Mapping[str, i
 
 
 def described(config: ModelConfig) -> ModelConfig:
-    """Return the section with what its folder holds: the configuration, and the checksum of the weights.
+    """Return the section with what its folder holds: the configuration, the weights' checksum and the hub's commit.
 
     Raises:
         RecipeError: the weights are not those that the section was described with, or as ``read_configuration``.
     """
-    assert config.pretrained is not None
-    folder = open_pretrained(config.pretrained)
-    configuration = None if config.factory else read_configuration(config.pretrained)
-    sha256 = folder.weights_sha256()
-    if config.weights_sha256 not in (None, sha256):
-        raise RecipeError(
-            f"{folder} has other weights than before: their sha256 is {sha256[:12]}…, model.weights_sha256 of the run "
-            f"is {config.weights_sha256[:12]}…; restore the folder, or start a new run without weights_sha256"
-        )
-    return config.model_copy(update={"configuration": configuration, "weights_sha256": sha256})
+    assert config.source is not None
+    folder = open_pretrained(config.source)
+    configuration = None if config.factory else read_configuration(config.source)
+    sha256 = folder.weights_sha256(config.weights_sha256)
+    return config.model_copy(update={"configuration": configuration, "weights_sha256": sha256, "commit": folder.commit})
 
 
 @dataclass(frozen=True)
@@ -153,9 +149,18 @@ class WeightMatch:
         return "; ".join(parts)
 
 
-def with_pretrained_weights(blueprint: Blueprint, location: str) -> Blueprint:
-    """Return the blueprint with readers of the folder's tensors. Raises what ``match_weights`` raises."""
-    match = match_weights(blueprint.model, location)
+def with_pretrained_weights(
+    blueprint: Blueprint, config: ModelConfig, on_progress: ProgressCallback = no_op
+) -> Blueprint:
+    """Return the blueprint with readers of the folder's tensors.
+
+    Raises:
+        RecipeError: this machine's folder has other weights than ``config`` has noted, or as ``match_weights``.
+    """
+    assert config.source is not None
+    if config.weights_sha256:
+        open_pretrained(config.source).weights_sha256(config.weights_sha256, on_progress)
+    match = match_weights(blueprint.model, config.source)
     readers: dict[str, Callable[[], Tensor]] = {name: partial(_read, *source) for name, source in match.sources.items()}
     return blueprint.with_values(readers | magnitude_readers(blueprint.model, readers))
 

@@ -122,7 +122,7 @@ class ServedTask(Task):
         return cast(type[Targets], self.targets)
 
     def prepare(self, recipe: Recipe) -> PreparedData:
-        return labelled.prepare(recipe.data, self.processor, recipe.model.pretrained, self._targets)
+        return labelled.prepare(recipe.data, self.processor, recipe.model.source, self._targets)
 
     def prepare_shards(self, recipe: Recipe, run_units: "RunUnits") -> PreparedData:
         if (

@@ -75,7 +75,7 @@ class SentenceEmbedding(ServedTask):
 
     def prepare(self, recipe: Recipe) -> PairData:
         targets = Vectors(_dimensions_of(recipe))
-        return pairs.prepare(recipe.data, self.processor, targets, recipe.model.pretrained)
+        return pairs.prepare(recipe.data, self.processor, targets, recipe.model.source)
 
     def answer_natural(self, outputs: NDArray[np.float32], targets: Outputs, given: Encoded) -> list[Answer]:
         """Return the vector of each text, and how many tokens the text has."""
@@ -90,8 +90,8 @@ def _dimensions_of(recipe: Recipe) -> int:
         RecipeError: the recipe does not say it.
     """
     model = recipe.model
-    if model.factory is None and model.pretrained is not None:
-        given = model.args.get("hidden_size", open_pretrained(model.pretrained).config.get("hidden_size"))
+    if model.factory is None and model.source is not None:
+        given = model.args.get("hidden_size", open_pretrained(model.source).config.get("hidden_size"))
         if not isinstance(given, int):
             raise RecipeError(
                 f"model.pretrained {model.pretrained!r} has no hidden_size in its config.json, which is the size of a "

@@ -46,7 +46,7 @@ class LanguageModeling(Task):
     learns_classes = True
 
     def prepare(self, recipe: Recipe) -> PreparedData:
-        return language.prepare(recipe.data, recipe.model.pretrained)
+        return language.prepare(recipe.data, recipe.model.source)
 
     def prepare_shards(self, recipe: Recipe, run_units: "RunUnits") -> PreparedData:
         from app.data.preparation.data import prepare_sharded  # other recipes do not need pyarrow
@@ -67,8 +67,8 @@ class Chat(LanguageModeling):
     def prepare(self, recipe: Recipe) -> PreparedData:
         from app.data import chat
 
-        assert recipe.model.pretrained is not None
-        return chat.prepare(recipe.data, recipe.model.pretrained)
+        assert recipe.model.source is not None
+        return chat.prepare(recipe.data, recipe.model.source)
 
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:
         from app.data.chat import ChatData

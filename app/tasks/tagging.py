@@ -87,4 +87,4 @@ class TokenClassification(ServedTask):
         ]
 
     def prepare(self, recipe: Recipe) -> TaggedData:
-        return tagging.prepare(recipe.data, recipe.model.pretrained)
+        return tagging.prepare(recipe.data, recipe.model.source)

@@ -79,14 +79,10 @@ def _recipe_of(run: UPath) -> Recipe:
         raise RecipeError(f"run {run.name} cannot go on: {error}; leave train.resume out to start a new run") from error
 
 
-def _as_given(recipe: Recipe) -> Recipe:
-    return recipe.with_model(recipe.model.as_given)
-
-
 def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:
     for key in _FIXED_KEYS:
         value_in = attrgetter(key)
-        if value_in(_as_given(recipe)) != value_in(_as_given(earlier)):
+        if value_in(recipe.as_given) != value_in(earlier.as_given):
             raise RecipeError(
                 f"{key} is not what run {run_id} was started with, and its checkpoints are of no use with another: "
                 "change it back, or leave train.resume out to start a new run"

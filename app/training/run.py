@@ -68,13 +68,13 @@ def prepare_run(
         DataError: the data cannot be read, or does not match the recipe.
         TrainingError: there are fewer samples than one batch takes.
     """
+    require_keys(run.recipe)
+    # Before the data, so that their tokenizer is of the same commit as the weights.
+    reads_folder = _describe_pretrained(run)
     recipe = run.recipe
-    require_keys(recipe)
     data = _data_of(run, prepared)
     print(f"data {recipe.data.source}: {f'as prepared in {prepared}' if prepared else data.summary}", flush=True)
-    blueprint = _blueprint_of(run, data)
-    # Again, because now it has the configuration of a pretrained model.
-    recipe = run.recipe
+    blueprint = _blueprint_of(recipe, data, reads_folder)
     # This, ``augmentation_of``, ``_texts_of`` and ``class_weights`` are called for their errors only.
     _check_order(recipe, data, run.folder)
     if isinstance(recipe.train.plan, AutoPlan):
@@ -127,21 +127,23 @@ def _check_order(recipe: Recipe, data: PreparedData, run_folder: UPath) -> None:
         require_difficulty(recipe, data, run_folder)
 
 
-def _blueprint_of(run: Run, data: PreparedData) -> Blueprint:
-    """Return the blueprint of the run's model, and tell where its weights come from.
-
-    The run's recipe gets the configuration of a pretrained model, and the checksum of its weights.
-    """
+def _describe_pretrained(run: Run) -> bool:
+    """Note in the run's recipe what the folder of a pretrained model holds. Return whether the run reads it."""
     model = run.recipe.model
     reads_folder = model.pretrained is not None and not CheckpointStore(run.folder / CHECKPOINTS).committed()
     if reads_folder:
         run.recipe = run.recipe.with_model(described(model))
-    blueprint = blueprint_of(run.recipe.model, data.facts, adapted=True)
+    return reads_folder
+
+
+def _blueprint_of(recipe: Recipe, data: PreparedData, reads_folder: bool) -> Blueprint:
+    """Return the blueprint of the model, and tell where its weights come from."""
+    model = recipe.model
+    blueprint = blueprint_of(model, data.facts, adapted=True)
     print(f"model {model.factory or model.pretrained}: {blueprint.num_parameters:,} parameters", flush=True)
     if reads_folder:
-        assert model.pretrained is not None
-        match = match_weights(blueprint.model, model.pretrained)
-        print(f"weights of {model.pretrained}: {match}", flush=True)
+        assert model.source is not None
+        print(f"weights of {model.source}: {match_weights(blueprint.model, model.source)}", flush=True)
     if model.adapter:
         print(f"model.adapter: {blueprint.num_trained:,} parameters are trained, the others frozen", flush=True)
     return blueprint

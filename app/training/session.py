@@ -302,7 +302,7 @@ def _make_engine(
     if recipe.model.pretrained and not is_resumed:
         from app.models.pretrained import with_pretrained_weights
 
-        blueprint = with_pretrained_weights(blueprint, recipe.model.pretrained)
+        blueprint = with_pretrained_weights(blueprint, recipe.model, activity.report_progress)
     # The meter copies the model before the engine splits it.
     meter = Meter.of(blueprint.model, config, layout, worker)
     activity.begin("making DeepSpeed's engine")

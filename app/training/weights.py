@@ -88,7 +88,7 @@ def _separate(file: Path, recipe: Recipe, data: PreparedData, folder: UPath | No
         trained.write_merged(file)
         if folder is not None:
             with tempfile.TemporaryDirectory(prefix="rayloom-adapter-") as temporary:
-                trained.write_apart(Path(temporary), str(recipe.model.pretrained))
+                trained.write_apart(Path(temporary), recipe.model)
                 folder.mkdir(parents=True, exist_ok=True)
                 for written in to_path(temporary).iterdir():
                     written.copy(folder / written.name)

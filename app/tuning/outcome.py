@@ -5,10 +5,11 @@ from typing import Self
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel
 
-from app.config import Recipe, dump_recipe, with_values
+from app.config import Recipe, dump_recipe
 from app.errors import TuningError
 from app.tuning.space import Value
 from app.tuning.study import SearchStudy
+from app.tuning.trial_config import with_drawn
 from app.tuning.trials import CAUSE, STOPPED_EARLY, epochs_of, objective_values, values_of
 
 BEST_FILE = "best.yaml"
@@ -84,7 +85,7 @@ class StoppedSearchMetrics(BaseModel):
 def tuned_recipe(recipe: Recipe, trial: ParetoTrial, study_name: str) -> str:
     """Return the recipe with a trial's values, as YAML for ``jobs.train`` that says where they are from."""
     values = ", ".join(f"{metric} {value:.6g}" for metric, value in trial.values.items())
-    tuned = with_values(recipe, {**trial.params, "tuned_from": {"run": study_name, "trial": trial.trial}})
+    tuned = with_drawn(recipe, {**trial.params, "tuned_from": {"run": study_name, "trial": trial.trial}})
     if tuned.tune is not None:
         # This recipe starts something new, even if the search itself was resumed.
         tuned = tuned.model_copy(update={"tune": tuned.tune.model_copy(update={"resume": False})})

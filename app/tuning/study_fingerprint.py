@@ -39,7 +39,7 @@ def require_same_fingerprint(study: Study, space: Space, recipe: Recipe, config:
                 f"says {_show_range(now.get(key))}: put the space back, or leave tune.resume out to start a new study"
             )
     require_same_objectives(study, config)
-    if _stored_training_keys(study, recipe.name) != _training_keys(recipe):
+    if _stored_training_keys(study, recipe.name) != _training_keys(recipe.as_given):
         raise TuningError(
             f"the recipe's {', '.join(_TRAINING_SECTIONS)} differ from those that study {study.study_name!r} was "
             "started with, so its values cannot be compared: change them back, or leave tune.resume out to start a new "
@@ -75,7 +75,7 @@ def _stored_training_keys(study: Study, name: str) -> dict[str, Any] | None:
     Keys that were added since then have their defaults, which train as before the key existed.
     """
     try:
-        return _training_keys(parse_stored_recipe({"name": name, **study.user_attrs.get(_RECIPE, {})}))
+        return _training_keys(parse_stored_recipe({"name": name, **study.user_attrs.get(_RECIPE, {})}).as_given)
     except RecipeError:
         return None
 

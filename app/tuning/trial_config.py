@@ -4,7 +4,7 @@ Ray Tune pickles configurations and results between processes, so they are plain
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -48,6 +48,11 @@ class FinalResult(EpochResult):
     stopped_early: bool
 
 
+def with_drawn(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with the values of a trial. A pretrained model that is drawn has not been described yet."""
+    return with_values(recipe.as_given if "model.pretrained" in values else recipe, values)
+
+
 def trial_recipe(recipe: Recipe, values: Mapping[str, Value], config: TuneConfig) -> Recipe:
     """Return the recipe of one trial: a run without alerts and trackers of its own, that keeps one checkpoint.
 
@@ -57,7 +62,7 @@ def trial_recipe(recipe: Recipe, values: Mapping[str, Value], config: TuneConfig
     Raises:
         RecipeError: the values do not fit together.
     """
-    changed = with_values(
+    changed = with_drawn(
         recipe,
         {
             "train.epochs": config.epochs or recipe.train.epochs,

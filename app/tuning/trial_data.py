@@ -26,6 +26,7 @@ def prepare_trials(
 ) -> tuple[PreparedData, Recipe]:
     """Check a trial with the recipe's own values, and return its data and the recipe that all trials vary.
 
+    The run's recipe gets what a pretrained model's folder holds, so the best recipe names the trials' weights.
     A plan of ``auto`` is chosen once for all trials, since they would hardly be comparable otherwise. It is ZeRO 1
     where the space draws what a plan is chosen by.
 
@@ -40,7 +41,8 @@ def prepare_trials(
     # ``prepare_run`` writes the chosen plan into the recipe of this run, which is the trial's.
     prepared = replace(run, recipe=trial)
     data = prepare_run(prepared, find_cluster)
-    return data, run.recipe.with_plan(prepared.recipe.train.plan).with_model(prepared.recipe.model)
+    run.recipe = run.recipe.with_model(prepared.recipe.model)
+    return data, run.recipe.with_plan(prepared.recipe.train.plan)
 
 
 def add_plans(space: Space, recipe: Recipe, data: PreparedData, config: TuneConfig, cluster: Cluster) -> Space:
@@ -105,7 +107,7 @@ def _publish(data: PreparedData, location: UPath) -> None:
 def _location(recipe: Recipe, folder: UPath) -> UPath:
     """Return the folder of the recipe's way to prepare data."""
     # ``model.pretrained`` counts, because its tokenizer or image processor prepares the data.
-    return folder / sha256_of(f"{recipe.task} {recipe.model.pretrained} {recipe.data.model_dump_json()}".encode())[:12]
+    return folder / sha256_of(f"{recipe.task} {recipe.model.source} {recipe.data.model_dump_json()}".encode())[:12]
 
 
 @dataclass

@@ -75,7 +75,9 @@ def blueprint(model: str) -> Blueprint:
         made = Blueprint.of(lambda: adapt(build_model(config, FACTS), config.adapter.lora, trains_head=False))
     else:
         made = Blueprint.of(partial(build, model))
-    return with_pretrained_weights(made, PRETRAINED[model]) if model in PRETRAINED else made
+    if model not in PRETRAINED:
+        return made
+    return with_pretrained_weights(made, config.model_copy(update={"pretrained": PRETRAINED[model]}))
 
 
 def write_pretrained(folder: str) -> None:

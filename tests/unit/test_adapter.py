@@ -123,7 +123,7 @@ def test_only_the_adapter_has_optimizer_state(stage: int, tmp_path: Path, monkey
     saved = SavedParts(VerifiedFolder(UPath(outcome.artifacts["checkpoint"]))).names
     with_state = {name.split("/")[1] for name in saved if name.endswith(("/exp_avg", "/exp_avg_sq"))}
     blueprint = blueprint_of(run.recipe.model, prepare(run.recipe).facts, adapted=True)
-    model = with_pretrained_weights(blueprint, str(folder)).make()
+    model = with_pretrained_weights(blueprint, run.recipe.model).make()
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {name.split(".")[4] for name in names} == {"q_proj", "v_proj"}
     assert len(names) == 2 * 2 * 2
@@ -136,7 +136,7 @@ def fresh_adapter(folder: str) -> str:
     config = ModelConfig.model_validate({"pretrained": folder, "adapter": {"lora": {"rank": 4}}})
     blueprint = Blueprint.of(partial(adapted_decoder, config))
     assert {parameter.device.type for parameter in blueprint.model.parameters()} == {"meta"}
-    state = with_pretrained_weights(blueprint, folder).make().state_dict()
+    state = with_pretrained_weights(blueprint, config).make().state_dict()
     return sha256(b"".join(state[name].numpy().tobytes() for name in state if ".lora_A." in name)).hexdigest()
 
 

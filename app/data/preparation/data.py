@@ -41,7 +41,7 @@ def prepare_sharded(recipe: Recipe, processor_type: type[Processor] | None, run_
         train, validation = (ShardedBlocks(reference.open(split), length) for split in (TRAIN, VALIDATION))
         return ShardedLanguageData(train, validation, tokenizer, report, reference)
     sample = Sample.load(folder / SAMPLE_FILE)
-    processor = fit_processor(processor_type, sample.inputs, recipe.data, recipe.model.pretrained)
+    processor = fit_processor(processor_type, sample.inputs, recipe.data, recipe.model.source)
     targets, test = Classes.load(folder), reference.open(TEST)
     return ShardedLabelledData(
         train=LabelledDataset(ShardedSplit(reference.open(TRAIN)), processor, targets),

@@ -143,7 +143,7 @@ class Preparer:
         pretrained = self.recipe.model.pretrained if is_language_model else None
         if pretrained is not None:
             # Its place alone would not tell another tokenizer at the same place.
-            read["tokenizer_sha256"] = _tokenizer_sha256(open_pretrained(pretrained))
+            read["tokenizer_sha256"] = _tokenizer_sha256(open_pretrained(str(self.recipe.model.source)))
         kind = "language-modeling" if is_language_model else self.modality
         return {"format": FORMAT, "kind": kind, "pretrained": pretrained, "size": config.shards.size, **read}
 
@@ -273,7 +273,7 @@ class Preparer:
         return Sample(np.arange(len(inputs)), inputs), work.sample_fraction == 1.0 and step == 1
 
     def _fit_tokenizer(self, documents: Sequence[Input]) -> LanguageTokenizer:
-        config, pretrained = self.recipe.data, self.recipe.model.pretrained
+        config, pretrained = self.recipe.data, self.recipe.model.source
         if pretrained is not None:
             return LanguageTokenizer.from_pretrained(open_pretrained(pretrained), config)
         return LanguageTokenizer.fit((document for document in documents if isinstance(document, str)), config)
