@@ -11,15 +11,15 @@ from upath import UPath
 from app.config import CleanConfig
 from app.storage import write_atomically
 
-Modality = Literal["text", "image", "row", "record"]
+Modality = Literal["text", "image", "audio", "row", "record"]
 Input = str | bytes
-"""A text; an image, as the content of a PNG or JPEG file; or a row of a table or a record, as an object of JSON.
+"""A text; an image or a recording, as the content of a file; or a row of a table or a record, as an object of JSON.
 
 A record has several fields. Those that are files are in base64.
 """
 
 Natural = Input | Mapping[str, Any]
-"""An input as a request has it: an image may be in base64, and a row or record is an object."""
+"""An input as a request has it: a file may be in base64, and a row or record is an object."""
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,32 @@ def prepare(
     examples, origin_of = _load_sources(config, processor_type)
     # The test inputs come first, because cleaning drops the examples that are among them.
     test_examples = _load_test_source(config, processor_type, targets_type) if config.test_source else None
+    data = prepare_examples(examples, config, processor_type, targets_type, pretrained, test_examples)
+    origins = ([origin_of.get(item, 0) for item in part.split.inputs] for part in (data.train, data.validation))
+    return replace(data, origins=Origins.of(config, *origins))
+
+
+def prepare_examples(
+    examples: Examples,
+    config: DataConfig,
+    processor_type: type[Processor],
+    targets_type: type[Targets] = Classes,
+    pretrained: str | None = None,
+    test_examples: Examples | None = None,
+) -> LabelledData:
+    """Clean and split examples, and fit the processor and the targets. For tasks that read sources of their own.
+
+    Args:
+        examples: those of ``data.source``.
+        config: how they are cleaned and split.
+        processor_type: reads the inputs.
+        targets_type: reads the labels.
+        pretrained: as in ``prepare``.
+        test_examples: the cleaned examples of ``data.test_source``.
+
+    Raises:
+        DataError: there are too few examples, or labels of a kind that the targets do not take.
+    """
     in_test = frozenset(test_examples.inputs if test_examples else ())
     examples, report = clean(examples, config.clean, in_test, _labels_agree(processor_type, targets_type))
     targets = targets_type.fit(examples.labels, config)
@@ -196,7 +222,6 @@ def prepare(
         processor,
         report,
         LabelledDataset(test, processor, targets) if test else None,
-        Origins.of(config, *([origin_of.get(item, 0) for item in part.inputs] for part in (train, validation))),
     )
 
 

@@ -253,7 +253,9 @@ def _media_of(given: Input, processor: Processor) -> tuple[str | None, bytes | N
     """Return the text and the picture of an input, as far as it has them."""
     if isinstance(processor, GroupingProcessor):
         return processor.split_media(given)
-    return (given, None) if isinstance(given, str) else (None, given)
+    if isinstance(given, str):
+        return given, None
+    return (None, given) if processor.modality == "image" else (f"{len(given):,} bytes of {processor.modality}", None)
 
 
 def _in_words(value: Any, labels: Sequence[str]) -> str:

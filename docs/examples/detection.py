@@ -17,9 +17,9 @@ from torch.nn import functional
 from upath import UPath
 
 from app.config import DataConfig, Recipe
-from app.data.examples import Examples, clean
+from app.data.examples import Examples
 from app.data.images import ImageProcessor
-from app.data.labelled import LabelledData, LabelledDataset, fit_processor, split
+from app.data.labelled import LabelledData, prepare_examples
 from app.data.targets import load_labels, save_labels
 from app.errors import DataError
 from app.storage import to_path
@@ -139,18 +139,7 @@ class Detection(ServedTask):
     processor, targets, metrics = ImageProcessor, Boxes, (FoundF1(),)
 
     def prepare(self, recipe: Recipe) -> LabelledData:
-        config = recipe.data
-        examples, report = clean(_read(config.source), config.clean, labels_agree=False)
-        targets = Boxes.fit(examples.labels, config)
-        train, validation = split(examples, targets, config)
-        processor = fit_processor(self.processor, train.inputs, config, recipe.model.pretrained)
-        return LabelledData(
-            LabelledDataset(train, processor, targets),
-            LabelledDataset(validation, processor, targets),
-            targets,
-            processor,
-            report,
-        )
+        return prepare_examples(_read(recipe.data.source), recipe.data, self.processor, self.targets)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean over the cells: object or not, and for objects the box and the label."""

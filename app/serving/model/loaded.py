@@ -244,6 +244,7 @@ def _read(given: Natural, processor: Processor) -> Input:
             "row": "an object with a value for each column",
             "record": "an object with some of its fields",
             "image": "an image",
+            "audio": "a recording",
         }
         raise RequestError(
             f"an input is {'an object' if isinstance(given, Mapping) else 'no object'}: expected "
@@ -256,4 +257,5 @@ def _read(given: Natural, processor: Processor) -> Input:
     try:
         return base64.b64decode(given, validate=True)
     except ValueError as error:  # not base64, or not even ASCII
-        raise RequestError(f"an image is not base64 ({error}): encode the content of a PNG or JPEG file") from error
+        what, file = ("a recording", "its") if processor.modality == "audio" else ("an image", "a PNG or JPEG")
+        raise RequestError(f"{what} is not base64 ({error}): encode the content of {file} file") from error
