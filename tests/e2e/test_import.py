@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.helpers import run
+from tests.importing import EXACT, WIDTH, dense, right
 from tests.jobs import run_job
-from tests.unit.test_import import EXACT, WIDTH, dense, right
 
 
 @pytest.mark.usefixtures("emptied")

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import defaultdict
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from app.errors import RequestError
 from app.serving.batching.groups import BatchingPolicy, RowsByLength
 from app.tensors import Tensors
 from tests.virtual_engine import Answered, VirtualEngine, ask, row, run
+
+Sent = tuple[float, int, int, int]
+"""When a request is sent, its rows, its length and its priority."""
 
 
 async def _all(engine: VirtualEngine, requests: list[tuple[float, Tensors, dict[str, Any]]], **knobs: Any) -> Any:
@@ -192,15 +196,7 @@ def test_whatever_comes_each_request_gets_its_own_rows_once_and_in_order(seed: i
         return answers, batcher.statistics
 
     answers, statistics = run(scenario())
-    for number, (answer, (_, rows, _, _)) in enumerate(zip(answers, sent, strict=True)):
-        if answer is None:
-            assert number in gone
-        elif answer.error:
-            assert number in bad
-            assert isinstance(answer.error, FloatingPointError)
-        else:
-            assert answer.values == [2 * number] * rows
-
+    _require_own_answers(answers, sent, bad, gone)
     good = [values for values in engine.calls if min(values) >= 0]
     answered = [number for number, answer in enumerate(answers) if answer and not answer.error]
     assert statistics.success.count == len(answered)
@@ -212,6 +208,20 @@ def test_whatever_comes_each_request_gets_its_own_rows_once_and_in_order(seed: i
     for number in _by_first_call(engine):
         arrivals[sent[number][2:]].append(sent[number][0])
     assert all(times == sorted(times) for times in arrivals.values()), "in order within a shape and level"
+
+
+def _require_own_answers(
+    answers: Sequence[Answered | None], sent: Sequence[Sent], bad: Collection[int], gone: Collection[int]
+) -> None:
+    """Require of each request its own rows, its error if it is bad, or nothing if its client has gone."""
+    for number, (answer, (_, rows, _, _)) in enumerate(zip(answers, sent, strict=True)):
+        if answer is None:
+            assert number in gone
+        elif answer.error:
+            assert number in bad
+            assert isinstance(answer.error, FloatingPointError)
+        else:
+            assert answer.values == [2 * number] * rows
 
 
 def _by_first_call(engine: VirtualEngine) -> list[int]:

@@ -1,0 +1,168 @@
+"""What cannot be imported is refused before anything is written."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto as Type
+from onnx import helper
+
+from app.compile.imported.samples import read_rows
+from app.engines.base import Signature
+from app.errors import DataError
+from app.tensors import TensorSpec
+from tests.importing import TRITON, WIDTH, dense, external, imported, labelled_rows, lengthwise, triton_model
+
+
+def with_cut_weights(folder: Path) -> Path:
+    path = external(folder)
+    (folder / "weights.bin").write_bytes(b"few")
+    return path
+
+
+def without_weights(folder: Path) -> Path:
+    path = external(folder)
+    (folder / "weights.bin").unlink()
+    return path
+
+
+def two_models(folder: Path) -> Path:
+    dense(folder / "one.onnx")
+    dense(folder / "two.onnx")
+    return folder
+
+
+def two_triton_models(folder: Path) -> Path:
+    triton_model(folder / "one")
+    triton_model(folder / "two")
+    return folder
+
+
+def text_file(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "model.onnx").write_text("no model", encoding="utf-8")
+    return folder / "model.onnx"
+
+
+REFUSED: list[tuple[Callable[[Path], Path], str]] = [
+    (lambda folder: dense(folder / "m.onnx", operator="Frob"), "operator 'Frob' at node 'last', which is unknown"),
+    (lambda folder: dense(folder / "m.onnx", None), "'pixels' has a rank that varies: export it with a fixed rank"),
+    (
+        lambda folder: dense(folder / "m.onnx", (4, WIDTH)),
+        r"pixels float32 \[4, 8\]: expected the number of rows as the",
+    ),
+    (without_weights, "has weights in 'weights.bin', which is missing: put that file into"),
+    (with_cut_weights, "has weights that cannot be read .*: copy the file and those beside it again"),
+    (two_models, "has 2 models, one.onnx, two.onnx: give the path of one"),
+    (two_triton_models, "has 2 models, one, two: give the path of one"),
+    (lambda folder: triton_model(folder, 'backend: "python"'), "Triton's backend 'python': expected one with an ONNX"),
+    (lambda folder: triton_model(folder, 'input { name: "x" }'), "has the input 'x', and its ONNX file pixels"),
+    (
+        lambda folder: triton_model(folder / "m", TRITON.replace("names.txt", "../names.txt")),
+        "has labels in '../names.txt', outside its folder",
+    ),
+    (
+        lambda folder: triton_model(folder / "m", TRITON.replace("names.txt", "/names.txt")),
+        "has labels in '/names.txt', outside its folder",
+    ),
+    (
+        lambda folder: triton_model(folder / "m", TRITON + 'default_model_filename: "other.onnx"'),
+        "are model.onnx: expected one, VERSION/other.onnx",
+    ),
+    (text_file, "is not an ONNX file"),
+    (
+        lambda folder: lengthwise(folder / "m.onnx", "Softmax", axis=0),
+        "output 'hidden' of a row depends on the other rows .*: rows influence each other; put the batch first",
+    ),
+    (lambda folder: folder / "none.onnx", "does not exist: give a .onnx file"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED)
+def test_what_cannot_be_imported_is_refused_before_anything_is_written(
+    tmp_path: Path, make: Callable[[Path], Path], words: str
+) -> None:
+    assert re.search(words, imported(tmp_path / "storage", "model", make(tmp_path / "given"), succeeds=False))
+    assert not (tmp_path / "storage").exists()
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "words"),
+    [
+        (
+            {"other": np.ones((2, WIDTH), np.float32)},
+            [],
+            "has no 'pixels': expected pixels, and 'labels' for an accuracy",
+        ),
+        ({"pixels": np.ones((2, 3), np.float32)}, [], r"a row of 'pixels' has shape \[3\]: expected \[8\]"),
+        ({"pixels": np.ones((2, WIDTH), np.float32), "labels": np.array(["x", "y"])}, [], "give them with --labels"),
+        ({"pixels": np.ones((2, WIDTH), np.float32), "labels": np.array([1])}, [], "the same number of rows in each"),
+        (
+            {"pixels": np.ones((2, WIDTH), np.float32)},
+            ["--scores=other"],
+            "output 'other' cannot have the scores: expected a float output",
+        ),
+        ({"pixels": np.ones((2, WIDTH), np.float32)}, ["train.epochs=3"], "has only compile and storage"),
+        ({"pixels": np.full((2, WIDTH), np.nan, np.float32)}, [], "is not finite on the first rows"),
+        *[
+            ({"pixels": np.ones((2, WIDTH), np.float32), "labels": np.array([0, label])}, [], words)
+            for label, words in [
+                (WIDTH, "has the class 8, and the output 'logits' has 8 columns"),
+                (-1, r"has the label .*-1.*: expected the number of a column"),
+                (1.7, r"has the label .*1\.7.*: expected the number of a column"),
+                (np.nan, r"has the label .*nan.*: expected the number of a column"),
+                (b"x", r"has the label .*b'0'.*: expected the number of a column"),
+            ]
+        ],
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(
+    tmp_path: Path, columns: dict[str, NDArray[Any]], options: list[str], words: str
+) -> None:
+    np.savez(tmp_path / "rows.npz", **columns)  # type: ignore[arg-type]
+    path = dense(tmp_path / "model.onnx")
+    assert re.search(
+        words, imported(tmp_path, "dense", path, f"--samples={tmp_path / 'rows.npz'}", *options, succeeds=False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cells", "words"),
+    [
+        (Type.INT8, "300", "has the value 300, expected whole numbers from -128 to 127"),
+        (Type.UINT8, "-1", "has the value -1, expected whole numbers from 0 to 255"),
+        (Type.BOOL, "2", "has the value 2, expected whole numbers from 0 to 1"),
+        (Type.INT64, "1.5", "has the value 1.5, expected whole numbers from"),
+        (Type.INT64, "[1 2 3]", "cannot be read: Expecting ',' delimiter"),
+        (Type.FLOAT, "word", "it holds <U4, expected float32"),
+        (Type.UINT16, "7\n9.0", None),
+    ],
+)
+def test_numbers_that_a_type_lacks_are_refused(tmp_path: Path, dtype: int, cells: str, words: str | None) -> None:
+    (tmp_path / "rows.csv").write_text(f"given\n{cells}\n", encoding="utf-8")
+    spec = TensorSpec("given", np.dtype(helper.tensor_dtype_to_np_dtype(dtype)), (-1,))
+    if words is None:
+        assert [int(row) for row in read_rows(tmp_path / "rows.csv", Signature((spec,), ()), []).rows["given"]] == [
+            7,
+            9,
+        ]
+        return
+    with pytest.raises(DataError, match=re.escape(words)):
+        read_rows(tmp_path / "rows.csv", Signature((spec,), ()), [])
+
+
+@pytest.mark.parametrize("is_single", [False, True])
+def test_an_npz_file_that_was_cut_off_or_is_an_array_is_refused(tmp_path: Path, is_single: bool) -> None:
+    path = tmp_path / "rows.npz"
+    np.savez_compressed(path, pixels=labelled_rows(64)[0])
+    if is_single:
+        with path.open("wb") as file:
+            np.save(file, labelled_rows(64)[0])
+    else:
+        path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(DataError, match=r"cannot be read as npz"):
+        read_rows(path, Signature((TensorSpec("pixels", np.dtype(np.float32), (-1, WIDTH)),), ()), [])
