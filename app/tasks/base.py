@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,27 @@ if TYPE_CHECKING:  # an endpoint answers without torch
     from torch import Tensor
 
     from app.data.preparation.prepare import RunUnits
-    from app.tasks.objective import Loss
+
+
+class Loss(Protocol):
+    """The loss of a batch, for training as a mean, and for validation as sums."""
+
+    @property
+    def num_sums(self) -> int:
+        """The length of ``sums``."""
+        ...
+
+    def mean(self, output: object, targets: "Tensor", taught: "Tensor | None" = None) -> "Tensor":
+        """Return the mean loss per target, float32 of shape (). ``taught``: a teacher's logits, (batch, classes)."""
+        ...
+
+    def sums(self, output: object, targets: "Tensor") -> "Tensor":
+        """Return sums that add up over batches and ranks, float64 of shape (``num_sums``,)."""
+        ...
+
+    def value(self, sums: "Tensor") -> float:
+        """Return the loss over all of them, from their ``sums``."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +95,7 @@ class Task(ABC):
         """
         raise NotImplementedError
 
-    def batch_loss(self, config: TrainConfig, data: PreparedData) -> "Loss | None":  # noqa: ARG002
+    def batch_loss(self, config: TrainConfig, data: PreparedData) -> Loss | None:  # noqa: ARG002
         """Return a loss that is not a mean over rows, such as one that compares them. None: ``loss`` is used."""
         return None
 

@@ -14,13 +14,11 @@ from app.data.text import TextProcessor
 from app.data.vectors import Vectors
 from app.errors import RecipeError
 from app.pretrained import open_pretrained
-from app.tasks.base import Encoded, ServedTask
+from app.tasks.base import Encoded, Loss, ServedTask
 from app.tasks.metrics import Metric
 
 if TYPE_CHECKING:  # an endpoint answers without torch
     from torch import Tensor
-
-    from app.tasks.objective import Loss
 
 
 class Retrieval(Metric):
@@ -68,7 +66,7 @@ class SentenceEmbedding(ServedTask):
     targets = Vectors
     metrics = (RecallAt1(), MeanReciprocalRank())
 
-    def batch_loss(self, config: TrainConfig, data: PreparedData) -> "Loss":
+    def batch_loss(self, config: TrainConfig, data: PreparedData) -> Loss:
         from app.tasks.contrastive import Contrastive
 
         return Contrastive(config.temperature, len(data.validation), data.facts["dimensions"])

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,29 +16,8 @@ from app.data.prepared import IGNORED, PreparedData
 from app.data.targets import HasTargets
 from app.errors import RecipeError
 from app.models.factory import logits_of
-from app.tasks.base import Task
+from app.tasks.base import Loss, Task
 from app.tasks.metrics import Metric
-
-
-class Loss(Protocol):
-    """The loss of a batch, for training as a mean, and for validation as sums."""
-
-    @property
-    def num_sums(self) -> int:
-        """The length of ``sums``."""
-        ...
-
-    def mean(self, output: object, targets: Tensor, taught: Tensor | None = None) -> Tensor:
-        """Return the mean loss per target, float32 of shape (). ``taught``: a teacher's logits, (batch, classes)."""
-        ...
-
-    def sums(self, output: object, targets: Tensor) -> Tensor:
-        """Return sums that add up over batches and ranks, float64 of shape (``num_sums``,)."""
-        ...
-
-    def value(self, sums: Tensor) -> float:
-        """Return the loss over all of them, from their ``sums``."""
-        ...
 
 
 class MeanLoss:
