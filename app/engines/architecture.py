@@ -74,6 +74,11 @@ def granted_cores() -> float:
     return min(map(_quota, _cgroups()), default=math.inf)
 
 
+def granted_memory() -> float:
+    """Return the bytes of memory that cgroups of version 2 still grant this process; infinite without a limit."""
+    return min(map(_room, _cgroups()), default=math.inf)
+
+
 def _cgroups() -> Iterator[Path]:
     """Yield the folders of the cgroups that may limit this process: its own, and all around it.
 
@@ -95,6 +100,15 @@ def _quota(cgroup: Path) -> float:
     if quota == "max":
         quota, period = _text(cgroup / "cpu.cfs_quota_us") or "-1", _text(cgroup / "cpu.cfs_period_us") or "1"
     return int(quota) / int(period) if int(quota) > 0 else math.inf
+
+
+def _room(cgroup: Path) -> float:
+    """Return the bytes that one cgroup of version 2 may still take. Cached files make way for them."""
+    limit, used = (_text(cgroup / name) for name in ("memory.max", "memory.current"))
+    if limit is None or used is None or limit.strip() == "max":
+        return math.inf
+    cached = dict(line.split() for line in (_text(cgroup / "memory.stat") or "").splitlines()).get("inactive_file", 0)
+    return max(0.0, int(limit) - int(used) + int(cached))
 
 
 def _text(file: Path) -> str | None:

@@ -1,11 +1,12 @@
-"""The cores that this process may keep busy, as its cgroups and its affinity say."""
+"""The cores that this process may keep busy, and the memory it may take, as its cgroups and its affinity say."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from app.engines import architecture
-from app.engines.architecture import usable_cores
+from app.engines.architecture import granted_memory, usable_cores
 
 QUOTA, PERIOD = "cpu.cfs_quota_us", "cpu.cfs_period_us"
 CONTAINER = "docker/0f3a"
@@ -45,3 +46,18 @@ def test_no_more_cores_are_used_than_the_cgroups_of_this_process_grant(
     monkeypatch.setattr(architecture, "_OWN", list_of_own)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     assert usable_cores() == cores
+
+
+def test_the_tightest_cgroup_says_how_much_memory_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own").write_text("0::/a/b\n", encoding="utf-8")
+    monkeypatch.setattr(architecture, "_MOUNT", tmp_path / "mount")
+    monkeypatch.setattr(architecture, "_OWN", tmp_path / "own")
+    assert granted_memory() == math.inf
+    for folder, limit in (("a/b", "max"), ("a", "1000")):
+        cgroup = tmp_path / "mount" / folder
+        cgroup.mkdir(parents=True, exist_ok=True)
+        (cgroup / "memory.max").write_text(f"{limit}\n", encoding="utf-8")
+        (cgroup / "memory.current").write_text("700\n", encoding="utf-8")
+    assert granted_memory() == 300
+    (tmp_path / "mount/a/memory.stat").write_text("anon 500\ninactive_file 150\n", encoding="utf-8")
+    assert granted_memory() == 450

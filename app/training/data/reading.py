@@ -43,12 +43,16 @@ class Resources:
     @classmethod
     def of_machine(cls, device: torch.device) -> "Resources":
         """Return this worker's share of the cores that training leaves free, and of half of the free memory."""
-        from app.engines.architecture import usable_cores  # other runs do not need it
+        from app.engines.architecture import granted_memory, usable_cores  # other runs do not need it
 
         workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun and Ray Train set it
         own = torch.get_num_threads() if device.type == "cpu" else 1
         cores = max(usable_cores() / workers - own, _MIN_CORES)
-        return cls(cores, lambda: psutil.virtual_memory().available / 2 / workers, _largest_child)
+
+        def free_bytes() -> float:
+            return min(psutil.virtual_memory().available, granted_memory()) / 2 / workers
+
+        return cls(cores, free_bytes, _largest_child)
 
 
 def _largest_child() -> float:
