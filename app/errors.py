@@ -3,6 +3,7 @@
 RayloomError
 ├── RecipeError            the recipe, an override or a name in it is wrong
 ├── DataError              the data cannot be read, or contradicts the recipe
+│   └── BrokerUnreachableError  the broker of a stream does not answer
 ├── StorageError           a place in storage is missing, taken or damaged
 │   └── UnsharedStorageError  a node cannot see files that another node wrote
 ├── ClusterError           the local cluster is not in the state that a command needs
@@ -48,6 +49,10 @@ class RecipeError(RayloomError):
 
 class DataError(RayloomError):
     """The data cannot be read, or contradicts the recipe."""
+
+
+class BrokerUnreachableError(DataError):
+    """The broker of a stream does not answer. It may come back."""
 
 
 class StorageError(RayloomError):

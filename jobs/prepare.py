@@ -29,6 +29,10 @@ class PrepareMetrics(BaseModel):
 
 def prepare(run: Run) -> Outcome:
     """Make the shards, unless they are there."""
+    if run.recipe.data.stream:
+        raise RecipeError(
+            f"recipe {run.recipe.name} reads a stream, which training prepares as its messages arrive: submit train"
+        )
     if run.recipe.data.shards is None:
         raise RecipeError(
             f"recipe {run.recipe.name} has no data.shards, and its data are held in memory: set data.shards={{}}"

@@ -52,6 +52,7 @@ from app.config.recipe import (
 from app.config.rollout import Percent, Role
 from app.config.serve import BatchingConfig, ServeConfig, TensorParallelConfig, TlsConfig
 from app.config.sources import ColumnsConfig, FieldConfig, SourceConfig
+from app.config.stream import StreamAddress, StreamConfig
 from app.config.tracking import TrackingConfig, WandbConfig
 from app.config.train import (
     CheckpointConfig,
@@ -123,6 +124,8 @@ __all__ = [
     "ShardsConfig",
     "SourceConfig",
     "StopConfig",
+    "StreamAddress",
+    "StreamConfig",
     "TeacherConfig",
     "TensorParallelConfig",
     "TlsConfig",

@@ -6,6 +6,7 @@ from pydantic import ByteSize, Field, PositiveInt, field_validator, model_valida
 
 from app.config.section import Section
 from app.config.sources import ColumnsConfig, SourceConfig, join_sources, require_consistent
+from app.config.stream import StreamAddress, StreamConfig, is_stream
 
 
 class CleanConfig(Section):
@@ -128,7 +129,8 @@ class DataConfig(Section):
     source: str = Field(
         description="builtin:NAME, or a path or URI of a csv, jsonl or parquet file; of an image folder with one "
         "subfolder a class, or with IDX files named as MNIST's are; for language modelling also of a text file or a "
-        "folder of files; left out with sources"
+        "folder of files; or a stream, nats://HOST:PORT/STREAM?subject=SUBJECT or kafka://HOST:PORT/TOPIC; left out "
+        "with sources"
     )
     sources: list[SourceConfig] = Field(
         default=[],
@@ -174,9 +176,13 @@ class DataConfig(Section):
     shards: ShardsConfig | None = Field(
         default=None, description="prepare the data as shards, and stream them; default: hold all of it in memory"
     )
+    stream: StreamConfig | None = Field(
+        default=None, description="for a source that is a stream: how it is cut into micro-epochs; default: no stream"
+    )
     group_column: str | None = Field(
         default=None,
-        description="with shards: column whose rows with equal values stay in one split; default: each row on its own",
+        description="with shards or stream: column whose rows with equal values stay in one split; default: each row "
+        "on its own",
     )
 
     @model_validator(mode="before")
@@ -218,9 +224,33 @@ class DataConfig(Section):
         given = [(one.source, one.columns or self.columns) for one in self.sources]
         return [self.model_copy(update={"source": uri, "columns": own, "sources": []}) for uri, own in given]
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the data are read from shards. The micro-epochs of a stream are."""
+        return self.shards is not None or self.stream is not None
+
+    @model_validator(mode="after")
+    def _stream_is_whole(self) -> Self:
+        if is_stream(self.source):
+            StreamAddress.parse(self.source)  # raises ValueError with the reason
+        if is_stream(self.source) and self.stream is None:
+            raise ValueError(f"source {self.source!r} is a stream: set stream: {{}}, with its labels")
+        if self.stream is None:
+            return self
+        if not is_stream(self.source):
+            raise ValueError(f"stream is for sources nats:// and kafka://, and source is {self.source!r}: leave it out")
+        unread = ("shards", "test_fraction", "test_source")
+        if self.sources:
+            raise ValueError("sources are mixed in memory, and stream reads one source: leave one of them out")
+        if key := next((key for key in unread if getattr(self, key) is not None), None):
+            raise ValueError(f"{key} is not read with stream, whose micro-epochs have their own shards: leave it out")
+        if self.clean.near_duplicates is not None:
+            raise ValueError("clean.near_duplicates compares all rows, and a stream has no end: leave it out")
+        return self
+
     @model_validator(mode="after")
     def _shards_can_be_made(self) -> Self:
-        if self.group_column is not None and self.shards is None:
+        if self.group_column is not None and not self.is_sharded:
             raise ValueError(f"group_column is {self.group_column!r}, which only data in shards has: set shards: {{}}")
         if self.group_column is not None and not self.clean.deduplicate:
             raise ValueError(
@@ -229,7 +259,7 @@ class DataConfig(Section):
             )
         if self.clean.near_duplicates is not None and self.shards is None:
             raise ValueError("clean.near_duplicates are found in data in shards only: set shards: {}")
-        if self.shards and self.sampling != "natural":
+        if self.is_sharded and self.sampling != "natural":
             raise ValueError(f"sampling {self.sampling} is for data in memory: leave it out, or leave shards out")
         if self.shards and self.test_source is not None:
             raise ValueError("test_source cannot be read with shards: use test_fraction, or leave shards out")

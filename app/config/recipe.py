@@ -258,18 +258,48 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _shards_are_not_held_in_memory(self) -> Self:
-        if self.data.shards is None:
+        if not self.data.is_sharded:
             return self
+        section = "data.shards" if self.data.shards else "data.stream"
         if self.task == CHAT:
-            raise ValueError(f"data.shards are not for task {CHAT} yet: leave them out")
+            raise ValueError(f"{section} is not for task {CHAT} yet: leave it out")
         for key, value in (("teacher", self.train.teacher), ("linear_baseline", self.train.linear_baseline)):
             if value:
-                raise ValueError(f"train.{key} reads all data into memory, which data.shards avoids: leave one out")
+                raise ValueError(f"train.{key} reads all data into memory, which {section} avoids: leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _stream_has_no_end(self) -> Self:
+        """Refuse what needs all data of a stream, or the number of its steps."""
+        stream, train = self.data.stream, self.train
+        if stream is None:
+            return self
+        if self.tune:
+            raise ValueError("tune compares trials on the same data, which data.stream does not give: leave tune out")
+        if train.tokens_per_batch is not None:
+            raise ValueError(
+                "train.tokens_per_batch is not for data.stream, whose micro-epochs are made of batches of samples: set "
+                "global_batch_size"
+            )
+        schedule = train.schedule
+        if train.max_steps is None and (schedule.name != "constant" or schedule.warmup_fraction > 0.0):
+            raise ValueError(
+                f"train.schedule is {schedule.name} with warmup_fraction {schedule.warmup_fraction:g}, and the number "
+                "of steps of a stream is not known: set train.max_steps, or schedule: {name: constant, "
+                "warmup_fraction: 0.0}"
+            )
+        if stream.samples < train.batch_size:
+            raise ValueError(
+                f"data.stream.samples is {stream.samples}, fewer than the {train.batch_size} of "
+                "train.global_batch_size: raise it, or lower the batch"
+            )
         return self
 
     @model_validator(mode="after")
     def _curriculum_knows_all_samples(self) -> Self:
-        for key, is_set in (("shards", self.data.shards), ("sampling balanced", self.data.sampling == "balanced")):
+        data = self.data
+        unread = (("shards", data.shards), ("stream", data.stream), ("sampling balanced", data.sampling == "balanced"))
+        for key, is_set in unread:
             if self.train.curriculum and is_set:
                 raise ValueError(
                     f"train.curriculum orders all samples in memory, once an epoch: leave it or data.{key} out"

@@ -125,7 +125,9 @@ class PruneConfig(Section):
 class TrainConfig(Section):
     """The training run."""
 
-    epochs: PositiveInt = Field(default=3, description="maximum number of passes over the training split")
+    epochs: PositiveInt = Field(
+        default=3, description="maximum number of passes over the training split, or of micro-epochs of a stream"
+    )
     global_batch_size: PositiveInt | None = Field(
         default=64,
         description="samples of an optimizer step over all workers, for any number of workers; null with "

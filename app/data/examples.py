@@ -38,9 +38,11 @@ class Examples:
 
 
 _REPORT_FILE = "cleaning.json"
+MAX_EXAMPLES = 10
+"""Dropped items of each reason that are shown."""
 Reason = Literal[
     "not_text", "empty", "unlabelled", "duplicate", "conflicting", "in_test", "no_answer",
-    "too_short", "too_long", "near_duplicate", "unreadable",
+    "too_short", "too_long", "near_duplicate", "unreadable", "malformed", "unknown_label", "held_out",
 ]  # fmt: skip
 REASONS: tuple[Reason, ...] = get_args(Reason)
 _WORDS: dict[Reason, str] = {
@@ -55,13 +57,21 @@ _WORDS: dict[Reason, str] = {
     "too_long": "longer than data.clean.max_length",
     "near_duplicate": "near duplicates",
     "unreadable": "not a picture that can be decoded",
+    "malformed": "not an object of JSON with the columns",
+    "unknown_label": "with a label that data.stream.labels does not name",
+    "held_out": "held out after the first micro-epoch",
 }
+
+
+def in_words(reason: Reason) -> str:
+    """Return what a dropped item is."""
+    return _WORDS[reason]
 
 
 class CleaningReport(BaseModel):
     """The number of items given, kept, and dropped for each reason."""
 
-    what: Literal["examples", "documents", "conversations", "pairs", "texts"]
+    what: Literal["examples", "documents", "conversations", "pairs", "texts", "messages"]
     given: int
     kept: int
     dropped: dict[Reason, int]
@@ -69,6 +79,17 @@ class CleaningReport(BaseModel):
     """Conversations that are kept in part."""
     examples: dict[Reason, list[str]] = {}
     """A few of those dropped for each reason, shortened. Only data in shards have them."""
+
+    def __add__(self, later: "CleaningReport") -> "CleaningReport":
+        """Return the report of both, with the examples of the earlier one first."""
+        examples = {
+            reason: [*self.examples.get(reason, ()), *later.examples.get(reason, ())][:MAX_EXAMPLES]
+            for reason in REASONS
+            if reason in self.examples or reason in later.examples
+        }
+        dropped = dict(Counter(self.dropped) + Counter(later.dropped))
+        given, kept, cut = self.given + later.given, self.kept + later.kept, self.cut + later.cut
+        return CleaningReport(what=self.what, given=given, kept=kept, dropped=dropped, cut=cut, examples=examples)
 
     @property
     def reasons(self) -> dict[str, int]:

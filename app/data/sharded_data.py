@@ -1,7 +1,7 @@
 """Prepared data whose splits lie in shards. A run keeps a reference to them, and the files of its codec."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from upath import UPath
@@ -12,7 +12,7 @@ from app.data.labelled import LabelledData, LabelledDataset
 from app.data.origins import Origins
 from app.data.prepared import TEST, TRAIN, VALIDATION, load_padded_lengths, save_padded_lengths
 from app.data.processor import Processor
-from app.data.sharded import ShardedBlocks, ShardedSplit, ShardReference
+from app.data.sharded import ShardedBlocks, ShardedRows, ShardedSplit, ShardReference
 from app.data.targets import Targets
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
@@ -32,6 +32,10 @@ class ShardedLabelledData(LabelledData):
     @property
     def summary(self) -> str:
         return f"{super().summary}, in shards in {self.reference.location}"
+
+    def with_train(self, rows: ShardedRows) -> Self:
+        """Return the data with other training rows, such as those of a stream's next micro-epoch."""
+        return replace(self, train=LabelledDataset(ShardedSplit(rows), self.processor, self.targets))
 
     def save(self, folder: UPath) -> None:
         """Write the reference, the labels, the report and the processor's own files."""

@@ -70,7 +70,7 @@ def subject_of(recipe: Recipe, model: nn.Module, data: PreparedData) -> Subject:
     """
     inputs = longest_inputs(data)
     profile = measure(model, inputs, recipe.train.precision)
-    steps = count_steps(recipe.train, order_of(recipe.train, data))
+    steps = count_steps(recipe.train, order_of(recipe.train, data), recipe.data.stream)
     name = subject_name(recipe, sum(parameter.numel() for parameter in model.parameters()), data)
     return Subject(recipe, profile, tuple(inputs), steps, name, _sample_tokens(recipe.train, data))
 

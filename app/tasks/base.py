@@ -80,6 +80,13 @@ class Task(ABC):
         """Return the data of a recipe with ``data.shards``. ``run_units`` does the work on the parts of the source."""
         raise RecipeError(f"task {self.name} cannot be prepared in shards: leave data.shards out")
 
+    def prepare_stream(self, recipe: Recipe) -> PreparedData:  # noqa: ARG002
+        """Return the data of a recipe with ``data.stream``: the first micro-epoch, with the validation split."""
+        raise RecipeError(
+            f"task {self.name} cannot be trained on a stream: give a task of texts with one label each, such as "
+            "text-classification, or a source that is no stream"
+        )
+
     def load_with_test(self, recipe: Recipe, folder: UPath) -> PreparedData:
         """Load the data with its test split, if it has one, so that a run can save all of it again."""
         return self.load(recipe, folder)
@@ -154,6 +161,17 @@ class ServedTask(Task):
         from app.data.preparation.data import prepare_sharded  # other recipes do not need pyarrow
 
         return prepare_sharded(recipe, self.processor, run_units)
+
+    def prepare_stream(self, recipe: Recipe) -> PreparedData:
+        if (
+            type(self).prepare is not ServedTask.prepare
+            or self.targets is not Classes
+            or self.processor.modality != "text"
+        ):
+            return super().prepare_stream(recipe)
+        from app.data.streaming.micro_epochs import prepare_stream  # other recipes do not need pyarrow
+
+        return prepare_stream(recipe, self.processor)
 
     def load(self, recipe: Recipe, folder: UPath) -> SplitData:  # noqa: ARG002
         return self.data.load(folder, self.processor, self.targets)

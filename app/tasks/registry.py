@@ -126,7 +126,8 @@ def prepare(recipe: Recipe) -> PreparedData:
     if recipe.data.shards:
         return prepare_shards(recipe)
     require_keys(recipe)
-    return find_task(recipe.task).prepare(recipe)
+    task = find_task(recipe.task)
+    return task.prepare_stream(recipe) if recipe.data.stream else task.prepare(recipe)
 
 
 def prepare_shards(recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:

@@ -29,7 +29,8 @@ from app.training.stop_request import StopRequest
 from app.training.worker import Worker
 from app.warnings import warn
 
-if TYPE_CHECKING:  # most runs have one source
+if TYPE_CHECKING:  # most runs have one source, which is no stream
+    from app.training.data.micro_epochs import MicroEpochs
     from app.training.data.mixture import Mixture
 
 
@@ -51,6 +52,8 @@ class Loop:
     events: EventLog
     mixture: "Mixture | None" = None
     """The sources, if there are several."""
+    stream: "MicroEpochs | None" = None
+    """Gives each epoch its samples. None: all epochs have the same."""
     position: Position = field(default_factory=Position)
     records: list[EpochRecord] = field(default_factory=list)
 
@@ -84,12 +87,33 @@ class Loop:
             TrainingError: a checkpoint cannot be written.
         """
         while not self._is_finished():
-            if request := self._train_epoch():
+            request = self._await_samples(self.stream) if self.stream else StopRequest.NONE
+            if self.stream and self.stream.has_ended:
+                break
+            if request := request or self._train_epoch():
                 self.checkpoints.save(self.position, self.records)
                 self.checkpoints.wait()
                 return request
             self._finish_epoch()
         self.checkpoints.wait()
+        return StopRequest.NONE
+
+    def _await_samples(self, stream: "MicroEpochs") -> StopRequest:
+        """Wait for the epoch's micro-epoch, or the end of the stream. Return the request that ended the wait, or NONE.
+
+        Raises:
+            DataError: the stream cannot be read.
+        """
+        position = self.position
+        with self.activity.timed("data"):
+            while not stream.enter(position.epoch, position.offsets):
+                self.activity.begin("waiting for messages")
+                synced = self.sync.run()
+                if synced.has_lost_state:
+                    self.checkpoints.save(position, self.records, again=True)
+                if synced.stop_request or stream.has_ended:
+                    return synced.stop_request
+        position.offsets = stream.start
         return StopRequest.NONE
 
     def _is_finished(self) -> bool:
@@ -204,6 +228,8 @@ class Loop:
             record = record.model_copy(update={"source_samples": seen})
         self.records.append(record)
         self.position = Position(step=position.step, epoch=position.epoch + 1, left_out=position.left_out)
+        if self.stream:
+            self.position.offsets = self.stream.stop
         # This counts with the next epoch, because this one's record is in the checkpoint.
         with self.activity.timed("checkpoint"):
             self.checkpoints.save(self.position, self.records)

@@ -18,7 +18,7 @@ from upath import UPath
 from app.artifacts import DATA, FAILURE_FILE
 from app.cluster.state import MARK
 from app.config import Recipe, TrainConfig
-from app.errors import NonFiniteLossError, RayloomError, TopologyError, TrainingError, UnsharedStorageError
+from app.errors import DataError, NonFiniteLossError, RayloomError, TopologyError, TrainingError, UnsharedStorageError
 from app.heartbeat import keep_heartbeat
 from app.storage import no_op, to_path
 from app.tasks import load_prepared
@@ -176,7 +176,7 @@ def _train(arguments: WorkerArguments) -> Ending | RayloomError:
             last_epoch = arguments["last_reported_epoch"]
             publish = no_op if arguments["is_trial"] else Publisher(ray_metrics).publish
             return train(recipe, data, worker, run_folder, _report, poll_stop_request, last_epoch, publish)
-        except NonFiniteLossError as error:
+        except (DataError, NonFiniteLossError) as error:
             return error
 
 

@@ -4,7 +4,7 @@ from operator import attrgetter
 
 from upath import UPath
 
-from app.config import AutoPlan, Recipe, load_stored_recipe
+from app.config import AutoPlan, Recipe, StreamConfig, load_stored_recipe
 from app.errors import RecipeError, StorageError
 from app.heartbeat import require_not_running
 from app.runs import CONFIG_FILE, Run, has_succeeded, newest_first, recipe_named_in, runs_folder
@@ -79,10 +79,19 @@ def _recipe_of(run: UPath) -> Recipe:
         raise RecipeError(f"run {run.name} cannot go on: {error}; leave train.resume out to start a new run") from error
 
 
+def _comparable(recipe: Recipe) -> Recipe:
+    """Return the recipe as given, with the defaults of keys that only later messages of a stream depend on."""
+    given = recipe.as_given
+    if (stream := given.data.stream) is None:
+        return given
+    fixed = StreamConfig(labels=stream.labels, samples=stream.samples)
+    return given.model_copy(update={"data": given.data.model_copy(update={"stream": fixed})})
+
+
 def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:
     for key in _FIXED_KEYS:
         value_in = attrgetter(key)
-        if value_in(recipe.as_given) != value_in(earlier.as_given):
+        if value_in(_comparable(recipe)) != value_in(_comparable(earlier)):
             raise RecipeError(
                 f"{key} is not what run {run_id} was started with, and its checkpoints are of no use with another: "
                 "change it back, or leave train.resume out to start a new run"

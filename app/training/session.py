@@ -2,15 +2,15 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from upath import UPath
 
 from app.artifacts import CHECKPOINTS, FAILURE_FILE
-from app.conditional import read
 from app.config import Layout, Recipe, TrainConfig
 from app.config.alerts import Act
 from app.data.labelled import LabelledData
@@ -32,7 +32,7 @@ from app.training.checkpoints.manager import CheckpointManager
 from app.training.checkpoints.state import Position
 from app.training.checkpoints.store import CheckpointStore
 from app.training.coordination.sync import StepSync
-from app.training.coordination.watchdog import Watchdog
+from app.training.coordination.watchdog import Watchdog, note_failure, read_failure
 from app.training.data.batches import SampleOrder, count_steps, order_of
 from app.training.data.feed import Feed
 from app.training.engine import TrainingEngine, create_engine
@@ -46,6 +46,9 @@ from app.training.reporting.sinks import MetricsLog, Progress
 from app.training.stop_request import StopRequest, StopSignals
 from app.training.worker import Worker, on_first, seed_random
 from app.warnings import warn
+
+if TYPE_CHECKING:
+    from app.training.data.micro_epochs import MicroEpochs
 
 _MAX_ROLLBACKS = 3
 _END_EVENTS: dict[StopRequest, EventKind] = {
@@ -143,7 +146,7 @@ def _begin(attempt: _Attempt) -> Loop:
     """Start what watches the run, build what trains it, and go to the newest checkpoint."""
     worker, config, run_folder, stack = attempt.worker, attempt.recipe.train, attempt.run_folder, attempt.stack
     # This comes first, because starting the watchdog removes the note.
-    earlier_failure = _read_failure(run_folder) if worker.is_first else None
+    earlier_failure = read_failure(run_folder) if worker.is_first else None
     watchdog = _start_watchdog(worker, config, run_folder)
     # It closes last, so it also watches what is closed before.
     stack.callback(watchdog.close)
@@ -166,7 +169,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     run_folder, config, layout = attempt.run_folder, recipe.train, recipe.train.layout(worker.size)
     activity = Activity(watchdog.beat, watchdog.report_progress)
     order = _order_of(recipe, data, run_folder)
-    total_steps = count_steps(config, order)
+    total_steps = count_steps(config, order, recipe.data.stream)
     # One process looks for a checkpoint, so that all build the model in the same way.
     is_resumed = bool(on_first(CheckpointStore(run_folder / CHECKPOINTS).committed))
     stack.callback(restore_linear)
@@ -205,7 +208,15 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
         activity=activity,
         events=events,
         mixture=getattr(order, "mixture", None),
+        stream=_open_stream(attempt, feed) if recipe.data.stream else None,
     )
+
+
+def _open_stream(attempt: _Attempt, feed: Feed) -> "MicroEpochs":
+    from app.training.data.micro_epochs import MicroEpochs  # imports what collects messages
+
+    stream = MicroEpochs(attempt.recipe, attempt.data, feed, attempt.worker, attempt.run_folder)
+    return attempt.stack.enter_context(closing(stream))
 
 
 def _order_of(recipe: Recipe, data: PreparedData, run_folder: UPath) -> SampleOrder:
@@ -317,7 +328,7 @@ def _start_watchdog(worker: Worker, config: TrainConfig, run_folder: UPath) -> W
     """Start the watchdog, and remove the failure note of an earlier attempt."""
     if worker.is_first:
         (run_folder / FAILURE_FILE).unlink(missing_ok=True)
-    return Watchdog(worker, config.hang_timeout_s, lambda reason: _note_failure(run_folder, reason))
+    return Watchdog(worker, config.hang_timeout_s, lambda reason: note_failure(run_folder, reason))
 
 
 def _warn_of_emulated_bf16(config: TrainConfig, worker: Worker) -> None:
@@ -332,19 +343,3 @@ def _open_logs(mirror: Mirror, step: int, records: list[EpochRecord], stack: Exi
     tensorboard = TensorBoardLog(mirror, step + 1)
     stack.callback(tensorboard.close)
     return log, tensorboard
-
-
-def _read_failure(run_folder: UPath) -> str | None:
-    """Return why a worker of the last attempt ended itself. None: it left no note."""
-    note = read(run_folder / FAILURE_FILE)
-    return None if note is None else note.decode(errors="replace")
-
-
-def _note_failure(run_folder: UPath, reason: str) -> None:
-    """Write the reason for the job to find, because a process that is ended cannot raise an error.
-
-    Only the first reason counts. A worker that looks later may report one that has ended itself since.
-    """
-    note = run_folder / FAILURE_FILE
-    if not note.exists():
-        note.write_text(reason, encoding="utf-8")

@@ -27,6 +27,7 @@ from app.config import DataConfig
 from app.data.sources import load_examples
 from tests.helpers import BIN, ROOT, local_cluster, wait_until
 from tests.pages import blocks, commands, mark_of
+from tests.streams import nats_server
 
 pytestmark = pytest.mark.slow
 
@@ -204,6 +205,21 @@ def test_train_on_large_data(reader: Reader) -> None:
     # The page's command spares what is younger than an hour.
     assert "deleted " not in shown
     assert "deleted " in reader.paste("rayloom data delete --unused --force")
+
+
+def test_train_on_a_stream(reader: Reader, tmp_path: Path) -> None:
+    (page,) = blocks(HOW_TO / "train_on_a_stream.md", "yaml")
+    rows = (json.dumps({"text": f"book {number} is {number % 7}", "label": str(number % 2)}) for number in range(300))
+    with nats_server(tmp_path) as server:
+        server.publish(map(str.encode, rows), stream="REVIEWS", subject="reviews.all")
+        short = {"data": {"stream": {"samples": 128, "idle_seconds": 5}, "buckets": [16]}}
+        recipe = shortened(yaml.safe_load(page), short | {"model": SHORT["reviews"]["model"]})
+        recipe["data"]["source"] = recipe["data"]["source"].replace("127.0.0.1:4222", server.address)
+        (reader.folder / "stream.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+        shown = reader.paste_all("train_on_a_stream.md")
+    assert '"epochs": 2' in shown
+    assert "training ends" in shown
+    assert "nats://" in reader.paste("rayloom data list")
 
 
 def test_compile_a_model(reader: Reader) -> None:

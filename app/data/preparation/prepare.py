@@ -14,7 +14,7 @@ from upath import UPath
 
 from app.checksums import checksum_lines, sha256_of
 from app.config import Recipe
-from app.data.examples import REASONS, CleaningReport, Input, Modality, Reason
+from app.data.examples import MAX_EXAMPLES, REASONS, CleaningReport, Input, Modality, Reason
 from app.data.preparation.near_duplicates import NearDuplicates
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.rows import merge_types
@@ -29,7 +29,7 @@ from app.data.preparation.units import (
     list_files,
     list_unread,
 )
-from app.data.preparation.work import EXAMPLES, UnitResult, UnitWork
+from app.data.preparation.work import UnitResult, UnitWork
 from app.data.preparation.writers import block_schema, labelled_schema
 from app.data.shards import FORMAT, Shard, ShardIndex
 from app.data.targets import save_labels
@@ -289,7 +289,7 @@ class Preparer:
             for split, shards in result.shards.items():
                 splits[split] += [shard.model_copy(update={"source": unit.source}) for shard in shards]
             for reason, shown in result.examples.items():
-                examples[reason] = [*examples.get(reason, []), *shown][:EXAMPLES]
+                examples[reason] = [*examples.get(reason, []), *shown][:MAX_EXAMPLES]
         self._require_blocks(splits)
         report.model_copy(update={"examples": examples}).save(folder)
         schema = (

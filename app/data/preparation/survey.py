@@ -173,7 +173,7 @@ class Surveyor:
     def add(self, rows: Rows) -> list[Input | None]:
         """Survey some rows, and return the cleaned inputs. Raises DataError if there are too many labels."""
         cleaned = [self._cleaner.clean(item) for item in rows.inputs]
-        high, low = np.frombuffer(b"".join(map(_digest, cleaned)), np.uint64).reshape(-1, 2).T
+        high, low = np.frombuffer(b"".join(map(digest_of, cleaned)), np.uint64).reshape(-1, 2).T
         given: Sequence[str | None] = rows.labels or [None] * len(cleaned)
         codes = np.array(
             [self._cleaner.code(item, label) for item, label in zip(cleaned, given, strict=True)], np.uint8
@@ -196,7 +196,7 @@ class Surveyor:
         if groups is None:
             return low
         own = low.tolist()
-        return np.array([_key_of(group) if group else own[row] for row, group in enumerate(groups)], np.uint64)
+        return np.array([key_of(group) if group else own[row] for row, group in enumerate(groups)], np.uint64)
 
     def _keep_sample(self, cleaned: Sequence[Input | None], codes: NDArray[np.uint8], low: Hashes) -> None:
         is_sampled = fractions_of(low, _SAMPLE_SALT) < self._sample_fraction
@@ -230,7 +230,8 @@ class Surveyor:
         return Sample(rows, [item for _, item in self._sample])
 
 
-def _key_of(group: str) -> int:
+def key_of(group: str) -> int:
+    """Return the key by which the rows of a group are split."""
     return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), sys.byteorder)
 
 
@@ -243,7 +244,8 @@ def _is_picture(content: bytes) -> bool:
     return True
 
 
-def _digest(item: Input | None) -> bytes:
+def digest_of(item: Input | None) -> bytes:
+    """Return the hash of a cleaned input, of 16 bytes."""
     content = b"" if item is None else item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
     return hashlib.blake2b(content, digest_size=16).digest()
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from upath import UPath
 
 from app.config import DataConfig
-from app.data.examples import REASONS, Input, Modality, Reason
+from app.data.examples import MAX_EXAMPLES, REASONS, Input, Modality, Reason
 from app.data.preparation.formats import read_unit
 from app.data.preparation.rows import CellType, Columns, Rows, RowsDigest, merge_types
 from app.data.preparation.signatures import SignatureFiles
@@ -23,8 +23,6 @@ from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 from app.storage import stream_atomically, to_path, write_atomically
 
-EXAMPLES = 10
-"""Dropped rows of each reason that are shown."""
 _MAX_EXAMPLE = 120
 WORK = ".work"
 """Folder of what a preparation needs until it ends."""
@@ -191,7 +189,7 @@ def _collect(
     """Keep the first few rows that are dropped for each reason: their texts, or else the names of their files."""
     for row in np.flatnonzero(codes != KEPT).tolist():
         shown = examples.setdefault(REASONS[codes[row] - 1], [])
-        if len(shown) < EXAMPLES:
+        if len(shown) < MAX_EXAMPLES:
             item = inputs[row]
             shown.append(item[:_MAX_EXAMPLE] if isinstance(item, str) else _shown(rows, row))
 

@@ -25,6 +25,8 @@ class Position(BaseModel):
     samples: int = 0
     seconds: float = 0.0
     """Number of samples trained on in this epoch so far, and the seconds that they took."""
+    offsets: dict[int, int] = {}
+    """Of a stream: where the epoch's micro-epoch begins, by partition. Empty: where the run found the stream."""
     left_out: list[tuple[int, int]] = []
     """Batches that rollbacks left out, as (epoch, number)."""
 

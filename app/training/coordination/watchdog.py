@@ -11,7 +11,10 @@ from contextlib import contextmanager
 
 from pydantic import BaseModel
 from torch.distributed import Store  # type: ignore[attr-defined]
+from upath import UPath
 
+from app.artifacts import FAILURE_FILE
+from app.conditional import read
 from app.torch_internals import default_store
 from app.training.worker import Worker
 
@@ -205,3 +208,19 @@ def _key(rank: int) -> str:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]} does" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} do"
+
+
+def read_failure(run_folder: UPath) -> str | None:
+    """Return why a worker of the last attempt ended itself. None: it left no note."""
+    note = read(run_folder / FAILURE_FILE)
+    return None if note is None else note.decode(errors="replace")
+
+
+def note_failure(run_folder: UPath, reason: str) -> None:
+    """Write the reason for the job to find, because a process that is ended cannot raise an error.
+
+    Only the first reason counts. A worker that looks later may report one that has ended itself since.
+    """
+    note = run_folder / FAILURE_FILE
+    if not note.exists():
+        note.write_text(reason, encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from app.config import TrainConfig
+from app.config import StreamConfig, TrainConfig
 from app.data.prepared import Dataset, PreparedData, ShardedSamples
 from app.errors import TrainingError
 
@@ -128,9 +128,12 @@ def groups_of(dataset: Dataset) -> NDArray[np.str_] | None:
     return groups
 
 
-def count_steps(config: TrainConfig, order: SampleOrder) -> int:
-    """Return the number of optimizer steps of the whole run."""
-    total = sum(order.num_batches(epoch) for epoch in range(1, config.epochs + 1))
+def count_steps(config: TrainConfig, order: SampleOrder, stream: StreamConfig | None = None) -> int:
+    """Return the number of optimizer steps of the whole run. Of a stream, return how many it has at most."""
+    if stream:
+        total = config.epochs * (stream.samples // config.batch_size)
+    else:
+        total = sum(order.num_batches(epoch) for epoch in range(1, config.epochs + 1))
     return min(total, config.max_steps or total)
 
 

@@ -21,7 +21,7 @@ from app.models.precision import TORCH_DTYPES
 from app.telemetry.record import NO_TIME, ReadAhead, ReadingRecord, ReadTime, Source
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
-from app.training.data.batches import DataRank, Indices, SampleOrder, groups_of, shards_of, validation_batches
+from app.training.data.batches import DataRank, Indices, SampleOrder, groups_of, order_of, shards_of, validation_batches
 from app.training.data.reading import ReadingControl, Resources
 from app.training.data.streams import sharded_validation_batches
 from app.training.worker import Worker, seed_random
@@ -98,6 +98,12 @@ class Feed:
     def __post_init__(self) -> None:
         self.loader = Loader(self.data, self.config, self.worker, self.activity)
 
+    def read_from(self, data: PreparedData) -> None:
+        """Read other data from now on, in the same kind of order."""
+        self.close()
+        self.data, self.order = data, order_of(self.config, data)
+        self.loader = Loader(self.data, self.config, self.worker, self.activity)
+
     def train(self, epoch: int, batch_numbers: Sequence[int]) -> Iterator[MicroBatch]:
         """Yield the micro-batches of these global batches of ``epoch``, in order."""
         accumulation, weigh = self.layout.gradient_accumulation, self._weigher(epoch)
@@ -112,7 +118,7 @@ class Feed:
         """Return this rank's micro-batches of a global batch, each with the samples that its own are mixed with."""
         count = self.layout.gradient_accumulation
         parts = np.array_split(self.order.share(epoch, number, self._rank), count)
-        if not self._mixes:
+        if self.config.augment is None or self.config.augment.mix is None:
             return [(part, None) for part in parts]
         return list(zip(parts, np.array_split(self.order.partners(epoch, number, self._rank), count), strict=True))
 
@@ -173,11 +179,6 @@ class Feed:
         lengths = padded_lengths_of(self.data.train)
         assert lengths is not None
         return max(1, self.layout.micro_batch // int(lengths.max()))
-
-    @property
-    def _mixes(self) -> bool:
-        """Whether training mixes samples."""
-        return self.config.augment is not None and self.config.augment.mix is not None
 
     def _request(
         self,

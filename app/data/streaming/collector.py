@@ -1,0 +1,110 @@
+"""Collects the messages of one micro-epoch, in short calls between which a run can be asked to stop."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from app.config import Recipe
+from app.data.streaming.messages import Message, Offsets, Reader, open_reader
+from app.data.streaming.rows import ChosenRows, StreamRows
+from app.errors import BrokerUnreachableError
+from app.warnings import warn
+
+_POLL_S = 1.0
+_MIN_READ, _MAX_READ = 64, 1000
+"""Messages that are read at a time."""
+
+
+@dataclass
+class Collector:
+    """Reads a stream from some offsets on, until there are rows enough for a micro-epoch."""
+
+    recipe: Recipe
+    start: Mapping[int, int]
+    """Where the micro-epoch before ended. Empty: begin with the oldest messages that the broker has."""
+    is_first: bool
+    """Whether it is the first micro-epoch, of which the validation split is held out."""
+    clock: Callable[[], float] = time.monotonic
+    has_ended: bool = False
+    """Whether the stream has been idle for longer than the recipe allows, with less than a batch of new rows."""
+    _reader: Reader | None = field(default=None, init=False)
+    _rows: StreamRows | None = field(default=None, init=False)
+    _began: float | None = field(default=None, init=False)
+    """When the first message came."""
+    _last: float = field(init=False)
+    """When the last message came."""
+    _is_lost: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._last = self.clock()
+
+    @property
+    def collected(self) -> int:
+        """Messages so far."""
+        return len(self._rows) if self._rows is not None else 0
+
+    def poll(self) -> ChosenRows | None:
+        """Read for about a second. Return the rows of the micro-epoch when it is complete, else None.
+
+        Raises:
+            DataError: the stream cannot be read, or too many messages are bad. A broker that does not answer is
+                waited for as long as a silent one, unless it never answered.
+        """
+        stream = self.recipe.data.stream
+        assert stream is not None
+        messages, now = self._read(), self.clock()
+        if messages:
+            assert self._rows is not None
+            self._rows.add(messages)
+            self._began, self._last = self._began if self._began is not None else now, now
+        is_idle = stream.idle_seconds is not None and now - self._last >= stream.idle_seconds
+        is_late = self._began is not None and now - self._began >= stream.seconds
+        if self._rows and (self._missing <= 0 or is_late or is_idle):
+            chosen = self._rows.choose(stream.samples, self.recipe.train.batch_size, is_late or is_idle)
+            if chosen is not None:
+                return chosen
+        self.has_ended = is_idle
+        return None
+
+    @property
+    def _missing(self) -> int:
+        """Messages that the micro-epoch still needs, about: some are held out."""
+        data = self.recipe.data
+        assert data.stream is not None
+        needed = math.ceil(data.stream.samples / (1.0 - data.validation_fraction))
+        return needed - (self._rows.candidates if self._rows is not None else 0)
+
+    def close(self) -> None:
+        """Leave the broker."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _read(self) -> list[Message]:
+        """Return the next messages. While the broker does not answer, there are none."""
+        stream = self.recipe.data.stream
+        assert stream is not None
+        try:
+            reader = self._reader or self._open()
+            messages = reader.read(max(_MIN_READ, min(_MAX_READ, self._missing)), _POLL_S)
+        except BrokerUnreachableError as error:
+            with suppress(BrokerUnreachableError):
+                self.close()
+            idle, silent = stream.idle_seconds, self.clock() - self._last
+            if (self.is_first and self._rows is None) or (idle is not None and silent >= idle):
+                raise
+            if not self._is_lost:
+                warn(f"{error}; training waits for it")
+            self._is_lost = True
+            return []
+        self._is_lost = False
+        return messages
+
+    def _open(self) -> Reader:
+        offsets: Offsets = self._rows.stop if self._rows is not None else dict(self.start)
+        self._reader = open_reader(self.recipe.data.source, offsets)
+        if self._rows is None:
+            self._rows = StreamRows(self.recipe.data, self._reader.start, self.is_first)
+        return self._reader

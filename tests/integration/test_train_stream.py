@@ -1,0 +1,26 @@
+"""Training on a stream: each message once, for any number of workers."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import folder_of, losses, train_alone
+from tests.streams import left_out, message, nats_server, overrides, times_trained
+
+pytestmark = pytest.mark.slow
+RECIPE = "recipes/reviews.yaml"
+
+
+def test_two_processes_learn_what_one_does_from_a_stream_each_message_once(tmp_path: Path) -> None:
+    with nats_server(tmp_path / "jetstream") as server:
+        server.publish(map(message, range(300)))
+        runs = [
+            train_alone(*overrides(f"{server.url}/S", tmp_path / str(count)), processes=count, recipe=RECIPE)
+            for count in (1, 2)
+        ]
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), abs=1e-5)
+    for result in runs:
+        times = times_trained(folder_of(result), range(300))
+        assert set(times) == {0.0, 1.0}
+        assert times.count(0.0) == left_out(folder_of(result), 300)
+        assert result["metrics"]["steps"] == times.count(1.0) // 16

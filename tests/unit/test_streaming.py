@@ -1,0 +1,276 @@
+"""Streams of NATS and Kafka, read by offset and cut into micro-epochs."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from nats.js.api import RetentionPolicy
+from upath import UPath
+
+from app.config import Recipe, load_recipe
+from app.data.streaming.collector import Collector
+from app.data.streaming.messages import Offsets, open_reader
+from app.data.streaming.micro_epochs import Collection, MicroEpochStore, prepare_stream
+from app.data.streaming.rows import ChosenRows
+from app.data.text import TextProcessor
+from app.errors import BrokerUnreachableError, DataError, RecipeError
+from app.storage import list_names, to_path
+from app.tasks import prepare
+from tests.helpers import wait_until
+from tests.streams import LABELS, NatsServer, kafka_broker, message, nats_server, overrides, text_of
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("jetstream")) as server:
+        server.publish(map(message, range(300)))
+        yield server
+
+
+def recipe(source: str, tmp_path: Path, *keys: str, **stream: object) -> Recipe:
+    return load_recipe("recipes/reviews.yaml", [*overrides(source, tmp_path, **stream), *keys])
+
+
+class Clock:
+    """Time that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def numbers(source: str, start: Offsets, count: int) -> list[int]:
+    with closing(open_reader(source, start)) as reader:
+        return [message.offset for message in reader.read(count, 5.0)]
+
+
+def test_jetstream_is_read_from_a_sequence_on(server: NatsServer) -> None:
+    server.publish([b"x", b"y"], "T", "t.a")
+    server.publish([b"z"], "T", "t.b")
+    assert numbers(f"{server.url}/S", {}, 3) == [1, 2, 3]
+    assert numbers(f"{server.url}/S", {0: 200}, 2) == [200, 201]
+    assert numbers(f"{server.url}/T?subject=t.b", {}, 2) == [3]
+    with closing(open_reader(f"{server.url}/T", {0: 4})) as reader:
+        assert reader.read(1, 0.1) == []
+
+
+def test_kafka_is_read_from_the_offset_of_each_partition() -> None:
+    with kafka_broker() as broker:
+        broker.publish(map(message, range(40)), "texts")
+        source = f"kafka://{broker.servers}/texts"
+        with closing(open_reader(source, {1: 8, 3: 10})) as reader:
+            assert reader.start == {0: 0, 1: 8, 2: 0, 3: 10}
+            found = reader.read(40, 2.0)
+        assert len(found) == 22
+        assert min(found, key=lambda one: (one.partition != 1, one.offset)).value == message(4 * 8 + 1)
+        with pytest.raises(DataError, match="have no topic 'text'"):
+            open_reader(f"kafka://{broker.servers}/text", {})
+        with pytest.raises(DataError, match="offset 11, and the broker has messages before 10 only"):
+            open_reader(source, {0: 11})
+
+
+def test_what_a_broker_refuses_is_told(server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.publish([b"x"], "W", "w.a", retention=RetentionPolicy.WORK_QUEUE)
+    server.publish([b"x"] * 20, "P", "p.a")
+    server.purge(until=11, stream="P")
+    for name, start, words in (
+        ("N", {}, "the server has no stream 'N'; make it"),
+        ("W", {}, "expected limits"),
+        ("P", {0: 5}, "has deleted what is before 11: 6 messages are lost"),
+        ("P", {0: 99}, "the stream was made anew"),
+    ):
+        with pytest.raises(DataError, match=words):
+            open_reader(f"{server.url}/{name}", start)
+    assert numbers(f"{server.url}/P", {}, 1) == [11]
+    with nats_server(tmp_path, "--user", "me", "--pass", "secret") as locked:
+        with pytest.raises(DataError, match="refuses the credentials"):
+            open_reader(f"{locked.url}/S", {})
+        monkeypatch.setenv("NATS_USER", "me")
+        monkeypatch.setenv("NATS_PASSWORD", "secret")
+        with pytest.raises(DataError, match="has no stream"):
+            open_reader(f"{locked.url}/S", {})
+    with pytest.raises(BrokerUnreachableError, match="no server answers"):
+        open_reader(f"{locked.url}/S", {})
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("data.source=nats://127.0.0.1:4222", "is not the address of a stream"),
+        ("data.source=nats://me:pw@127.0.0.1:4222/S", "a secret never stands in a recipe"),
+        ("data.source=kafka://127.0.0.1:9092/t?subject=s", "unknown parameter 'subject'"),
+        ("data.source=builtin:reviews", "stream is for sources nats:// and kafka://"),
+        ("data.stream=null", "is a stream: set stream"),
+        ("data.stream={labels: [a, a]}", "'a' is named twice"),
+        ("data.test_fraction=0.1", "test_fraction is not read with stream"),
+        ("data.shards={}", "shards is not read with stream"),
+        ("data.clean={near_duplicates: 0.8}", "compares all rows"),
+        ("train.schedule={name: cosine}", "set train.max_steps, or schedule"),
+        ("train.schedule={name: constant}", "the number of steps of a stream is not known"),
+        ("train={tokens_per_batch: 4096, global_batch_size: null}", r"tokens_per_batch is not for data\.stream"),
+        ("train.global_batch_size=128", "data.stream.samples is 96, fewer than the 128"),
+        ("tune={space: tune_spaces.text:space}", "leave tune out"),
+        ("train.linear_baseline=true", "which data.stream avoids"),
+    ],
+)
+def test_recipes_that_a_stream_cannot_be_trained_with(tmp_path: Path, key: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words) as raised:
+        recipe("nats://127.0.0.1:4222/S", tmp_path, key)
+    assert "pw" not in str(raised.value)
+
+
+def test_labels_and_the_task_are_checked_before_a_broker_is_asked(tmp_path: Path) -> None:
+    regression = ["task=text-regression", "train.label_smoothing=0.0", "train.early_stopping=null"]
+    with pytest.raises(RecipeError, match=r"data\.stream\.labels is missing"):
+        prepare(recipe("nats://127.0.0.1:1/S", tmp_path, labels=None))
+    with pytest.raises(RecipeError, match="task text-regression cannot be trained on a stream"):
+        prepare(recipe("nats://127.0.0.1:1/S", tmp_path, *regression))
+
+
+def collect(given: Recipe, start: Offsets, is_first: bool = False) -> ChosenRows:
+    with closing(Collector(given, start, is_first)) as collector:
+        while True:
+            if (chosen := collector.poll()) is not None:
+                return chosen
+
+
+def test_micro_epochs_follow_each_other_without_a_gap(server: NatsServer, tmp_path: Path) -> None:
+    given = recipe(f"{server.url}/S", tmp_path)
+    first = collect(given, {}, is_first=True)
+    second = collect(given, first.stop)
+    assert (first.start, second.start) == ({0: 1}, first.stop)
+    assert len(first.train.inputs) == len(second.train.inputs) == 96
+    assert first.validation.inputs
+    assert not second.validation.inputs
+    taken = [*first.train.inputs, *second.train.inputs, *first.validation.inputs]
+    held_out = second.report.dropped["held_out"]
+    assert second.report.examples["held_out"]
+    assert len(set(taken)) == len(taken) == second.stop[0] - 1 - held_out
+    assert set(taken) <= {text_of(number) for number in range(second.stop[0] - 1)}
+
+
+def test_a_micro_epoch_ends_after_its_seconds_and_the_stream_when_it_is_idle(
+    server: NatsServer, tmp_path: Path
+) -> None:
+    clock = Clock()
+    given = recipe(f"{server.url}/S", tmp_path, samples=960, seconds=60.0, idle_seconds=90.0)
+    with closing(Collector(given, {0: 271}, is_first=False, clock=clock)) as collector:
+        assert collector.poll() is None
+        clock.now = 59.0
+        assert collector.poll() is None
+        clock.now = 60.0
+        chosen = collector.poll()
+    assert chosen is not None
+    assert len(chosen.train.inputs) == 16  # of 30 messages
+    with closing(Collector(given, chosen.stop, is_first=False, clock=clock)) as collector:
+        assert collector.poll() is None
+        clock.now += 89.0
+        assert collector.poll() is None
+        assert not collector.has_ended
+        clock.now += 1.0
+        assert collector.poll() is None
+        assert (collector.has_ended, collector.collected) == (True, 301 - chosen.stop[0])
+
+
+def test_bad_messages_are_counted_shown_and_refused_above_a_share(server: NatsServer, tmp_path: Path) -> None:
+    bad = [b"not json", b'["a list"]', b'{"text": "no label"}', json.dumps({"text": "9", "label": "odd"}).encode()]
+    server.publish([*map(message, range(50)), *bad, *map(message, range(50, 100))], "B", "b.a")
+    source = f"{server.url}/B"
+    chosen = collect(recipe(source, tmp_path, samples=64, max_bad=0.05), {}, is_first=True)
+    assert chosen.report.dropped == {"malformed": 3, "unknown_label": 1}
+    assert chosen.report.examples["malformed"] == ["not json", '["a list"]', '{"text": "no label"}']
+    words = r"4 of \d+ messages .* offset 51 of partition 0, is not an object of JSON .*: 'not json'; .*raise max_bad"
+    with pytest.raises(DataError, match=words):
+        collect(recipe(source, tmp_path, samples=64), {}, is_first=True)
+
+
+def test_duplicates_are_dropped_within_a_micro_epoch(server: NatsServer, tmp_path: Path) -> None:
+    contrary = json.dumps({"text": text_of(3), "label": "high"}).encode()
+    server.publish([*map(message, range(40)), message(5), contrary, *map(message, range(40, 80))], "D", "d.a")
+    chosen = collect(recipe(f"{server.url}/D", tmp_path, samples=64, max_bad=0.05), {}, is_first=True)
+    assert chosen.report.dropped == {"duplicate": 2, "conflicting": 1}
+    assert text_of(3) not in chosen.train.inputs
+
+
+def test_a_server_that_comes_back_is_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with nats_server(tmp_path / "jetstream") as server:
+        server.publish(map(message, range(60)))
+        clock = Clock()
+        given = recipe(f"{server.url}/S", tmp_path)
+        with closing(Collector(given, {0: 1}, is_first=False, clock=clock)) as collector:
+            assert collector.poll() is None
+            server.stop()
+            assert collector.poll() is None
+            assert collector.poll() is None
+            assert capfd.readouterr().err.count("training waits for it") == 1
+            server.start()
+            server.publish(map(message, range(60, 120)))
+            while (chosen := collector.poll()) is None:
+                pass
+            assert chosen.report.given == len({*chosen.train.inputs}) + chosen.report.dropped["held_out"]
+            server.stop()
+            clock.now = 4.0
+            with pytest.raises(BrokerUnreachableError):
+                collector.poll()
+
+
+@pytest.mark.parametrize("place", ["disk", "s3"])
+def test_micro_epochs_are_shards_in_storage(
+    server: NatsServer, tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RAYLOOM_CACHE", str(tmp_path / "cache"))
+    UPath("s3://micro-epochs").mkdir(exist_ok=True)
+    given = recipe(f"{server.url}/S", tmp_path, f"storage={tmp_path if place == 'disk' else 's3://micro-epochs'}")
+    data = prepare_stream(given, TextProcessor)
+    assert (len(data.train), data.labels) == (96, ["low", "high"])
+    assert data.rows["validation"] == len(data.validation) > 0
+    store = MicroEpochStore(to_path(data.reference.location))
+    first = store.find(1, {0: 1})
+    assert first is not None
+    assert [shard.name for shard in first.shards] == [f"train-{1:012d}-{first.stop[0]:012d}-000.arrow"]
+    assert store.find(1, {0: 2}) is None
+    # Another is written, read and deleted; the first one stays, since the data name its shards.
+    second = store.write(2, collect(given, first.stop), data.labels)
+    assert second.report.given == second.stop[0] - 1
+    assert len(data.with_train(store.open(second)).train) == 96
+    for number in (1, 2):
+        store.delete(number)
+    assert store.find(2, first.stop) is None
+    grown = replace(collect(given, first.stop), start={**first.stop, 1: 0})
+    assert store.write(2, grown, data.labels) == store.find(2, first.stop)
+    store.delete(2)
+    assert {name for name in list_names(store.folder) if name.endswith(".arrow")} == {
+        shard.name for shards in data.reference.index.splits.values() for shard in shards
+    }
+
+
+def test_a_stream_that_is_idle_while_training_is_busy_has_not_ended(tmp_path: Path) -> None:
+    with nats_server(tmp_path / "jetstream") as server:
+        server.publish(map(message, range(10)))
+        given = recipe(f"{server.url}/S", tmp_path, idle_seconds=0.2)
+        store = MicroEpochStore(to_path(tmp_path))
+        with closing(Collection(given, store, LABELS, 7, {0: 1})) as collection:
+            wait_until(lambda: collection.collected == 10)
+            time.sleep(1.5)  # far longer than idle_seconds, and than one poll
+            assert not collection.has_ended
+            server.publish(map(message, range(10, 150)))
+            found = collection.wait(30.0)
+            assert found is not None
+            assert (found.rows, store.find(7, {0: 1})) == (96, found)
+        with closing(Collection(given, store, LABELS, 8, {0: 151})) as collection:
+            assert collection.wait(30.0) is None
+            assert (collection.has_ended, collection.collected) == (True, 0)
+
+
+def test_a_stream_without_a_batch_is_no_data(server: NatsServer, tmp_path: Path) -> None:
+    server.publish([message(1)], "F", "f.a")
+    with pytest.raises(DataError, match=r"no new message for 0\.5 s, and its 1 messages give no batch of 16"):
+        prepare_stream(recipe(f"{server.url}/F", tmp_path, idle_seconds=0.5), TextProcessor)
