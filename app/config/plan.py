@@ -71,6 +71,15 @@ class PlanConfig(Section):
         """Workers that hold one copy of the model."""
         return self.tensor * self.pipeline
 
+    @property
+    def takes_partial_steps(self) -> bool:
+        """Whether a step may leave out parts of the model.
+
+        With ZeRO 3 and offload DeepSpeed would apply their gradients of an earlier step again. With PowerSGD torch
+        would wait for them.
+        """
+        return self.zero_stage < 3 and self.offload == "none" and self.powersgd is None
+
 
 class AutoPlan(PlanConfig):
     """``auto``, before the model is known. Until then it counts as ZeRO 1. Then ``app.planner.auto`` chooses a plan."""

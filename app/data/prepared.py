@@ -41,7 +41,7 @@ class Batch:
         targets: int64. Classes of shape (batch,), or the next token at each position, of shape (batch, length). Of
             mixed samples, float32 shares of the classes, of shape (batch, classes).
         taught: float32, a teacher's logits of shape (batch, classes); None without a teacher.
-        absent: names of the inputs of which no sample has anything. Training does not give them to the model.
+        absent: names of the inputs of which no sample has anything. Training leaves them out where the plan allows it.
     """
 
     inputs: Tensors

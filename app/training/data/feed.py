@@ -211,7 +211,8 @@ class Loader:
         self.last: MicroBatch | None = None
         """The micro-batch that was read last."""
         self._config, self._worker, self._activity = config, worker, activity
-        self._reader = _Reader(data, augmentation_of(config, data) if config.augment else None)
+        augmentation = augmentation_of(config, data) if config.augment else None
+        self._reader = _Reader(data, augmentation, config.plan.takes_partial_steps)
         self._shards = [shards for split in (data.train, data.validation) if (shards := shards_of(split))]
         sources: list[Source] = ["disk" if shards.is_local else "network" for shards in self._shards]
         self._source: Source = sources[0] if sources else "memory"
@@ -325,9 +326,9 @@ class _Requests(Sampler[BatchRequest]):
 class _Reader(TorchDataset[MicroBatch]):
     """Reads requested micro-batches, in a process of the loader or in the training process."""
 
-    def __init__(self, data: PreparedData, augmentation: Augmentation | None) -> None:
+    def __init__(self, data: PreparedData, augmentation: Augmentation | None, drops_absent: bool) -> None:
         self._splits: Mapping[Split, Dataset] = {"train": data.train, "validation": data.validation}
-        self._augmentation = augmentation
+        self._augmentation, self._drops_absent = augmentation, drops_absent
 
     def __getitem__(self, request: BatchRequest) -> MicroBatch:
         reads_ahead = get_worker_info() is not None
@@ -337,7 +338,8 @@ class _Reader(TorchDataset[MicroBatch]):
         began = ReadTime.now(of_process=reads_ahead)
         # An empty batch has the shape of one sample that does not count, because some ranks must compute along.
         batch = self._read(request)
-        inputs = {name: torch.from_numpy(given) for name, given in batch.inputs.items() if name not in batch.absent}
+        absent = batch.absent if self._drops_absent else ()
+        inputs = {name: torch.from_numpy(given) for name, given in batch.inputs.items() if name not in absent}
         targets = torch.from_numpy(batch.targets)
         taught = None if batch.taught is None else torch.from_numpy(batch.taught)
         if not request.indices:
