@@ -1,13 +1,14 @@
 """A published version in memory: opened as its key says, on this machine or on none."""
 
 import errno
+import io
 import logging
 import os
 import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import openvino
@@ -343,16 +344,20 @@ def test_a_full_disk_leaves_nothing_half_written(
     repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(repository, tmp_path, card(engine="openvino"))
-    write = Path.write_bytes
+    open_file = Path.open
 
-    def full(path: Path, content: bytes) -> int:
-        if path.parent != tmp_path / "cache/engines":
-            return write(path, content)
-        write(path, content[:100])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    class FullDisk(io.FileIO):
+        def write(self, content: Any) -> int:
+            super().write(bytes(content)[:100])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def opened(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> IO[Any]:
+        if path.parent == tmp_path / "cache/engines" and mode == "wb":
+            return cast(IO[Any], FullDisk(path, mode))
+        return open_file(path, mode, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(UPath(tmp_path)), "write_bytes", full)
+        patch.setattr(Path, "open", opened)
         model = loaded(tmp_path)
     assert right(model, tmp_path)
     assert "No space left on device" in caplog.text
