@@ -18,8 +18,11 @@ from app.data.streaming.micro_epochs import Collection, MicroEpochStore, prepare
 from app.data.streaming.rows import ChosenRows
 from app.data.text import TextProcessor
 from app.errors import BrokerUnreachableError, DataError, RecipeError
+from app.runs import Outcome, Run
 from app.storage import list_names, to_path
 from app.tasks import prepare
+from app.training.records import StoppedTrainMetrics
+from app.training.resume import start_or_resume
 from tests.helpers import wait_until
 from tests.streams import LABELS, NatsServer, kafka_broker, message, nats_server, overrides, text_of
 
@@ -131,6 +134,20 @@ def test_labels_and_the_task_are_checked_before_a_broker_is_asked(tmp_path: Path
         prepare(recipe("nats://127.0.0.1:1/S", tmp_path, labels=None))
     with pytest.raises(RecipeError, match="task text-regression cannot be trained on a stream"):
         prepare(recipe("nats://127.0.0.1:1/S", tmp_path, *regression))
+
+
+def test_a_resumed_run_may_bear_more_bad_messages_but_no_other_labels(tmp_path: Path) -> None:
+    source = "nats://127.0.0.1:1/S"
+    begun = Run.start("train", recipe(source, tmp_path))
+    begun.open()
+    begun.end(Outcome(StoppedTrainMetrics(steps=1, epochs=0, paused=True), {}, status="stopped"))
+    resume = f"train.resume={begun.run_id}"
+    resumed = start_or_resume("train", recipe(source, tmp_path, resume, max_bad=0.5, idle_seconds=9.0))
+    assert resumed.run_id == begun.run_id
+    assert resumed.recipe.data.stream is not None
+    assert resumed.recipe.data.stream.max_bad == 0.5
+    with pytest.raises(RecipeError, match="data is not what run"):
+        start_or_resume("train", recipe(source, tmp_path, resume, labels=["low", "other"]))
 
 
 def collect(given: Recipe, start: Offsets, is_first: bool = False) -> ChosenRows:

@@ -288,12 +288,8 @@ class Loader:
     def take_reading(self) -> ReadingRecord:
         """Return how the micro-batches of training since the last call were read."""
         read, self._read = self._read, NO_TIME
-        return ReadingRecord(
-            processes=self._setting.processes,
-            **read._asdict(),
-            source=self._source,
-            limit=self._control.limit if self._control else None,
-        )
+        limit = self._control.limit if self._control else None
+        return ReadingRecord(processes=self._setting.processes, **read._asdict(), source=self._source, limit=limit)
 
     def close(self) -> None:
         """End the processes. torch ends them when the last reference is dropped."""
