@@ -73,9 +73,10 @@ def _labels_of(shares: NDArray[np.float32], labels: list[str]) -> str:
 
 
 def _picture(values: NDArray[np.float32], levels: Levels) -> Image.Image:
-    """Return a tensor of shape (channels, height, width), or of two dimensions, as a picture."""
+    """Return a tensor of shape (channels, height, width), or a spectrogram (bins, frames), as a picture."""
     low, high = levels
     pixels = (np.clip((values - low) / ((high - low) or 1.0), 0.0, 1.0) * 255.0).astype(np.uint8)
     if pixels.ndim == 3 and len(pixels) == 3:
         return Image.fromarray(pixels.transpose(1, 2, 0))
-    return Image.fromarray(pixels.reshape(-1, *pixels.shape[-2:])[0])
+    # The lowest frequency of a spectrogram is at the bottom.
+    return Image.fromarray(pixels[::-1] if pixels.ndim == 2 else pixels.reshape(-1, *pixels.shape[-2:])[0])
