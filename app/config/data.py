@@ -231,6 +231,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _stream_is_whole(self) -> Self:
+        if self.sources:
+            if self.stream or any(is_stream(one.source) for one in self.sources):
+                raise ValueError("sources are mixed, and a stream is read alone: set source to it, or leave it out")
+            return self
         if is_stream(self.source):
             StreamAddress.parse(self.source)  # raises ValueError with the reason
         if is_stream(self.source) and self.stream is None:
@@ -240,8 +244,6 @@ class DataConfig(Section):
         if not is_stream(self.source):
             raise ValueError(f"stream is for sources nats:// and kafka://, and source is {self.source!r}: leave it out")
         unread = ("shards", "test_fraction", "test_source")
-        if self.sources:
-            raise ValueError("sources are mixed in memory, and stream reads one source: leave one of them out")
         if key := next((key for key in unread if getattr(self, key) is not None), None):
             raise ValueError(f"{key} is not read with stream, whose micro-epochs have their own shards: leave it out")
         if self.clean.near_duplicates is not None:

@@ -109,6 +109,7 @@ def test_what_a_broker_refuses_is_told(server: NatsServer, tmp_path: Path, monke
         ("data.source=nats://me:pw@127.0.0.1:4222/S", "a secret never stands in a recipe"),
         ("data.source=kafka://127.0.0.1:9092/t?subject=s", "unknown parameter 'subject'"),
         ("data.source=builtin:reviews", "stream is for sources nats:// and kafka://"),
+        ("data={source: null, sources: [{source: a.csv}, {source: nats://h:1/S}]}", "a stream is read alone"),
         ("data.stream=null", "is a stream: set stream"),
         ("data.stream={labels: [a, a]}", "'a' is named twice"),
         ("data.test_fraction=0.1", "test_fraction is not read with stream"),
