@@ -299,9 +299,13 @@ class SplitData(ABC):
     @classmethod
     def load_test(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> KeptSplit | None:
         """Return the test split that ``save`` wrote, or None. Only jobs that publish or save it again call it."""
-        if not (folder / f"{TEST}.parquet").exists():
+        if not cls._has_split(folder, TEST):
             return None
         return cls._read_split(folder, TEST, processor_type.load(folder), targets_type.load(folder))
+
+    @classmethod
+    def _has_split(cls, folder: UPath, name: str) -> bool:
+        return (folder / f"{name}.parquet").exists()
 
     @classmethod
     def _read_split(cls, folder: UPath, name: str, processor: Processor, targets: Outputs) -> KeptSplit:
