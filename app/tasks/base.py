@@ -155,7 +155,7 @@ class ServedTask(Task):
         if (
             type(self).prepare is not ServedTask.prepare
             or self.targets is not Classes
-            or self.processor.modality == "row"
+            or self.processor.modality in ("row", "record")
         ):
             return super().prepare_shards(recipe, run_units)
         from app.data.preparation.data import prepare_sharded  # other recipes do not need pyarrow

@@ -73,6 +73,11 @@ def find_task(name: str) -> Task:
         )
     if missing := _missing(found):
         raise RecipeError(f"task {name!r} has no {', no '.join(missing)}: add it to the class {found.__name__}")
+    if issubclass(found, ServedTask) and hasattr(found, "facts"):
+        raise RecipeError(
+            f"task {name!r}: the class {found.__name__} has facts, which are not read there: move them to "
+            "the facts of its targets"
+        )
     try:
         task = found()
     except Exception as error:  # code of the user's own
@@ -106,7 +111,14 @@ def _missing(task: type[Task]) -> list[str]:
         parts.append("metrics")
     if issubclass(task, ServedTask):
         parts += [part for part in ("processor", "targets") if not hasattr(task, part)]
+        if "targets" not in parts and not _declares(task.targets, "facts"):
+            parts.append("targets.facts")
     return parts
+
+
+def _declares(kind: type, name: str) -> bool:
+    """Return whether a class has an attribute, or is annotated with one that each instance gets."""
+    return hasattr(kind, name) or any(name in vars(base).get("__annotations__", ()) for base in kind.__mro__)
 
 
 def _fault_of_metrics(task: Task) -> str | None:

@@ -27,11 +27,13 @@ from app.engines.onnxruntime import open_oracle
 from app.errors import DataError, RecipeError, TrainingError
 from app.models.factory import build_model
 from app.models.multimodal import LateFusion
+from app.runs import Run
 from app.serving.protocol.natural import PredictRequest
 from app.tasks import find_served_task, load_with_test, prepare
 from app.tensors import OUTPUT, Tensors, TensorSpec, check_tensors
 from app.training.data.batches import DataRank, order_of
 from app.training.data.groups import grouped_validation_batches
+from app.training.run import prepare_run
 
 FIELDS = {
     "title": {"kind": "text"},
@@ -322,6 +324,29 @@ def test_keys_that_do_not_fit_are_refused(table: Path, keys: dict[str, Any], wor
             tree[section][name] = {**tree[section].get(name, {}), **value} if isinstance(value, dict) else value
     with pytest.raises(ValidationError, match=words):
         Recipe.model_validate(tree)
+
+
+@pytest.mark.parametrize("key", ["data.sampling", "train.curriculum", "data.sources"])
+def test_an_order_that_groups_do_not_keep_is_refused(table: Path, tmp_path: Path, key: str) -> None:
+    tree = recipe_of(table).model_dump(exclude_defaults=True)
+    tree |= {"task": "app.tasks.multimodal:MultimodalClassification", "storage": str(tmp_path / "storage")}
+    if key == "data.sources":
+        more = table.with_name("more.csv")
+        more.write_text(table.read_text(encoding="utf-8").replace("a ", "the "), encoding="utf-8")
+        del tree["data"]["source"]
+        tree["data"]["sources"] = [{"source": str(table)}, {"source": str(more)}]
+    elif key == "data.sampling":
+        tree["data"]["sampling"] = "balanced"
+    else:
+        tree["train"]["curriculum"] = {"by": "length"}
+    with pytest.raises(RecipeError, match=f"{key} orders all samples together, and a batch of task app.tasks.multi"):
+        prepare_run(Run.start("train", Recipe.model_validate(tree)))
+
+
+def test_records_are_not_prepared_in_shards(table: Path) -> None:
+    task = find_served_task("app.data.records:RecordProcessor")
+    with pytest.raises(RecipeError, match="cannot be prepared in shards"):
+        task.prepare_shards(recipe_of(table), map)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from app.repository.manifest import ModelCard
 from app.runs import Run
 from app.serving.model.loaded import check_answers
 from app.tasks import Metric, ServedTask, Task, find_served_task, find_task, prepare, sum_and_count
+from app.tasks.classification import TextClassification
 from app.tasks.language import Perplexity
 from app.tasks.metrics import Accuracy
 from app.tasks.objective import CrossEntropy, Objective, RowLoss, class_weights
@@ -48,6 +49,19 @@ class WithoutLoss(ServedTask):
     processor, metrics = TextProcessor, (Accuracy(),)
 
 
+class BareTargets:
+    labels_agree = True
+
+
+class WithoutFacts(TextClassification):
+    targets = BareTargets  # type: ignore[assignment]
+
+
+class WithItsOwnFacts(TextClassification):
+    def facts(self, data: LabelledData) -> dict[str, int]:
+        return {"num_labels": len(data.labels)}
+
+
 class WithoutData(Task):
     metrics = (Accuracy(),)
 
@@ -63,6 +77,8 @@ class WithoutData(Task):
     [
         ("WithoutMetric", "has no metrics: add it to the class WithoutMetric"),
         ("WithoutLoss", "has no loss, no targets: add it"),
+        ("WithoutFacts", "has no targets.facts: add it"),
+        ("WithItsOwnFacts", "the class WithItsOwnFacts has facts, which are not read there: move them"),
         ("WithoutData", "has no prepare: add it"),
         ("DIGITS", "names str: expected a subclass of app.tasks.Task, or a processor"),
     ],
