@@ -18,7 +18,7 @@ from app.training.activity import Activity
 from app.training.checkpoints.manager import CheckpointManager
 from app.training.checkpoints.state import Position
 from app.training.coordination.sync import LocalStep, StepSync
-from app.training.data.batches import Indices
+from app.training.data.batches import Indices, MixingOrder
 from app.training.data.feed import Feed, MicroBatch
 from app.training.engine import TrainingEngine
 from app.training.engine.engine import average_buffers, sums_to_add
@@ -31,7 +31,6 @@ from app.warnings import warn
 
 if TYPE_CHECKING:  # most runs have one source, which is no stream
     from app.training.data.micro_epochs import MicroEpochs
-    from app.training.data.mixture import Mixture
 
 
 @dataclass
@@ -50,8 +49,8 @@ class Loop:
     profiler: StepProfiler
     activity: Activity
     events: EventLog
-    mixture: "Mixture | None" = None
-    """The sources, if there are several."""
+    mixed: MixingOrder | None = None
+    """The feed's order, if it mixes several sources."""
     stream: "MicroEpochs | None" = None
     """Gives each epoch its samples. None: all epochs have the same."""
     position: Position = field(default_factory=Position)
@@ -222,9 +221,9 @@ class Loop:
         with self.activity.timed("validation"):
             validation = self._validate()
         record = self.recorder.make_epoch(position, validation, self.activity.take_totals())
-        if self.mixture:
+        if self.mixed:
             trained = [n for n in range(position.batches_done) if (position.epoch, n) not in position.left_out]
-            seen = self.mixture.samples(self.feed.order, position.epoch, trained)
+            seen = self.mixed.source_samples(position.epoch, trained)
             record = record.model_copy(update={"source_samples": seen})
         self.records.append(record)
         self.position = Position(step=position.step, epoch=position.epoch + 1, left_out=position.left_out)
@@ -238,14 +237,12 @@ class Loop:
     def _validate(self) -> dict[str, float]:
         """Return ``val_loss`` and the metrics, after averaging the buffers of all workers. Each sample counts once."""
         average_buffers(self.engine)
-        if self.mixture is None:
+        if self.mixed is None:
             return self.engine.objective.values(self._validation_sums())
-        parts = {
-            name: self._validation_sums(rows) for name, rows in self.mixture.validation_rows().items() if len(rows)
-        }
-        of_sources = {
-            f"val_loss_{name}": self.engine.objective.values(part)["val_loss"] for name, part in parts.items()
-        }
+        rows_of = self.mixed.mixture.validation_rows()
+        parts = {name: self._validation_sums(rows) for name, rows in rows_of.items() if len(rows)}
+        losses = {name: self.engine.objective.values(part)["val_loss"] for name, part in parts.items()}
+        of_sources = {f"val_loss_{name}": loss for name, loss in losses.items()}
         return self.engine.objective.values(torch.stack(list(parts.values())).sum(0)) | of_sources
 
     def _validation_sums(self, rows: Indices | None = None) -> Tensor:

@@ -33,7 +33,7 @@ from app.training.checkpoints.state import Position
 from app.training.checkpoints.store import CheckpointStore
 from app.training.coordination.sync import StepSync
 from app.training.coordination.watchdog import Watchdog, note_failure, read_failure
-from app.training.data.batches import SampleOrder, count_steps, order_of
+from app.training.data.batches import MixingOrder, SampleOrder, count_steps, order_of
 from app.training.data.feed import Feed
 from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.deepspeed_internals import restore_linear
@@ -207,7 +207,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
         profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank, metrics.profiled)),
         activity=activity,
         events=events,
-        mixture=getattr(order, "mixture", None),
+        mixed=order if isinstance(order, MixingOrder) else None,
         stream=_open_stream(attempt, feed) if recipe.data.stream else None,
     )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,17 @@ class SampleOrder(Protocol):
 
     def partners(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
         """Return the sample that each one of ``share`` is mixed with."""
+        ...
+
+
+@runtime_checkable
+class MixingOrder(SampleOrder, Protocol):
+    """An order of several sources."""
+
+    mixture: "Mixture"
+
+    def source_samples(self, epoch: int, numbers: Sequence[int]) -> dict[str, int]:
+        """Return how many samples of each source are in these batches of an epoch."""
         ...
 
 

@@ -135,10 +135,9 @@ class Feed:
         # Twice the size of training: without a backward pass a batch takes less memory.
         size, shards, groups = 2 * self._max_micro_batch, shards_of(split), groups_of(split)
         if rows is not None:
-            from app.training.data.mixture import lengths_of  # most runs validate all rows
+            from app.training.data.mixture import validation_batches_of  # most runs validate all rows
 
-            lengths = lengths_of(split, rows)
-            return ((rows[batch], 0) for batch in validation_batches(lengths, self._rank, size))
+            return ((indices, 0) for indices in validation_batches_of(split, rows, self._rank, size))
         if groups is not None:
             from app.training.data.groups import grouped_validation_batches  # most data have no groups
 

@@ -120,6 +120,11 @@ class MixedStreamOrder:
             self._batch = (epoch, number), np.concatenate(parts)
         return self._batch[1]
 
+    def source_samples(self, epoch: int, numbers: Sequence[int]) -> dict[str, int]:  # noqa: ARG002
+        """Return how many samples of each source are in these batches: the same number in each."""
+        counts = [order.size * len(numbers) for _, order in self._sources]
+        return dict(zip(self.mixture.names, counts, strict=True))
+
     def share(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
         """Return a rank's part of a global batch."""
         return self.batch(epoch, number)[data_rank.rank :: data_rank.size]

@@ -5,7 +5,7 @@ give or take one. The shares of an epoch are exact to a sample.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -16,7 +16,15 @@ from app.config import DataConfig
 from app.data.origins import Origins
 from app.data.prepared import Dataset, PreparedData
 from app.errors import RecipeError
-from app.training.data.batches import Indices, MemoryOrder, SampleOrder, shards_of, sorted_batches
+from app.training.data.batches import (
+    BATCHES_PER_SORT,
+    DataRank,
+    Indices,
+    MemoryOrder,
+    shards_of,
+    sorted_batches,
+    validation_batches,
+)
 
 
 @dataclass(frozen=True)
@@ -58,15 +66,16 @@ class Mixture:
         """Return the validation samples of each source."""
         return {name: np.flatnonzero(self.origins.validation == place) for place, name in enumerate(self.names)}
 
-    def samples(self, order: SampleOrder, epoch: int, numbers: Sequence[int]) -> dict[str, int]:
-        """Return how many samples of each source are in these batches of an epoch."""
-        seen = np.zeros(len(self.names), np.int64)
-        for number in numbers:
-            seen += np.bincount(self.origins.train[order.batch(epoch, number)], minlength=len(seen))
-        return dict(zip(self.names, seen.tolist(), strict=True))
+
+def validation_batches_of(dataset: Dataset, rows: Indices, data_rank: DataRank, size: int) -> Iterator[Indices]:
+    """Yield a rank's share of some rows, ascending, as ``validation_batches`` does, a part of them at a time."""
+    count = data_rank.size * size * BATCHES_PER_SORT
+    for start in range(0, len(rows), count):
+        part = rows[start : start + count]
+        yield from (part[batch] for batch in validation_batches(_lengths_of(dataset, part), data_rank, size))
 
 
-def lengths_of(dataset: Dataset, rows: Indices) -> NDArray[np.int64]:
+def _lengths_of(dataset: Dataset, rows: Indices) -> NDArray[np.int64]:
     """Return the lengths of some rows, ascending, of shape (rows,). Of shards, only those of these rows are opened."""
     shards = shards_of(dataset)
     if shards is None:
@@ -101,6 +110,13 @@ class MixedOrder(MemoryOrder):
         # NumPy takes no negative seeds.
         generator = np.random.default_rng((self.seed % 2**64, epoch))
         return sorted_batches(order, self.lengths, self.size, generator)
+
+    def source_samples(self, epoch: int, numbers: Sequence[int]) -> dict[str, int]:
+        """Return how many samples of each source are in these batches of an epoch."""
+        seen = np.zeros(len(self._counts), np.int64)
+        for number in numbers:
+            seen += np.bincount(self.mixture.origins.train[self.batch(epoch, number)], minlength=len(seen))
+        return dict(zip(self.mixture.names, seen.tolist(), strict=True))
 
     def _draw(self, place: int, start: int, count: int) -> Indices:
         """Return samples of a source, from the ``start``-th that the run reads of it."""
