@@ -13,8 +13,11 @@ from app.runs import Run
 from app.tasks import prepare_shards
 from jobs._cluster import connect
 
-_TASKS_AHEAD = 64
-"""Tasks that wait for a node at a time."""
+_TASKS_PER_CPU, _MIN_TASKS = 2, 64
+"""Tasks that run or wait: one behind each that runs, and so many that an autoscaler sees what is needed.
+
+More would only be held by the driver, which looks at all of them each time that one is done.
+"""
 
 
 def prepare_on_cluster(run: Run, prepared: UPath | None = None) -> PreparedData | None:
@@ -42,7 +45,8 @@ def _run_units(work: Callable[[int], int], units: Sequence[int]) -> Iterator[int
     running: list[ray.ObjectRef] = []
     try:
         while waiting or running:
-            while waiting and len(running) < _TASKS_AHEAD:
+            limit = max(_MIN_TASKS, _TASKS_PER_CPU * int(ray.cluster_resources().get("CPU", 0)))
+            while waiting and len(running) < limit:
                 running.append(_work_on.remote(shared, waiting.pop()))
             done, running = ray.wait(running)
             yield from map(ray.get, done)

@@ -40,6 +40,10 @@ class LabelledSplit(Protocol):
 
     def __len__(self) -> int: ...
 
+    def class_counts(self, num_classes: int) -> NDArray[np.int64]:
+        """Return the number of rows of each class, of shape (num_classes,)."""
+        ...
+
     def take(self, indices: Sequence[int]) -> tuple[list[Input], list[Any]]:
         """Return inputs and classes in the order of ``indices``."""
         ...
@@ -59,6 +63,10 @@ class Split:
     def lengths(self) -> list[int]:
         """Number of characters of each text; 0 for pictures, which all have one size."""
         return [len(item) if isinstance(item, str) else 0 for item in self.inputs]
+
+    def class_counts(self, num_classes: int) -> NDArray[np.int64]:
+        """Return the number of rows of each class, of shape (num_classes,)."""
+        return np.bincount(self.classes, minlength=num_classes)
 
     def take(self, indices: Sequence[int]) -> tuple[list[Input], list[Any]]:
         """Return inputs and classes in the order of ``indices``."""

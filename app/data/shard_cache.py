@@ -79,16 +79,30 @@ class ShardCache:
             return self.open(number)
         except pa.ArrowInvalid as error:
             raise StorageError(f"shard {str(path)!r} cannot be read ({error}): prepare the data again") from error
+        self._unmap_evicted()
         self._open[number] = rows
         if len(self._open) > _MAX_OPEN:
             self._open.popitem(last=False)
         return rows
+
+    def _unmap_evicted(self) -> None:
+        """Let go of shards whose files have left the cache: as long as they are mapped, they take their disk."""
+        if is_local(self._root):
+            return
+        folder = cache_folder()
+        for number in [number for number in self._open if not self._cached(folder, self._shards[number]).exists()]:
+            del self._open[number]
+
+    @staticmethod
+    def _cached(folder: Path, shard: Shard) -> Path:
+        return folder / f"{shard.sha256}.arrow"
 
     def prefetch(self, numbers: Sequence[int]) -> None:
         """Download these shards in the background. An error is raised when the shard is opened."""
         self._notice_fork()
         if is_local(self._root):
             return
+        self._unmap_evicted()
         if self._downloads is None:
             self._downloads = ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="shards")
         for number in numbers:
@@ -117,7 +131,7 @@ class ShardCache:
             return path
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        cached = folder / f"{shard.sha256}.arrow"
+        cached = self._cached(folder, shard)
         # Processes of a machine want the same shard at about the same time: one downloads it.
         with _locked(folder / f".{shard.sha256[:2]}{_LOCK_FILE}"):
             if not self._is_cached(shard, cached):
@@ -154,7 +168,10 @@ class ShardCache:
 
 
 def _make_room(folder: Path, max_bytes: int) -> None:
-    """Remove the files that were used longest ago. A process that has mapped one goes on reading it."""
+    """Remove the files that were used longest ago.
+
+    A process that has mapped one goes on reading it, until it opens its next shard.
+    """
     _sweep(folder)
     files = []
     for path in folder.glob("*.arrow"):

@@ -109,6 +109,11 @@ class ShardedRows:
         """Have these shards downloaded in the background."""
         self._cache.prefetch(shards)
 
+    def arrays(self, name: str) -> Iterator[NDArray[Any]]:
+        """Yield a column of numbers of each shard, of shape (rows,)."""
+        for shard in range(len(self.shard_rows)):
+            yield self._cache.open(shard).column(name).to_numpy()
+
     def column(self, name: str) -> Iterator[Any]:
         """Yield a column of all rows, a shard at a time."""
         for shard in range(len(self.shard_rows)):
@@ -227,6 +232,11 @@ class ShardedSplit:
     def lengths(self) -> Sequence[int]:
         """The number of characters of each text; 0 for pictures."""
         return ShardLengths(self.shards)
+
+    def class_counts(self, num_classes: int) -> NDArray[np.int64]:
+        """Return the number of rows of each class, of shape (num_classes,)."""
+        counts = (np.bincount(classes, minlength=num_classes) for classes in self.shards.arrays(CLASS))
+        return sum(counts, np.zeros(num_classes, np.int64))
 
     def take(self, indices: Sequence[int]) -> tuple[list[Input], list[int]]:
         """Return inputs and classes in the order of ``indices``."""

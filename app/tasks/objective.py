@@ -96,7 +96,7 @@ def class_weights(given: Literal["balanced"] | Mapping[str, float], data: Prepar
         RecipeError: ``given`` names other labels than the data have.
     """
     assert isinstance(data, LabelledData)  # recipes of other tasks are refused
-    counts = np.bincount(np.asarray(data.train.split.classes, np.int64), minlength=len(data.labels))
+    counts = data.train.split.class_counts(len(data.labels))
     if given == "balanced":
         weights = 1.0 / np.maximum(counts, 1)
     else:

@@ -11,6 +11,7 @@ from app.errors import RayloomError, UnsharedStorageError
 from app.runs import JSON_HELP, Outcome, Run, execute
 from app.storage import absolute_location, to_path
 from app.tasks import load_prepared
+from app.training.coordination.preparing import preparing, wait_for_first
 from app.training.coordination.shared_folder import marked, require_shared
 from app.training.coordination.topology import require_groups_within_nodes
 from app.training.resume import start_or_resume
@@ -54,6 +55,8 @@ def _start(worker: Worker, recipe: Recipe) -> Run:
     try:
         return start_or_resume("train", recipe)
     except BaseException:
+        with preparing(worker):
+            pass
         # The other processes wait for this broadcast.
         worker.broadcast(None)
         raise
@@ -62,8 +65,9 @@ def _start(worker: Worker, recipe: Recipe) -> Run:
 def _lead(worker: Worker, run: Run) -> Outcome:
     """Train as the first process, which also prepares the data, opens the run and publishes the best weights."""
     try:
-        data = prepare_run(run)
-        open_run(run, data)
+        with preparing(worker):
+            data = prepare_run(run)
+            open_run(run, data)
     except BaseException:
         worker.broadcast(None)
         raise
@@ -77,6 +81,7 @@ def _lead(worker: Worker, run: Run) -> Outcome:
 
 def _follow(worker: Worker, recipe: Recipe) -> None:
     """Train as another process, on the data that the first has prepared."""
+    wait_for_first(worker)
     started: tuple[str, str, PlanConfig] | None = worker.broadcast()
     if started is None:
         return  # the first process reports why
