@@ -20,6 +20,16 @@ class CleanConfig(Section):
     max_length: PositiveInt | None = Field(
         default=None, description="drop texts with more characters; not for chat; default: any length"
     )
+    max_symbol_share: Annotated[float, Field(ge=0.0, le=1.0)] | None = Field(
+        default=None,
+        description="drop texts of whose characters a larger share is neither letters, digits nor white space, such as "
+        "0.3; default: any share",
+    )
+    languages: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None,
+        description="drop texts in other languages, such as [en, zh] (ISO 639-1; needs the extra languages); "
+        "default: any language",
+    )
     max_unreadable: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         default=0.01,
         description="with shards: refuse a source with a larger share of pictures that cannot be decoded, or of texts "
@@ -30,14 +40,6 @@ class CleanConfig(Section):
         description="with shards: drop texts whose word sequences of five are at least so similar to an earlier text "
         "(Jaccard index, estimated by MinHash), such as 0.8; default: keep them",
     )
-
-    def length_refused(self, item: str | bytes) -> Literal["too_short", "too_long"] | None:
-        """Return why the length of a text is refused; None if it is not. Pictures have no length."""
-        if isinstance(item, bytes):
-            return None
-        if self.min_length is not None and len(item) < self.min_length:
-            return "too_short"
-        return "too_long" if self.max_length is not None and len(item) > self.max_length else None
 
     @model_validator(mode="after")
     def _lengths_ascend(self) -> Self:
@@ -127,10 +129,10 @@ class DataConfig(Section):
     """The source of the examples, and how they become batches."""
 
     source: str = Field(
-        description="builtin:NAME, or a path or URI of a csv, jsonl or parquet file; of an image folder with one "
-        "subfolder a class, or with IDX files named as MNIST's are; for language modelling also of a text file or a "
-        "folder of files; or a stream, nats://HOST:PORT/STREAM?subject=SUBJECT or kafka://HOST:PORT/TOPIC; left out "
-        "with sources"
+        description="builtin:NAME, or a path or URI of a csv, jsonl, parquet or Arrow file; of an image folder with "
+        "one subfolder a class, or with IDX files named as MNIST's are; for language modelling also of a text file or "
+        "a folder of files; with shards also of a folder of such files, or of tar files in WebDataset's layout; or a "
+        "stream, nats://HOST:PORT/STREAM?subject=SUBJECT or kafka://HOST:PORT/TOPIC; left out with sources"
     )
     sources: list[SourceConfig] = Field(
         default=[],
@@ -183,6 +185,12 @@ class DataConfig(Section):
         default=None,
         description="with shards or stream: column whose rows with equal values stay in one split; default: each row "
         "on its own",
+    )
+
+    stratify: bool = Field(
+        default=False,
+        description="with shards, for classes: have each label in every split, if it has enough rows. In memory this "
+        "is always so",
     )
 
     @model_validator(mode="before")
@@ -252,6 +260,13 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _shards_can_be_made(self) -> Self:
+        if self.stratify and self.shards is None:
+            raise ValueError("stratify is for data in shards; other data are always stratified: leave it out")
+        if self.stratify and self.group_column is not None:
+            raise ValueError(
+                f"stratify and group_column {self.group_column!r} contradict each other: a row cannot leave the split "
+                "of its group; leave one of them out"
+            )
         if self.group_column is not None and not self.is_sharded:
             raise ValueError(f"group_column is {self.group_column!r}, which only data in shards has: set shards: {{}}")
         if self.group_column is not None and not self.clean.deduplicate:

@@ -7,7 +7,7 @@ from upath import UPath
 
 from app.config import CleanConfig, DataConfig
 from app.data.builtin import BUILTIN_DOCUMENTS
-from app.data.examples import CleaningReport, Reason
+from app.data.examples import CleaningReport, Reason, refuse
 from app.data.sources import TABLE_SUFFIXES, Source, find_builtin, open_source
 
 
@@ -44,7 +44,7 @@ def clean_documents(contents: Iterable[bytes | str], config: CleanConfig) -> tup
             dropped["not_text"] += 1
         elif not text.strip() and config.drop_empty:
             dropped["empty"] += 1
-        elif reason := config.length_refused(text):
+        elif reason := refuse(text, config):
             dropped[reason] += 1
         elif text in seen and config.deduplicate:
             dropped["duplicate"] += 1

@@ -42,7 +42,8 @@ MAX_EXAMPLES = 10
 """Dropped items of each reason that are shown."""
 Reason = Literal[
     "not_text", "empty", "unlabelled", "duplicate", "conflicting", "in_test", "no_answer",
-    "too_short", "too_long", "near_duplicate", "unreadable", "malformed", "unknown_label", "held_out",
+    "too_short", "too_long", "near_duplicate", "unreadable", "malformed", "unknown_label", "held_out", "symbols",
+    "language",
 ]  # fmt: skip
 REASONS: tuple[Reason, ...] = get_args(Reason)
 _WORDS: dict[Reason, str] = {
@@ -60,6 +61,8 @@ _WORDS: dict[Reason, str] = {
     "malformed": "not an object of JSON with the columns",
     "unknown_label": "with a label that data.stream.labels does not name",
     "held_out": "held out after the first micro-epoch",
+    "symbols": "over data.clean.max_symbol_share",
+    "language": "in other languages than data.clean.languages",
 }
 
 
@@ -152,6 +155,28 @@ def clean(
     return Examples(examples.modality, inputs, labels), report
 
 
+def refuse(item: Input, config: CleanConfig) -> Reason | None:
+    """Return why a text is dropped by itself; None if it is not. Pictures never are.
+
+    Raises:
+        RecipeError: ``config`` has languages that cannot be told.
+    """
+    if isinstance(item, bytes):
+        return None
+    if config.min_length is not None and len(item) < config.min_length:
+        return "too_short"
+    if config.max_length is not None and len(item) > config.max_length:
+        return "too_long"
+    if config.max_symbol_share is not None or config.languages is not None:
+        from app.data.text_filters import has_many_symbols, language_of  # most recipes need neither
+
+        if config.max_symbol_share is not None and has_many_symbols(item, config.max_symbol_share):
+            return "symbols"
+        if config.languages is not None and language_of(item, tuple(config.languages)) not in config.languages:
+            return "language"
+    return None
+
+
 def _strip(item: Input) -> Input:
     return item.strip() if isinstance(item, str) else item
 
@@ -159,7 +184,7 @@ def _strip(item: Input) -> Input:
 def _reason_to_drop(key: Input, label: str, is_seen: bool, is_conflicting: bool, config: CleanConfig) -> Reason | None:
     if not key and config.drop_empty:
         return "empty"
-    if reason := config.length_refused(key):
+    if reason := refuse(key, config):
         return reason
     if not label:
         return "unlabelled"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from app.config import DataConfig
 from app.data.builtin import BUILTIN_PAIRS
-from app.data.examples import CleaningReport, Reason
+from app.data.examples import CleaningReport, Reason, refuse
 from app.data.labelled import fit_processor
 from app.data.prepared import TRAIN, Batch, Columns, SplitData
 from app.data.processor import Processor
@@ -183,7 +183,7 @@ def _clean(given: Sequence[Pair], config: DataConfig) -> tuple[list[Pair], Clean
             dropped["empty"] += 1
         elif pair[0] == pair[1] or (pair in kept and config.clean.deduplicate):
             dropped["duplicate"] += 1
-        elif reasons := [reason for text in pair if (reason := config.clean.length_refused(text))]:
+        elif reasons := [reason for text in pair if (reason := refuse(text, config.clean))]:
             dropped[reasons[0]] += 1
         else:
             kept[pair] = None

@@ -17,7 +17,7 @@ from app.import_string import did_you_mean
 from app.storage import to_path
 
 Found = TypeVar("Found")
-TABLE_SUFFIXES = (".csv", ".jsonl", ".parquet")
+TABLE_SUFFIXES = (".csv", ".jsonl", ".parquet", ".arrow", ".feather")
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 
 
@@ -91,8 +91,8 @@ def open_source(source: Source) -> UPath:
         is_there = path.exists()
     if not is_there:
         raise DataError(
-            f"{source} does not exist: give builtin:NAME, or the path or URI of a csv, jsonl "
-            "or parquet file or of a folder"
+            f"{source} does not exist: give builtin:NAME, or the path or URI of a csv, jsonl, "
+            "parquet or Arrow file or of a folder"
         )
     return path
 

@@ -23,11 +23,13 @@ _READERS: dict[str, Callable[..., pd.DataFrame]] = {
     ".csv": partial(pd.read_csv, dtype=str, keep_default_na=False),
     ".jsonl": partial(pd.read_json, lines=True, dtype=False),
     ".parquet": pd.read_parquet,
+    ".arrow": pd.read_feather,
+    ".feather": pd.read_feather,
 }
 
 
 def read_table(path: UPath, columns: Mapping[str, str]) -> list[list[str]]:
-    """Return columns of a csv, jsonl or parquet file as texts. Empty cells become empty texts.
+    """Return columns of a csv, jsonl, parquet or Arrow file as texts. Empty cells become empty texts.
 
     Args:
         columns: the name of each column, by its key in ``data.columns``, or by its whole key of ``train``.

@@ -13,7 +13,7 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.builtin import BUILTIN_SPANS
-from app.data.examples import CleaningReport, Reason
+from app.data.examples import CleaningReport, Reason, refuse
 from app.data.labelled import fit_processor
 from app.data.prepared import IGNORED, Batch, Columns, KeptSplit, SplitData
 from app.data.processor import Processor
@@ -172,7 +172,7 @@ def _clean(given: Sequence[TaggedText], config: DataConfig) -> tuple[list[Tagged
             dropped["empty"] += 1
         elif text.text in kept:
             dropped["duplicate"] += 1
-        elif reason := config.clean.length_refused(text.text):
+        elif reason := refuse(text.text, config.clean):
             dropped[reason] += 1
         else:
             kept[text.text] = text

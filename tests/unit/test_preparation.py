@@ -1,9 +1,11 @@
 """Preparation as shards: every format, in units, cleaned and split as told, the same bytes whoever works on it."""
 
+import io
 import json
 import os
 import random
 import signal
+import tarfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -483,3 +485,86 @@ def test_a_source_on_s3_is_prepared(s3: dict[str, str], tmp_path: Path, monkeypa
     assert sum(data.rows.values()) == len(ROWS)
     local = prepare(recipe_of(tmp_path / "rows.parquet"))
     assert data.fingerprint == local.fingerprint
+
+
+def write_tar(path: Path, samples: Sequence[dict[str, bytes]]) -> None:
+    """Write samples of members by extension in WebDataset's layout."""
+    with tarfile.open(path, "w") as tar:
+        for number, sample in enumerate(samples):
+            for extension, content in sample.items():
+                member = tarfile.TarInfo(f"some/{number:05d}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+def test_texts_in_tars_are_read(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    samples = [
+        {"txt": item.encode(), "cls": label.encode()}
+        if number % 2
+        else {"json": json.dumps({"text": item, "label": label}).encode()}
+        for number, (item, label, _) in enumerate(ROWS)
+    ]
+    write_tar(source / "a.tar", samples[:700])
+    write_tar(source / "b.tar", samples[700:])
+    found = rows_in(prepared(source))
+    assert {row for rows in found.values() for row in rows} == {(item, label) for item, label, _ in ROWS}
+    write_tar(source / "b.tar", [{"txt": b"no label"}])
+    with pytest.raises(
+        DataError, match=r"b\.tar', sample some/00000 has no member that is a label: it has \.txt; expected"
+    ):
+        prepared(source)
+    (source / "b.tar").write_bytes((source / "a.tar").read_bytes()[:5000])
+    with pytest.raises(DataError, match=r"b\.tar' cannot be read as tar"):
+        prepared(source)
+
+
+def test_pictures_in_tars_are_read(tmp_path: Path) -> None:
+    samples = []
+    for number in range(120):
+        content = io.BytesIO()
+        Image.new("L", (8, 8), number).save(content, "PNG")
+        samples.append({"png": content.getvalue(), ("cls", "txt")[number % 2]: (b"dark", b"light")[number > 60]})
+    write_tar(tmp_path / "pictures.tar", [*samples, {"png": b"torn", "cls": b"dark"}])
+    recipe = load_recipe("recipes/digits.yaml", [f"data.source={tmp_path}", "data.shards={size: 5KB, window: 20KB}"])
+    data = prepare(recipe)
+    assert sum(data.rows.values()) == 120
+    assert data.report.examples["unreadable"] == [f"'{tmp_path / 'pictures.tar'}', sample some/00120"]
+
+
+def test_each_label_is_in_every_split_and_no_other_row_moves(tmp_path: Path) -> None:
+    rows = [(item, f"rare {number // 4}" if number < 40 else label, "") for number, (item, label, _) in enumerate(ROWS)]
+    write_table(tmp_path / "rows.csv", rows)
+    keys = ["data.test_fraction=0.1", "data.validation_fraction=0.05"]
+    found = rows_in(prepared(tmp_path / "rows.csv", "data.stratify=true", *keys))
+    labels = [{label for _, label in split} for split in found.values()]
+    assert labels[0] == labels[1] == labels[2]
+    assert len(labels[0]) == 13
+    common = [(item, label, "") for item, label, _ in rows if not label.startswith("rare")]
+    write_table(tmp_path / "common.csv", common)
+    plain = rows_in(prepared(tmp_path / "common.csv", *keys))
+    for split, kept in plain.items():
+        assert set(kept) <= set(found[split])
+    with pytest.raises(RecipeError, match="stratify and group_column 'author' contradict each other"):
+        recipe_of(tmp_path / "rows.csv", "data.stratify=true", "data.group_column=author")
+
+
+def test_texts_are_dropped_by_language_and_symbols(tmp_path: Path) -> None:
+    english = "The river flows past the old stone house and into the valley, where nobody lives any more"
+    odd = [
+        ("Der Fluss fließt an dem alten Haus vorbei und in das Tal, in dem niemand mehr wohnt", "language"),
+        ("这条河流过古老的石头房子，流进山谷，那里再也没有人居住了", None),
+        ("=== <<>> *** !!! ??? --- ### $$$ %%% house", "symbols"),
+        ("नदी पुराने पत्थर के घर के पास से बहती है और घाटी में जाती है", "language"),
+    ]
+    rows = [(f"{english} {number}", ("good", "bad")[number % 2], "") for number in range(200)]
+    write_table(tmp_path / "rows.csv", [*rows, *((item, "good", "") for item, _ in odd)])
+    keys = ["data.clean={languages: [en, zh], max_symbol_share: 0.2}"]
+    sharded = prepared(tmp_path / "rows.csv", *keys).report
+    assert sharded.dropped == {"language": 2, "symbols": 1}
+    assert sharded.examples["language"] == [item for item, reason in odd if reason == "language"]
+    keys += [f"data.source={tmp_path / 'rows.csv'}", "train.linear_baseline=false"]
+    assert prepare(load_recipe("recipes/reviews.yaml", keys)).report.dropped == sharded.dropped
+    with pytest.raises(RecipeError, match="languages has english: expected codes of ISO 639-1 among"):
+        prepared(tmp_path / "rows.csv", "data.clean={languages: [english]}")

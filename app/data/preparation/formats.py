@@ -1,5 +1,6 @@
 """The rows of a unit, read in batches of bounded size from every format."""
 
+import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -14,6 +15,7 @@ from app.data.examples import Input
 from app.data.preparation.json_lines import read_jsonl
 from app.data.preparation.lines import CSV_BLOCK_BYTES, go_to_line
 from app.data.preparation.rows import CellType, Columns, Rows, cell_text, decode, rows_of_cells
+from app.data.preparation.tars import read_tar
 from app.data.preparation.units import Piece, Unit
 from app.data.sources import Source, find_builtin
 from app.errors import DataError
@@ -49,7 +51,7 @@ def _named_in_errors(piece: Piece) -> Iterator[None]:
         raise DataError(f"{piece.path!r} is gone: the source changed; prepare it again") from error
     except PermissionError as error:
         raise DataError(f"{piece.path!r} may not be read ({error}): check its rights and the credentials") from error
-    except pa.ArrowException as error:
+    except (pa.ArrowException, tarfile.TarError) as error:
         raise DataError(f"{piece.path!r} cannot be read as {piece.kind} ({error}): write it again") from error
     except OSError as error:
         raise DataError(f"{piece.path!r} cannot be read ({error}): prepare the data again") from error
@@ -216,5 +218,6 @@ _READERS: dict[str, Callable[[Piece, Columns], Iterator[Rows]]] = {
     "csv": _read_csv,
     "jsonl": read_jsonl,
     "text": _read_text,
+    "tar": read_tar,
     "builtin": _read_builtin,
 }

@@ -18,7 +18,8 @@ from app.data.examples import MAX_EXAMPLES, REASONS, CleaningReport, Input, Moda
 from app.data.preparation.near_duplicates import NearDuplicates
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.rows import merge_types
-from app.data.preparation.survey import KEPT, SPLITS, Sample, Survey
+from app.data.preparation.stratify import stratify
+from app.data.preparation.survey import KEPT, SPLITS, Sample
 from app.data.preparation.surveys import Surveys, resolve
 from app.data.preparation.units import (
     TABLE_KINDS,
@@ -41,6 +42,7 @@ from app.storage import list_names, write_atomically
 
 SHARDS = "data"
 """Folder of storage that has the shards of each source and way to prepare it."""
+_OF_TEXTS = ("near_duplicates", "min_length", "max_length", "max_symbol_share", "languages")
 SAMPLE_FILE = "sample.arrow"
 SAMPLE_BYTES = 16_000_000
 """Bytes of texts, about, of which a tokenizer is learned."""
@@ -89,7 +91,9 @@ class Preparer:
             raise DataError(
                 f"data.group_column is {config.group_column!r}, and {file.path!r} is no table: leave it out"
             )
-        of_texts = {key: getattr(config.clean, key) for key in ("near_duplicates", "min_length", "max_length")}
+        if config.stratify and self.recipe.is_language_model:
+            raise RecipeError("data.stratify is true, and language modelling has no labels: leave it out")
+        of_texts = {key: getattr(config.clean, key) for key in _OF_TEXTS}
         if is_image and (key := next((key for key, value in of_texts.items() if value is not None), None)):
             raise RecipeError(f"data.clean.{key} is {of_texts[key]}, and only texts are compared by it: leave it out")
 
@@ -189,14 +193,18 @@ class Preparer:
         """
         kept = np.zeros((len(surveys.labels) + 1, len(SPLITS)), np.int64)
         dropped: Counter[Reason] = Counter()
-        for unit, start, stop in zip(work.units, surveys.starts[:-1], surveys.starts[1:], strict=True):
-            write_atomically(work.codes_file(unit.number), codes[start:stop].tobytes())
         for first, survey in surveys:
             part = codes[first : first + len(survey.codes)]
             chosen = part == KEPT
             np.add.at(kept, (survey.labels[chosen], survey.splits[chosen]), 1)
             for code, count in zip(*np.unique(part[~chosen], return_counts=True), strict=True):
                 dropped[REASONS[code - 1]] += int(count)
+        moves = stratify(surveys, codes, kept[:-1], self._fractions > 0.0) if self.recipe.data.stratify else {}
+        moved = np.array(sorted(moves.items()), np.int64).reshape(-1, 2)
+        for unit, start, stop in zip(work.units, surveys.starts[:-1], surveys.starts[1:], strict=True):
+            write_atomically(work.codes_file(unit.number), codes[start:stop].tobytes())
+            mine = moved[(moved[:, 0] >= start) & (moved[:, 0] < stop)] - [start, 0]
+            write_atomically(work.moves_file(unit.number), np.ascontiguousarray(mine.T).tobytes())
         what = "documents" if self.recipe.is_language_model else "examples"
         report = CleaningReport(what=what, given=len(codes), kept=int(kept.sum()), dropped=dropped)
         self._require_readable(report, unreadable)
@@ -205,6 +213,12 @@ class Preparer:
             return report, []
         self._require_classes(surveys.labels, kept)
         return report, [label for label, row in zip(surveys.labels, kept, strict=False) if row.sum()]
+
+    @property
+    def _fractions(self) -> NDArray[np.float64]:
+        """The fraction that the recipe gives to each split; 1 for training, which gets what the others leave."""
+        config = self.recipe.data
+        return np.array([1.0, config.validation_fraction, config.test_fraction or 0.0])
 
     def _require_readable(self, report: CleaningReport, first: str) -> None:
         limit = self.recipe.data.clean.max_unreadable
@@ -221,8 +235,7 @@ class Preparer:
 
     def _require_splits(self, sizes: NDArray[np.int64], report: str) -> None:
         config = self.recipe.data
-        fractions = (1.0, config.validation_fraction, config.test_fraction or 0.0)
-        for split, size, fraction in zip(SPLITS, sizes.tolist(), fractions, strict=True):
+        for split, size, fraction in zip(SPLITS, sizes.tolist(), self._fractions.tolist(), strict=True):
             if fraction and not size:
                 raise DataError(
                     f"data.source {config.source!r} leaves the {split} split empty ({report}); rows are split by the "
@@ -264,8 +277,7 @@ class Preparer:
         for unit in work.units:
             sample = Sample.load(work.sample_file(unit.number))
             codes = np.frombuffer(work.codes_file(unit.number).read_bytes(), np.uint8)
-            splits = [survey.splits for survey in Survey.read(work.survey_file(unit.number))]
-            is_kept = (codes == KEPT) & (np.concatenate(splits or [codes]) == SPLITS.index("train"))
+            is_kept = (codes == KEPT) & (work.splits(unit.number) == SPLITS.index("train"))
             inputs += [item for row, item in zip(sample.rows, sample.inputs, strict=True) if is_kept[row]]
         # The texts of a compressed file take more than the file.
         step = max(1, -(-sum(map(len, inputs)) // SAMPLE_BYTES))

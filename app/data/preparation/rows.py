@@ -21,6 +21,8 @@ class Columns:
     input: str
     label: str | None
     group: str | None
+    is_image: bool = False
+    """Whether inputs are pictures."""
 
     @property
     def names(self) -> dict[str, str]:

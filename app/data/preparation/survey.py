@@ -17,7 +17,7 @@ from PIL import Image
 from upath import UPath
 
 from app.config import CleanConfig
-from app.data.examples import REASONS, Input, Reason
+from app.data.examples import REASONS, Input, Reason, refuse
 from app.data.preparation.rows import Rows
 from app.data.preparation.slices import Arrays, Slices
 from app.errors import DataError
@@ -145,7 +145,7 @@ class Cleaner:
             return code_of("unreadable" if self.is_image else "not_text")
         if self.config.drop_empty and not (item if self.strips or isinstance(item, bytes) else item.strip()):
             return code_of("empty")
-        if reason := self.config.length_refused(item):
+        if reason := refuse(item, self.config):
             return code_of(reason)
         return code_of("unlabelled") if label == "" else KEPT
 

@@ -22,7 +22,7 @@ from app.data.sources import IMAGE_SUFFIXES, Source, find_builtin, list_source, 
 from app.errors import DataError
 from app.storage import to_path
 
-Kind = Literal["parquet", "arrow", "csv", "jsonl", "text", "image", "builtin"]
+Kind = Literal["parquet", "arrow", "csv", "jsonl", "text", "image", "tar", "builtin"]
 _TABLES: dict[str, Kind] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
@@ -32,7 +32,8 @@ _TABLES: dict[str, Kind] = {
 }
 _VERSION_KEYS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
 """What drivers of fsspec call the version of a file, or the time of its last change."""
-TABLE_KINDS = frozenset(_TABLES.values())
+TABLE_KINDS = frozenset({*_TABLES.values(), "tar"})
+"""Kinds whose rows can have a group."""
 MAX_DOCUMENT_BYTES = 2**20
 """A larger text file is read as several documents, which are cut at ends of lines.
 
@@ -102,6 +103,7 @@ def list_files(config: DataConfig, modality: Modality, is_language_model: bool) 
     ]
     if not found:
         expected = "PNG or JPEG files in a folder for each class" if modality == "image" else f"{', '.join(_TABLES)}"
+        expected += ", or .tar files"
         raise DataError(f"{source} has none of the files that the task reads: expected {expected}")
     return found
 
@@ -148,7 +150,7 @@ def cut_units(files: Sequence[SourceFile], unit_bytes: int) -> list[Unit]:
 def _cut(file: SourceFile, unit_bytes: int) -> Iterator[Piece]:
     if file.kind == "text" and file.bytes > MAX_DOCUMENT_BYTES:
         yield from _cut_bytes(file, min(unit_bytes, MAX_DOCUMENT_BYTES))
-    elif file.bytes <= unit_bytes or file.kind in ("text", "image", "builtin"):
+    elif file.bytes <= unit_bytes or file.kind in ("text", "image", "tar", "builtin"):
         yield Piece(file.path, file.kind, file.bytes)
     elif file.kind == "csv":
         yield from _cut_csv(file, unit_bytes)
@@ -210,6 +212,8 @@ def _version_of(path: UPath, info: dict[str, Any]) -> str:
 def _kind_of(path: UPath, modality: Modality, is_language_model: bool) -> Kind | None:
     """Return how a file is read; None: the task does not read it."""
     suffix = path.suffix.lower()
+    if suffix == ".tar":
+        return "tar"
     if modality == "image":
         return "image" if suffix in IMAGE_SUFFIXES else None
     return _TABLES.get(suffix) or ("text" if is_language_model else None)

@@ -87,6 +87,18 @@ class UnitWork:
         """Return what is known of a surveyed unit."""
         return UnitFacts.model_validate_json(self.facts_file(number).read_bytes())
 
+    def moves_file(self, number: int) -> UPath:
+        """The rows of a unit that are in another split than that of their hash, and that split."""
+        return self.work / f"moves-{number:05d}.bin"
+
+    def splits(self, number: int) -> NDArray[np.uint8]:
+        """Return the split of each row of a unit, as the place in ``SPLITS``, when all is decided."""
+        found = [survey.splits for survey in Survey.read(self.survey_file(number))]
+        splits = np.concatenate([np.empty(0, np.uint8), *found])
+        rows, places = np.frombuffer(self.moves_file(number).read_bytes(), np.int64).reshape(2, -1)
+        splits[rows] = places
+        return splits
+
     def digest_file(self, number: int) -> UPath:
         """The ``RowsDigest`` of a unit, by which the second pass notices that the source changed."""
         return self.work / f"digest-{number:05d}.bin"
@@ -121,8 +133,9 @@ class UnitWork:
     def write(self, number: int) -> int:
         """Write the shards of a unit, and return its number. Raises DataError if the source changed meanwhile."""
         codes = np.frombuffer(self.codes_file(number).read_bytes(), np.uint8)
-        found = [(survey.splits, survey.labels) for survey in Survey.read(self.survey_file(number))]
-        splits, places = (np.concatenate(column) for column in zip(*found, strict=True)) if found else (codes, codes)
+        splits = self.splits(number)
+        found = [survey.labels for survey in Survey.read(self.survey_file(number))]
+        places = np.concatenate([np.empty(0, np.int32), *found])
         examples: dict[Reason, list[str]] = {}
         writers = {split: self._writer(split, number) for split in SPLITS}
         names = [*self.facts(number).label_names, ""]  # -1 is no label
@@ -176,7 +189,8 @@ class UnitWork:
 
     def _columns(self, number: int) -> Columns:
         columns = self.config.each_source()[self.units[number].source].columns
-        return Columns(columns.input, None if self.is_language_model else columns.label, self.config.group_column)
+        label = None if self.is_language_model else columns.label
+        return Columns(columns.input, label, self.config.group_column, self.modality == "image")
 
     @property
     def _cleaner(self) -> Cleaner:
