@@ -23,6 +23,7 @@ from app.serving.model.loaded import load_model
 from app.serving.protocol.natural import Prediction
 from app.storage import to_path
 from app.tasks import find_served_task
+from app.tasks.registry import TASKS
 from benchmarks.cluster import Cluster, local_cluster
 from benchmarks.finetuning.builtin_tasks import ASKED, Case, cases
 from benchmarks.finetuning.imports import ROWS, Imported, foreign_models, measure_import
@@ -195,7 +196,9 @@ def goals(found: Sequence[Measured], imported: Sequence[Imported]) -> list[Goal]
     kept, equal = sum(task.keeps_metric for task in served), sum(task.answers_equal for task in served)
     exact = sum(model.is_equal for model in imported)
     of_ranks = f"{len(found)} tasks, two ranks against one"
+    unmeasured = _unmeasured(found)
     return [
+        Goal("built-in tasks measured", "all", f"{len(found)} of {len(TASKS)}", verdict(not unmeasured)),
         Goal(
             f"{of_ranks}: losses of {STEPS} steps",
             f"≤ {MAX_LOSS_APART:.0e} apart",
@@ -229,6 +232,11 @@ def goals(found: Sequence[Measured], imported: Sequence[Imported]) -> list[Goal]
     ]
 
 
+def _unmeasured(found: Sequence[Measured]) -> list[str]:
+    """Return the built-in tasks that are not among those found."""
+    return [name for name in TASKS if name not in {task.task for task in found}]
+
+
 def report(found: Sequence[Measured], imported: Sequence[Imported], minutes: float, load: str) -> str:
     """Return the page."""
     reached = [(goal.what, goal.goal, goal.reached, goal.verdict) for goal in goals(found, imported)]
@@ -237,6 +245,8 @@ def report(found: Sequence[Measured], imported: Sequence[Imported], minutes: flo
         (model.what, model.exporter, f"{model.inputs} and {model.outputs}", "yes" if model.is_equal else "no")
         for model in imported
     ]
+    unmeasured = _unmeasured(found)
+    left_out = f"\n- Not measured in this run: {', '.join(unmeasured)}." if unmeasured else ""
     return f"""# Built-in tasks and imported models
 
 `python -m benchmarks.finetuning.tasks` wrote this on {today()}, in {minutes:.1f} minutes. {machine()}.
@@ -272,7 +282,7 @@ def report(found: Sequence[Measured], imported: Sequence[Imported], minutes: flo
     } rows are sent to `predict`, and compared with the answers of
   the version's engine in another process. Numbers may differ by {MAX_ANSWER_APART["fp32"]:.0e} in fp32, and by
   {MAX_NARROW_APART:.0e} below, because requests are batched. All else is equal.
-- Language models are not compiled.
+- Language models are not compiled.{left_out}
 
 {table(("imported model", "exporter", "inputs and outputs", "bit-equal"), models)}
 

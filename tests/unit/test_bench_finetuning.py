@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from app.tasks.registry import TASKS
 from benchmarks.finetuning import pruning, tasks
 from benchmarks.finetuning.__main__ import goals, report
 from benchmarks.finetuning.contenders import CONTENDERS, Figures
@@ -42,15 +43,16 @@ def test_one_seed_that_loses_too_much_misses_the_goal_of_pruning() -> None:
 COMPILED = tasks.Compiled("accuracy", 0.9, 0.895, "openvino int8", 0.005, 0.01, 5, 1, 1e-6, 1e-4)
 MEASURED = tasks.Measured("text-classification", 1e-6, 1e-5, COMPILED)
 CHAT = tasks.Measured("chat", 1e-6, 1e-5, None)
+OTHERS = [replace(MEASURED, task=name) for name in TASKS if name not in (MEASURED.task, CHAT.task)]
 IMPORTED = Imported("m", "a model", "skl2onnx 1.20", 2, 3, True)
 
 
 def verdicts(*found: tasks.Measured, imported: Imported = IMPORTED) -> list[str]:
-    return [goal.verdict for goal in tasks.goals([*found, CHAT], [IMPORTED, imported])]
+    return [goal.verdict for goal in tasks.goals([*found, CHAT, *OTHERS[1:]], [IMPORTED, imported])]
 
 
 def test_each_goal_of_the_tasks_is_missed_by_one_task_that_misses_it() -> None:
-    assert verdicts(MEASURED) == ["reached"] * 5
+    assert verdicts(MEASURED, OTHERS[0]) == ["reached"] * 6
     worse = [
         (replace(MEASURED, losses_apart=math.inf), IMPORTED),
         (replace(MEASURED, metrics_apart=0.01), IMPORTED),
@@ -58,8 +60,9 @@ def test_each_goal_of_the_tasks_is_missed_by_one_task_that_misses_it() -> None:
         (replace(MEASURED, compiled=replace(COMPILED, answers_apart=math.inf)), IMPORTED),
         (MEASURED, replace(IMPORTED, is_equal=False)),
     ]
-    for index, (task, model) in enumerate(worse):
-        found = verdicts(MEASURED, task, imported=model)
+    assert verdicts(MEASURED) == ["**missed**", *["reached"] * 5], "a task that was not measured"
+    for index, (task, model) in enumerate(worse, start=1):
+        found = verdicts(OTHERS[0], task, imported=model)
         assert [place for place, words in enumerate(found) if words == "**missed**"] == [index]
 
 
@@ -68,6 +71,7 @@ def test_the_page_of_the_tasks_has_a_row_for_each_task_and_model() -> None:
     assert "| text-classification | 1.0e-06 | 1.0e-05 | accuracy | 0.9000 | 0.8950 | openvino int8 | 5, 1 |" in text
     assert "| chat | 1.0e-06 | 1.0e-05 | – |" in text
     assert "| a model | skl2onnx 1.20 | 2 and 3 | yes |" in text
+    assert "Not measured in this run: image-classification, " in text
 
 
 def test_answers_differ_without_bound_where_a_text_a_key_or_a_length_differs() -> None:
