@@ -39,6 +39,24 @@ def require_image(content: bytes) -> None:
         raise DataError(f"an image of {len(content)} bytes cannot be read: expected a PNG or JPEG file") from error
 
 
+def is_readable(content: bytes) -> bool:
+    """Return whether a processor can decode a picture. It is decoded."""
+    try:
+        with _opened(content) as image:
+            image.load()
+    except Exception:  # Pillow's decoders raise errors of many types
+        return False
+    return True
+
+
+def _opened(content: bytes) -> Image.Image:
+    """Open a picture of a format and a size that is read. Only the header is read yet."""
+    image = Image.open(io.BytesIO(content), formats=FORMATS)
+    if image.width * image.height > _MAX_PIXELS:
+        raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
+    return image
+
+
 class Preprocessing(BaseModel):
     """How a pretrained model's images are resized and scaled."""
 
@@ -108,10 +126,7 @@ class ImageProcessor:
         size = (self._config.size, self._config.size)
         try:
             assert isinstance(item, bytes)
-            with Image.open(io.BytesIO(item), formats=FORMATS) as image:
-                # Opening reads the header only, so nothing is decoded yet.
-                if image.width * image.height > _MAX_PIXELS:
-                    raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
+            with _opened(item) as image:
                 converted = image.convert("L" if self._config.channels == 1 else "RGB")
                 pixels = self._resized(change(converted) if change else converted)
         except Image.DecompressionBombError as error:  # Pillow's own limit is higher

@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,8 @@ END = "<|endoftext|>"
 SETTINGS_FILE = "language.json"
 _OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 _BYTES = pre_tokenizers.ByteLevel.alphabet()  # a printable character for each byte
-_DOCUMENTS_PER_CALL = 64  # the library needs much memory per token
+# The library needs much memory for each token.
+_DOCUMENTS_PER_CALL, _MAX_CHARACTERS = 64, 2**20
 
 
 class _TokenizerSettings(BaseModel):
@@ -28,6 +28,39 @@ class _TokenizerSettings(BaseModel):
     end: str = END
     companions: list[str] = []
     """Names of files that are kept beside the tokenizer."""
+
+
+class _Piece(NamedTuple):
+    """A part of a document. A whole long one would take over 100 bytes of memory for each character."""
+
+    text: str
+    is_last: bool
+
+
+def _pieces_of(document: str) -> Iterator[_Piece]:
+    """Cut a long document at ends of words, where byte pairs end anyway."""
+    start = 0
+    while len(document) - start > _MAX_CHARACTERS:
+        stop = start + _MAX_CHARACTERS
+        cut = max(document.rfind("\n", start, stop), document.rfind(" ", start, stop))
+        stop = cut if cut > start else stop
+        yield _Piece(document[start:stop], is_last=False)
+        start = stop
+    yield _Piece(document[start:], is_last=True)
+
+
+def _grouped(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield texts that are tokenised in one call."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        if group and (len(group) == _DOCUMENTS_PER_CALL or size + len(text) > _MAX_CHARACTERS):
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+    if group:
+        yield group
 
 
 class LanguageTokenizer:
@@ -98,12 +131,15 @@ class LanguageTokenizer:
         """Return the tokens of all documents, with an end token after each, in the smallest unsigned type that fits."""
         dtype = np.min_scalar_type(self._tokenizer.get_vocab_size() - 1)
         end = self._tokenizer.token_to_id(self._end)
-        parts = [np.array([*ids, end], dtype) for ids in self._encode_all(documents)]
+        pieces = [piece for document in documents for piece in _pieces_of(document)]
+        encoded = self._encode_all([piece.text for piece in pieces])
+        parts = [
+            np.array([*ids, end] if piece.is_last else ids, dtype) for piece, ids in zip(pieces, encoded, strict=True)
+        ]
         return np.concatenate([np.empty(0, dtype), *parts])
 
-    def _encode_all(self, documents: Sequence[str]) -> Iterator[list[int]]:
-        remaining = iter(documents)
-        while group := list(islice(remaining, _DOCUMENTS_PER_CALL)):
+    def _encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        for group in _grouped(texts):
             # This call leaves out the tokens' offsets, which nobody reads.
             for encoded in self._tokenizer.encode_batch_fast(group):
                 yield encoded.ids

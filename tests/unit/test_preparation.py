@@ -406,16 +406,17 @@ def test_pictures_that_cannot_be_decoded_are_counted_or_refused(tmp_path: Path) 
                 tmp_path / label / f"{number}.png"
             )
     (tmp_path / "dark" / "torn.png").write_bytes(b"\x89PNG nothing")
+    Image.new("1", (9000, 9000)).save(tmp_path / "dark" / "vast.png")  # training refuses so many pixels
     shards = "data.shards={size: 5KB, window: 20KB}"
     recipe = load_recipe("recipes/digits.yaml", [f"data.source={tmp_path}", shards])
     data = prepare(recipe)
-    assert data.report.dropped == {"unreadable": 1}
-    assert data.report.examples["unreadable"] == [str(tmp_path / "dark" / "torn.png")]
+    assert data.report.dropped == {"unreadable": 2}
+    assert data.report.examples["unreadable"] == [str(tmp_path / "dark" / name) for name in ("torn.png", "vast.png")]
     assert data.train.batch([0, 1]).inputs["pixel_values"].shape[0] == 2
     for number in range(9):
         (tmp_path / "dark" / f"torn{number}.png").write_bytes(b"\x89PNG nothing")
     with pytest.raises(
-        DataError, match=r"10 pictures that cannot be decoded among 310 rows, more than 1%, such as '.*/dark/torn\.png'"
+        DataError, match=r"11 pictures that cannot be decoded among 311 rows, more than 1%, such as '.*/dark/torn\.png'"
     ):
         prepare(recipe)
 

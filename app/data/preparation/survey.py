@@ -13,11 +13,11 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from PIL import Image
 from upath import UPath
 
 from app.config import CleanConfig
 from app.data.examples import REASONS, Input, Reason, refuse
+from app.data.images import is_readable
 from app.data.preparation.rows import Rows
 from app.data.preparation.slices import Arrays, Slices
 from app.errors import DataError
@@ -124,7 +124,7 @@ class Cleaner:
 
     def clean(self, item: Input) -> Input | None:
         """Return an input as training sees it; None if it is not a text in UTF-8, or not a picture."""
-        if self.is_image and not (isinstance(item, bytes) and _is_picture(item)):
+        if self.is_image and not (isinstance(item, bytes) and is_readable(item)):
             return None
         return self.convert(item)
 
@@ -233,15 +233,6 @@ class Surveyor:
 def key_of(group: str) -> int:
     """Return the key by which the rows of a group are split."""
     return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), sys.byteorder)
-
-
-def _is_picture(content: bytes) -> bool:
-    try:
-        with Image.open(BytesIO(content)) as image:
-            image.load()
-    except Exception:  # Pillow's decoders raise errors of many types
-        return False
-    return True
 
 
 def digest_of(item: Input | None) -> bytes:

@@ -139,11 +139,13 @@ def cut_units(files: Sequence[SourceFile], unit_bytes: int) -> list[Unit]:
     """
     units: list[Unit] = []
     pieces: list[Piece] = []
+    size = 0
     for piece in (piece for file in files for piece in _cut(file, unit_bytes)):
-        if pieces and sum(other.bytes for other in pieces) + piece.bytes > unit_bytes:
+        if pieces and size + piece.bytes > unit_bytes:
             units.append(Unit(len(units), tuple(pieces)))
-            pieces = []
+            pieces, size = [], 0
         pieces.append(piece)
+        size += piece.bytes
     return [*units, Unit(len(units), tuple(pieces))]
 
 
