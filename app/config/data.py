@@ -104,8 +104,7 @@ class ShardsConfig(Section):
     )
     memory: ByteSize = Field(
         default=ByteSize(1_000_000_000),
-        description="bytes that a process of preparation takes beside its libraries, whatever the size of the source "
-        "or of a file; at least eight times size",
+        description="bytes of hashes and signatures that preparation compares at a time; at least eight times size",
     )
 
     @model_validator(mode="after")
