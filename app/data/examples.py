@@ -130,6 +130,9 @@ def clean(
     cleaned test inputs, are dropped, whatever their label. Without ``labels_agree``, as of measured numbers, only
     examples with equal inputs and labels are duplicates.
     """
+    if examples.modality == "record":
+        # A record without any field cannot be encoded.
+        config = config.model_copy(update={"drop_empty": True})
     labels_of: dict[Input, set[str]] = {}
     for item, label in examples:
         if label:

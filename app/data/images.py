@@ -1,7 +1,8 @@
 """Images as normalised arrays, decoded and resized by Pillow."""
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -31,30 +32,36 @@ def encode_png(levels: NDArray[np.uint8]) -> bytes:
     return buffer.getvalue()
 
 
-def require_image(content: bytes) -> None:
-    """Raise DataError unless the content begins as a picture that can be read. Nothing is decoded."""
+def require_picture(content: bytes) -> None:
+    """Decode a picture. Raises DataError if it cannot be decoded, or is too large."""
+    with _opened(content) as image:
+        image.load()
+
+
+@contextmanager
+def _opened(content: Input) -> Iterator[Image.Image]:
+    """Open a picture. What fails inside the context, such as decoding it, becomes a DataError."""
     try:
-        Image.open(io.BytesIO(content), formats=FORMATS).close()
-    except Exception as error:  # Pillow raises many kinds of errors for damaged files
+        assert isinstance(content, bytes)
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            # Opening reads the header only, so nothing is decoded yet.
+            if image.width * image.height > _MAX_PIXELS:
+                raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
+            yield image
+    except Image.DecompressionBombError as error:  # Pillow's own limit is higher
+        raise DataError(f"an image is too large ({error}): scale it down to {_MAX_PIXELS} pixels") from error
+    except Exception as error:
+        # Pillow's decoders raise many kinds of errors for damaged files.
         raise DataError(f"an image of {len(content)} bytes cannot be read: expected a PNG or JPEG file") from error
 
 
 def is_readable(content: bytes) -> bool:
     """Return whether a processor can decode a picture. It is decoded."""
     try:
-        with _opened(content) as image:
-            image.load()
-    except Exception:  # Pillow's decoders raise errors of many types
+        require_picture(content)
+    except DataError:
         return False
     return True
-
-
-def _opened(content: bytes) -> Image.Image:
-    """Open a picture of a format and a size that is read. Only the header is read yet."""
-    image = Image.open(io.BytesIO(content), formats=FORMATS)
-    if image.width * image.height > _MAX_PIXELS:
-        raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
-    return image
 
 
 class Preprocessing(BaseModel):
@@ -124,16 +131,9 @@ class ImageProcessor:
     def _decode(self, item: Input, change: ImageChange | None = None) -> NDArray[np.float32]:
         """Return one image, float32 of shape (channels, size, size)."""
         size = (self._config.size, self._config.size)
-        try:
-            assert isinstance(item, bytes)
-            with _opened(item) as image:
-                converted = image.convert("L" if self._config.channels == 1 else "RGB")
-                pixels = self._resized(change(converted) if change else converted)
-        except Image.DecompressionBombError as error:  # Pillow's own limit is higher
-            raise DataError(f"an image is too large ({error}): scale it down to {_MAX_PIXELS} pixels") from error
-        except Exception as error:
-            # Pillow's decoders raise many kinds of errors for damaged files.
-            raise DataError(f"an image of {len(item)} bytes cannot be read: expected a PNG or JPEG file") from error
+        with _opened(item) as image:
+            converted = image.convert("L" if self._config.channels == 1 else "RGB")
+            pixels = self._resized(change(converted) if change else converted)
         values = np.asarray(pixels, np.float32).reshape(*size, self._config.channels)
         return self._scaled(values).transpose(2, 0, 1)
 

@@ -4,6 +4,8 @@ import base64
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date, time, timedelta
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,7 @@ import pandas as pd
 from upath import UPath
 
 from app.config import ColumnsConfig, FieldConfig
-from app.data.images import require_image
+from app.data.images import require_picture
 from app.errors import DataError
 from app.storage import no_op, to_path
 
@@ -35,20 +37,20 @@ def read_table(path: UPath, columns: Mapping[str, str]) -> list[list[str]]:
         columns: the name of each column, by its key in ``data.columns``, or by its whole key of ``train``.
 
     Raises:
-        DataError: the file is not a table, or a column is missing.
+        DataError: the file is not a table, a column is missing, or a cell is not text in UTF-8.
     """
     table = _read(path)
     if table is None:
         return [[] for _ in columns]
     _require_columns(table, path, columns)
-    return [[_cell(value) for value in table[column]] for column in columns.values()]
+    return [_texts(table, path, column) for column in columns.values()]
 
 
 def read_rows(path: UPath, columns: ColumnsConfig) -> tuple[list[str], list[str]]:
     """Return each row of ``data.columns.features`` as an object of JSON, and its label as text.
 
     Raises:
-        DataError: the file is not a table, or a column is missing.
+        DataError: the file is not a table, a column is missing, or a cell is neither number nor text.
     """
     table = _read(path)
     if table is None:
@@ -56,9 +58,9 @@ def read_rows(path: UPath, columns: ColumnsConfig) -> tuple[list[str], list[str]
     names = columns.features or [str(name) for name in table.columns if name != columns.label]
     keys = {f"features.{number}": name for number, name in enumerate(names)}
     _require_columns(table, path, {"label": columns.label} | keys)
-    values = [[_value(value) for value in table[name]] for name in names]
+    values = [_values(table, path, name) for name in names]
     rows = [json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) for row in zip(*values, strict=True)]
-    return rows, [_cell(value) for value in table[columns.label]]
+    return rows, _texts(table, path, columns.label)
 
 
 def read_records(path: UPath, columns: ColumnsConfig) -> tuple[list[str], list[str]]:
@@ -67,16 +69,17 @@ def read_records(path: UPath, columns: ColumnsConfig) -> tuple[list[str], list[s
     Files are read, and are in base64. A row that has no field is an empty text.
 
     Raises:
-        DataError: the file is not a table, a column is missing, or a file cannot be read.
+        DataError: the file is not a table, a column is missing, or a cell or a file cannot be read.
     """
     table = _read(path)
     if table is None:
         return [], []
-    names = {
-        key: column
-        for name, field in columns.fields.items()
-        for key, column in [(f"fields.{name}", part) for part in field.columns or [field.column or name]]
-    }
+    names: dict[str, str] = {}
+    for name, field in columns.fields.items():
+        if field.columns:
+            names |= {f"fields.{name}.columns.{number}": column for number, column in enumerate(field.columns)}
+        else:
+            names[f"fields.{name}"] = field.column or name
     _require_columns(table, path, {"label": columns.label} | names)
     values = [_field_values(table, path, name, field) for name, field in columns.fields.items()]
     records = [
@@ -84,7 +87,7 @@ def read_records(path: UPath, columns: ColumnsConfig) -> tuple[list[str], list[s
         for row in zip(*values, strict=True)
     ]
     texts = [json.dumps(record, ensure_ascii=False) if record else "" for record in records]
-    return texts, [_cell(value) for value in table[columns.label]]
+    return texts, _texts(table, path, columns.label)
 
 
 def _field_values(table: pd.DataFrame, path: UPath, name: str, field: FieldConfig) -> list[Any]:
@@ -92,16 +95,16 @@ def _field_values(table: pd.DataFrame, path: UPath, name: str, field: FieldConfi
     from app.data.records import is_file  # other tables do not need every processor
 
     if field.columns:
-        rows = [[_value(value) for value in table[column]] for column in field.columns]
+        rows = [_values(table, path, column) for column in field.columns]
         return [
             dict(zip(field.columns, row, strict=True)) if any(value is not None for value in row) else None
             for row in zip(*rows, strict=True)
         ]
     column = field.column or name
-    cells = [value if isinstance(value, bytes) else _cell(value).strip() or None for value in table[column]]
     if not is_file(field.kind):
-        return cells
-    require = require_image if field.kind == "image" else no_op
+        return [text.strip() or None for text in _texts(table, path, column)]
+    cells = [value if isinstance(value, bytes) else _cell(value).strip() or None for value in table[column]]
+    require = require_picture if field.kind == "image" else no_op
 
     def read(number: int, cell: str | bytes | None) -> str | None:
         if cell is None:
@@ -147,6 +150,34 @@ def _require_columns(table: pd.DataFrame, path: UPath, columns: Mapping[str, str
             )
 
 
+def _texts(table: pd.DataFrame, path: UPath, column: str) -> list[str]:
+    """Return the cells of a column as texts. Raises DataError for bytes that are not UTF-8."""
+    texts = []
+    for number, value in enumerate(table[column], start=1):
+        try:
+            texts.append(value.decode() if isinstance(value, bytes) else _cell(value))
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{str(path)!r}, row {number}: the {column} is not text in UTF-8 ({error}): repair or remove it"
+            ) from error
+    return texts
+
+
+def _values(table: pd.DataFrame, path: UPath, column: str) -> list[object]:
+    """Return the cells of a column as JSON has them. Raises DataError for one that is neither number nor text."""
+    values = [_value(value) for value in table[column]]
+    for number, value in enumerate(values, start=1):
+        if isinstance(value, str | int | float | None):
+            continue
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise DataError(
+                f"{str(path)!r}, row {number}: the {column} is {type(value).__name__}: expected a number or a text"
+            ) from error
+    return values
+
+
 def _cell(value: object) -> str:
     if isinstance(value, list | np.ndarray):
         return json.dumps([str(item) for item in value], ensure_ascii=False)
@@ -155,6 +186,8 @@ def _cell(value: object) -> str:
 
 def _value(value: object) -> object:
     """Return a cell as JSON has it; None for an empty one."""
-    if value == "" or (pd.api.types.is_scalar(value) and pd.isna(value)):
+    if (isinstance(value, str) and not value) or (pd.api.types.is_scalar(value) and pd.isna(value)):
         return None
+    if isinstance(value, date | time | timedelta | Decimal):
+        return str(value)
     return value.item() if isinstance(value, np.generic) else value
