@@ -64,6 +64,7 @@ class RecordProcessor:
         kinds = {name: field.kind for name, field in config.columns.fields.items()}
         unfitted = cls(kinds, {})
         records = [unfitted._fields(item) for item in inputs]
+        _require_categories(config)
         processors = {}
         for name, kind in kinds.items():
             if not (found := [unfitted._content(name, record[name]) for record in records if name in record]):
@@ -71,8 +72,10 @@ class RecordProcessor:
                     f"data.columns.fields.{name}: no training row of {config.source!r} has it; leave it out, or give "
                     "rows that have it"
                 )
-            processors[name] = processor_type(kind).fit(found, config)
-        return cls(kinds, processors)
+            processors[name] = processor_type(kind).fit(found, _config_of(name, config))
+        fitted = cls(kinds, processors)
+        fitted._require_one_length()
+        return fitted
 
     @property
     def columns(self) -> list[str]:
@@ -177,6 +180,17 @@ class RecordProcessor:
         """The names of the tensors with a length that varies."""
         return [spec.name for spec in self.inputs if -1 in spec.shape[1:2]]
 
+    def _require_one_length(self) -> None:
+        """Raise DataError if tensors whose length varies have several limits: they are padded to one length."""
+        varying = [spec for spec in self.inputs if spec.name in self._varying]
+        for spec in varying[1:]:
+            if spec.max_length != (first := varying[0]).max_length:
+                raise DataError(
+                    f"data.columns.fields: the length of {spec.name} varies up to {spec.max_length}, and that of "
+                    f"{first.name} up to {first.max_length}; a model has one length: give both the same max_length, or "
+                    "let a processor return tensors of one size"
+                )
+
     def _with_one_length(self, tensors: dict[str, NDArray[Any]]) -> Tensors:
         """Pad texts with zeros to the longest: ids of the padding token, and a mask that leaves it out."""
         longest = max((tensors[name].shape[1] for name in self._varying), default=0)
@@ -205,6 +219,23 @@ class RecordProcessor:
                     (to_path(temporary) / file.name.removeprefix(f"{name}.")).write_bytes(file.read_bytes())
                 processors[name] = processor_type(kind).load(to_path(temporary))
         return cls(kinds, processors)
+
+
+def _require_categories(config: DataConfig) -> None:
+    """Raise DataError if ``data.columns.categories`` names a column that no field has."""
+    columns = [column for field in config.columns.fields.values() for column in field.columns or ()]
+    if unknown := [name for name in config.columns.categories if name not in columns]:
+        raise DataError(
+            f"data.columns.categories has {unknown[0]!r}: the columns of fields of kind row are "
+            f"{', '.join(columns) or 'none'}"
+        )
+
+
+def _config_of(name: str, config: DataConfig) -> DataConfig:
+    """Return the configuration of a field, with the categories among its own columns."""
+    own = config.columns.fields[name].columns or ()
+    categories = [column for column in config.columns.categories if column in own]
+    return config.model_copy(update={"columns": config.columns.model_copy(update={"categories": categories})})
 
 
 def _blank(processor: Processor) -> Tensors:

@@ -6,19 +6,23 @@ import json
 import wave
 from collections.abc import Sequence
 from contextlib import closing
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from numpy.typing import NDArray
+from pyarrow import parquet
 from pydantic import ValidationError
 from torch import Tensor
 from upath import UPath
 
 from app.compile.export import export_onnx
-from app.config import DataConfig, Recipe
+from app.config import CleanConfig, DataConfig, Recipe
 from app.data.examples import Input, Modality
 from app.data.images import encode_png
 from app.data.records import RecordProcessor
@@ -85,6 +89,12 @@ class Loudness:
         return cls()
 
 
+class Waveform(Loudness):
+    """The samples of a recording, of any length."""
+
+    inputs = (TensorSpec("samples", np.dtype(np.float32), (-1, -1), max_length=500),)
+
+
 def recipe_of(table: Path, fields: Any = None, **model: Any) -> Recipe:
     data = {
         "source": str(table),
@@ -97,6 +107,10 @@ def recipe_of(table: Path, fields: Any = None, **model: Any) -> Recipe:
     train = {"global_batch_size": 4, "epochs": 2}
     tree = {"name": "goods", "task": "multimodal-classification", "data": data, "model": given, "train": train}
     return Recipe.model_validate(tree)
+
+
+def with_data(recipe: Recipe, **data: Any) -> Recipe:
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=data)})
 
 
 @pytest.fixture
@@ -279,18 +293,63 @@ def test_a_file_that_is_missing_or_no_picture_is_named_with_its_row(table: Path,
     (tmp_path / "2.png").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"goods.csv', row 3: the file '2.png' cannot be read \(an image of 10 bytes"):
         prepare(recipe_of(table))
+    whole = encode_png(np.random.default_rng(0).integers(0, 255, (64, 64), np.uint8))
+    (tmp_path / "2.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"goods.csv', row 3: the file '2.png' cannot be read \(an image of \d+ bytes"):
+        prepare(recipe_of(table))
 
 
-def test_rows_without_any_field_are_dropped_and_counted(table: Path) -> None:
+@pytest.mark.parametrize("drop_empty", [True, False])
+def test_rows_without_any_field_are_dropped_and_counted(table: Path, drop_empty: bool) -> None:
     table.write_text(f"{table.read_text(encoding='utf-8')}\n,,,,,shoe\n", encoding="utf-8")
-    assert prepare(recipe_of(table)).report.dropped["empty"] == 1
+    recipe = with_data(recipe_of(table), clean=CleanConfig(drop_empty=drop_empty))
+    assert prepare(recipe).report.dropped["empty"] == 1
+
+
+def read_fields(path: Path, table: pa.Table) -> list[Any]:
+    parquet.write_table(table, path)
+    fields = {"title": {"kind": "text"}, "size": {"kind": "row", "columns": ["day", "price"]}}
+    return [json.loads(item) for item in load_examples(recipe_of(path, fields).data, "record").inputs]
+
+
+def test_cells_of_parquet_are_read_in_every_type(tmp_path: Path) -> None:
+    columns = {
+        "title": [b"caf\xc3\xa9", b"bar"],
+        "day": [date(2026, 1, 2), None],
+        "price": [Decimal("1.50"), Decimal("2.00")],
+        "label": ["a", "b"],
+    }
+    first, second = read_fields(tmp_path / "goods.parquet", pa.table(columns))
+    assert first == {"title": "café", "size": {"day": "2026-01-02", "price": "1.50"}}
+    assert second == {"title": "bar", "size": {"day": None, "price": "2.00"}}
+    with pytest.raises(DataError, match=r"goods.parquet', row 2: the title is not text in UTF-8"):
+        read_fields(tmp_path / "goods.parquet", pa.table(columns | {"title": [b"caf", b"\xff"]}))
+    with pytest.raises(DataError, match=r"goods.parquet', row 2: the price is bytes: expected a number or a text"):
+        read_fields(tmp_path / "goods.parquet", pa.table(columns | {"price": [None, b"2"]}))
+
+
+def test_each_row_field_has_its_own_categories(table: Path) -> None:
+    fields = {"size": {"kind": "row", "columns": ["width"]}, "look": {"kind": "row", "columns": ["colour"]}}
+    columns = recipe_of(table, fields).data.columns
+    named, unknown = (columns.model_copy(update={"categories": given}) for given in (["width"], ["width", "depth"]))
+    data: Any = prepare(with_data(recipe_of(table), columns=named))
+    assert data.facts["size_num_category_columns"] == data.facts["look_num_category_columns"] == 1
+    with pytest.raises(DataError, match=r"data.columns.categories has 'depth': the columns of .* are width, colour"):
+        prepare(with_data(recipe_of(table), columns=unknown))
+
+
+def test_fields_that_would_be_padded_to_different_lengths_are_refused(table: Path) -> None:
+    fields = {"title": {"kind": "text"}, "sound": {"kind": f"{__name__}:Waveform", "column": "file"}}
+    words = "length of sound_samples varies up to 500, and that of title_input_ids up to 16; a model has one length"
+    with pytest.raises(DataError, match=words):
+        prepare(recipe_of(table, fields))
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"title": {"kind": "text", "column": "name"}}, "data.columns.fields.title is 'name', which .*goods.csv' does"),
-        ({"size": {"kind": "row", "columns": ["width", "depth"]}}, "data.columns.fields.size is 'depth', which"),
+        ({"size": {"kind": "row", "columns": ["depth", "width"]}}, "fields.size.columns.0 is 'depth', which"),
         ({"title": {"kind": "text"}, "none": {"kind": "text", "column": "void"}}, "fields.none: no training row of"),
     ],
 )
