@@ -1,7 +1,7 @@
 """Tasks, which recipes name. One class says how data are read, learned, judged, compiled and answered."""
 
 from app.tasks.base import Encoded, ServedTask, Task
-from app.tasks.metrics import Metric, sum_and_count
+from app.tasks.metrics import Metric, TorchMetric, sum_and_count
 from app.tasks.registry import (
     find_served_task,
     find_task,
@@ -17,6 +17,7 @@ __all__ = [
     "Metric",
     "ServedTask",
     "Task",
+    "TorchMetric",
     "find_served_task",
     "find_task",
     "load_prepared",

@@ -1,24 +1,29 @@
 """Metrics: numbers that a model is judged by, made of sums that add up over batches and ranks."""
 
 import math
+import warnings
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from app.config.metrics import Mode
 from app.data.prepared import IGNORED
 from app.data.targets import Outputs
+from app.errors import RecipeError
 
 if TYPE_CHECKING:  # an endpoint names a task without torch
+    import torchmetrics
     from torch import Tensor
 
 
 class Metric(ABC):
     """A number that a model is judged by. Sums over disjoint rows add up to the sums over all of them."""
 
-    name: ClassVar[str]
+    name: str
     """Lower-case, with underscores. Records and recipes call it ``val_NAME``."""
 
-    mode: ClassVar[Mode] = "max"
+    mode: Mode = "max"
     """Whether more or less of it is better."""
 
     of_loss: ClassVar[bool] = False
@@ -74,3 +79,100 @@ class Accuracy(Metric):
 
         correct = (outputs.argmax(-1) == targets).sum()  # no class is ``IGNORED``
         return torch.stack([correct, (targets != IGNORED).sum()])
+
+
+@dataclass(frozen=True)
+class TorchMetric(Metric):
+    """A metric of torchmetrics. Its sums are the number of rows, then the states that torchmetrics adds over ranks.
+
+    It measures only after ``bind``, which a training and a compilation of a ``ServedTask`` call.
+    """
+
+    name: str
+    make: Callable[[Any], "torchmetrics.Metric"]
+    """Returns the metric for the task's targets."""
+
+    mode: Mode = "max"
+    inputs: Callable[["Tensor", "Tensor"], tuple["Tensor", "Tensor"]] | None = None
+    """Turns outputs and targets into those that the metric expects. None: it takes them as they are.
+
+    A metric of probabilities needs it, because torchmetrics guesses for each batch whether outputs are logits.
+    """
+
+    size: int = field(default=0, init=False)
+    metric: "torchmetrics.Metric" = field(init=False, repr=False, compare=False)
+
+    def bind(self, targets: Outputs) -> "TorchMetric":
+        """Return the metric for these targets.
+
+        Raises:
+            RecipeError: a state of the metric is no sum, its value is no number, or ``mode`` is wrong.
+        """
+        metric = self.make(targets)
+        if fault := _fault_of(metric, self.mode):
+            raise RecipeError(f"the metric {self.name} of the task is {type(metric).__name__}, {fault}")
+        bound = replace(self)
+        object.__setattr__(bound, "metric", metric)
+        object.__setattr__(bound, "size", 1 + sum(state.numel() for state in metric.metric_state.values()))
+        return bound
+
+    def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
+        """Return the number of rows and the states after an update with these rows, float64 of shape (``size``,)."""
+        import torch
+
+        metric = self.metric.to(outputs.device)
+        metric.reset()
+        if len(outputs):  # many metrics fail without a row
+            metric.update(*(self.inputs(outputs, targets) if self.inputs else (outputs, targets)))
+        rows = torch.tensor([len(outputs)], dtype=torch.float64, device=outputs.device)
+        return torch.cat([rows, *(state.double().flatten() for state in metric.metric_state.values())])
+
+    def value(self, sums: "Tensor") -> float:
+        """Return what the metric computes from the summed states. NaN if there is no row."""
+        import torch
+
+        if not sums[0]:
+            return math.nan
+        metric = self.metric.to(sums.device)
+        metric.reset()
+        states = metric.metric_state
+        parts = torch.split(sums[1:], [state.numel() for state in states.values()])
+        for (name, state), part in zip(states.items(), parts, strict=True):
+            # Floats stay float64, because sums over many rows lose digits in float32.
+            kind = part.dtype if state.is_floating_point() else state.dtype
+            setattr(metric, name, part.reshape(state.shape).to(kind))
+        return float(_compute(metric))
+
+
+def _compute(metric: "torchmetrics.Metric") -> Any:
+    # The states are those of all ranks already. By default, torchmetrics would wait for the other ranks and add theirs.
+    metric.distributed_available_fn = lambda: False
+    with warnings.catch_warnings():  # that ``update`` was not called
+        warnings.simplefilter("ignore", UserWarning)
+        return metric.compute()
+
+
+def _fault_of(metric: "torchmetrics.Metric", mode: Mode) -> str | None:
+    """Return why batches and ranks cannot share a metric, and what to do; None if they can."""
+    import torchmetrics
+    from torch import Tensor
+    from torchmetrics.utilities import dim_zero_sum
+
+    # A composition has no states, and a collection keeps those of others.
+    if not isinstance(metric, torchmetrics.Metric) or not metric.metric_state:
+        return "which is not a single metric of torchmetrics: give one"
+    for name, state in metric.metric_state.items():
+        if not isinstance(state, Tensor) or metric._reductions[name] is not dim_zero_sum or state.any():
+            return (
+                f"whose state {name} is no sum, so that batches and ranks do not add up: give a metric whose states "
+                "are sums, such as a binned one (thresholds=100)"
+            )
+    if metric.higher_is_better is not None and metric.higher_is_better != (mode == "max"):
+        return f"whose better direction is not {mode}: set mode to {'min' if mode == 'max' else 'max'}"
+    try:
+        value = _compute(metric)
+    except Exception:  # without rows, some have no value
+        return None
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        return "whose value is not one number: let it average, such as with average='macro'"
+    return None

@@ -16,7 +16,7 @@ from app.tasks.base import ServedTask, Task
 from app.tasks.classification import ImageClassification, TabularClassification, TextClassification, classify
 from app.tasks.embedding import SentenceEmbedding
 from app.tasks.language import Chat, LanguageModeling
-from app.tasks.metrics import Metric
+from app.tasks.metrics import Metric, TorchMetric
 from app.tasks.multilabel import TabularMultiLabel, TextMultiLabel
 from app.tasks.regression import TabularRegression, TextRegression
 from app.tasks.tagging import TokenClassification
@@ -130,6 +130,8 @@ def _fault_of_metrics(task: Task) -> str | None:
         return "a metric is called loss, but val_loss is the loss itself: choose another name"
     if twice := [name for name in names if names.count(name) > 1]:
         return f"two metrics are called {twice[0]}: choose another name for one"
+    if not isinstance(task, ServedTask) and any(isinstance(metric, TorchMetric) for metric in task.metrics):
+        return "a TorchMetric needs targets, which only a ServedTask has: write a Metric"
     return None
 
 

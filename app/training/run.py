@@ -33,7 +33,7 @@ from app.runs import CONFIG_FILE, Outcome, Run
 from app.storage import to_path
 from app.tasks import find_task, load_prepared, load_with_test, prepare, require_keys
 from app.tasks.metrics import Accuracy
-from app.tasks.objective import class_weights
+from app.tasks.objective import objective_of
 from app.telemetry.profiler import PROFILE
 from app.training.augmented_samples import augmented_samples
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
@@ -75,7 +75,7 @@ def prepare_run(
     data = _data_of(run, prepared)
     print(f"data {recipe.data.source}: {f'as prepared in {prepared}' if prepared else data.summary}", flush=True)
     blueprint = _blueprint_of(recipe, data, reads_folder)
-    # This, ``augmentation_of``, ``_texts_of`` and ``class_weights`` are called for their errors only.
+    # This, ``augmentation_of``, ``_texts_of`` and ``objective_of`` are called for their errors only.
     _check_order(recipe, data, run.folder)
     if isinstance(recipe.train.plan, AutoPlan):
         chosen = choose_plan(recipe, blueprint, data, partial(find_cluster, recipe.train))
@@ -95,8 +95,7 @@ def prepare_run(
     augmentation_of(recipe.train, data)
     if recipe.train.linear_baseline:
         _texts_of(recipe, data)
-    if recipe.train.class_weights:
-        class_weights(recipe.train.class_weights, data)
+    objective_of(find_task(recipe.task), recipe.train, data)
     return data
 
 

@@ -12,7 +12,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "optuna", "ray", "torch", "transformers", "uvicorn"])
+@pytest.mark.parametrize("name", ["deepspeed", "optuna", "ray", "torch", "torchmetrics", "transformers", "uvicorn"])
 def test_the_bound_of_a_library_ends_with_the_release_that_is_tested(name: str) -> None:
     (pin,) = [next(iter(pin.specifier)).version for pin in PINS if pin.name == name]
     major, minor = map(int, pin.split(".")[:2])

@@ -1,6 +1,7 @@
 """Tasks: what a class must have, how validations add up, and what older files say."""
 
 import math
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +33,7 @@ from app.training.data.batches import train_batches
 from app.training.engine.engine import sums_to_add
 from app.training.records import EpochRecord, best_of, should_stop
 from app.training.run import prepare_run
-from tests.helpers import ROOT, documented
+from tests.helpers import ROOT
 from tests.publishing import CARD
 
 DIGITS = str(ROOT / "recipes/digits.yaml")
@@ -360,8 +361,12 @@ def test_the_best_epoch_is_chosen_by_a_metric_of_ones_own() -> None:
 
 def test_the_task_of_the_guide_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("guide_of_tasks")
-    vars(module).update(documented("how-to/bring_your_own_task.md", __name__="guide_of_tasks"))
+    page = (ROOT / "docs/how-to/bring_your_own_task.md").read_text(encoding="utf-8")
+    for code in re.findall("```python\n(.*?)```", page, re.DOTALL):
+        exec(code, vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    (by_f1,) = find_served_task("guide_of_tasks:TicketsByF1").metrics
+    assert (by_f1.name, by_f1.bind(Classes(["a", "b", "c"])).size) == ("f1", 1 + 4 * 3)
     task = find_served_task("guide_of_tasks:Tickets")
     (metric,) = task.metrics
     outputs, targets = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), torch.tensor([1, 2])
