@@ -161,13 +161,14 @@ def _blocks_of(
     length = config.block_length
     parts: list[Tokens] = []
     origins: list[int] = []
+    # The split may leave a small source without documents.
+    last = max((origin for _, origin in documents), default=0)
     for place in range(len(config.each_source())):
         tokens = tokenizer.join([document for document, origin in documents if origin == place])
         count = max(len(tokens) - 1, 0) // length
         origins += [place] * count
         # The last token is only a target; before another source it is the first of that.
-        is_last = place + 1 == len(config.each_source())
-        parts.append(tokens if is_last else tokens[: count * length])
+        parts.append(tokens if place == last else tokens[: count * length])
     joined: Tokens = np.concatenate(parts)
     return TokenBlocks(joined, length), origins
 

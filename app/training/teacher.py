@@ -113,6 +113,11 @@ class TaughtDataset:
         """Those of the split."""
         return self.split.groups
 
+    @property
+    def padded_lengths(self) -> NDArray[np.int32] | None:
+        """Those of the split."""
+        return self.split.padded_lengths
+
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the samples of ``indices`` with the teacher's logits. Raises as ``LabelledDataset.batch``."""
         return replace(self.split.batch(indices), taught=self.logits(indices))

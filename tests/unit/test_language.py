@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from upath import UPath
 
-from app.config import CleanConfig, DataConfig, TokenizerConfig
+from app.config import CleanConfig, DataConfig, SourceConfig, TokenizerConfig
 from app.data.documents import clean_documents, load_documents
 from app.data.language import LanguageData, TokenBlocks, prepare
 from app.data.prepared import Dataset
@@ -102,6 +102,19 @@ def test_the_split_is_by_document_and_loses_nothing(tmp_path: Path, config: Toke
     assert data.facts == {"vocab_size": data.tokenizer.facts["vocab_size"], "max_length": 16}
     other = prepare(DataConfig(source=source, validation_fraction=0.2, block_length=16, tokenizer=config, seed=1))
     assert other.fingerprint != data.fingerprint
+
+
+def test_each_block_has_an_origin_where_the_last_source_has_no_validation_document(tmp_path: Path) -> None:
+    sources = []
+    for name, texts in (("large", TEXTS), ("small", TEXTS[:1])):
+        (tmp_path / name).mkdir()
+        # Exact duplicates would be dropped.
+        sources.append(SourceConfig(source=folder_of(tmp_path / name, [f"{name} {text}" for text in texts])))
+    data = prepare(DataConfig(source=None, sources=sources, validation_fraction=0.2, block_length=16, seed=1))
+    assert data.origins is not None
+    assert set(data.origins.train) == {0, 1}
+    assert set(data.origins.validation) == {0}
+    assert (len(data.origins.train), len(data.origins.validation)) == (len(data.train), len(data.validation))
 
 
 @pytest.mark.parametrize("place", ["{tmp_path}/data", "memory://{unique}/data"])

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from upath import UPath
 
 from app.config import Recipe, load_recipe
+from app.data.labelled import LabelledData
 from app.data.prepared import padded_lengths_of
 from app.errors import RecipeError, TrainingError
 from app.storage import to_path
@@ -20,6 +22,7 @@ from app.training.data.batches import DataRank, count_steps, order_of
 from app.training.data.feed import Feed
 from app.training.data.tokens import TokenOrder, batch_sizes
 from app.training.session import train
+from app.training.teacher import TaughtDataset
 from app.training.worker import Worker, start_worker
 from tests.helpers import ROOT
 
@@ -135,6 +138,19 @@ def test_steps_are_counted_before_the_run_and_trained(tmp_path: Path) -> None:
     ending = train(recipe, data, worker, UPath(tmp_path / "run"))
     assert ending.step == count_steps(recipe.train, order) == order.num_batches(1) + order.num_batches(2)
     assert [record.step for record in ending.records] == [order.num_batches(1), ending.step]
+
+
+def test_samples_of_a_teacher_are_validated(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    data, worker = prepare(recipe), start_worker(recipe.train)
+    assert isinstance(data, LabelledData)
+    # Validation asks no teacher.
+    taught: Any = TaughtDataset(data.train, data.labels, "teacher/1", UPath(tmp_path))
+    order = order_of(recipe.train, data)
+    with closing(
+        Feed(replace(data, train=taught), recipe.train, recipe.train.layout(1), worker, Activity(), order)
+    ) as feed:
+        assert sum(len(batch.targets) for batch in feed.validation()) == len(data.validation)
 
 
 def test_lengths_are_kept_with_the_data(tmp_path: Path) -> None:
