@@ -79,6 +79,11 @@ def test_memory_bounds_the_processes() -> None:
     assert (full.setting.processes, full.limit) == (0, "memory")
     assert len(lines) == 1
     assert "bound by free memory" in lines[0]
+    # Beside what a process is, it holds the micro-batches that it reads ahead.
+    full = control(free=0.6 * GIB, process=0.1 * GIB)
+    for _ in range(2000):
+        full.observe(0.05, 0.06, ReadTime(0.05, 0.05), int(0.2 * GIB))
+    assert (full.setting.processes, full.limit) == (2, "memory")
 
 
 def test_a_source_that_gives_no_more_to_more_processes_is_named() -> None:

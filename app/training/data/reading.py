@@ -155,7 +155,7 @@ class ReadingControl:
         wanted = min(wanted, 2 * processes + 1, _MAX_PROCESSES)
         on_core = (window.read.cpu_s + window.read.queued_s) / max(window.read.seconds, 1e-9)
         by_cores = math.floor(self.resources.cores / max(on_core, 0.01))
-        size = self.resources.process_bytes() or _PROCESS_BYTES + prefetch * window.largest_bytes
+        size = (self.resources.process_bytes() or _PROCESS_BYTES) + prefetch * window.largest_bytes
         by_memory = processes + math.floor(room / size)
         self.limit = None
         if wanted > min(by_cores, by_memory):
