@@ -34,8 +34,9 @@ class Collector:
     _began: float | None = field(default=None, init=False)
     """When the first message came."""
     _last: float = field(init=False)
-    """When the last message came."""
-    _is_lost: bool = field(default=False, init=False)
+    """When the last message came, or the broker answered again."""
+    _lost_at: float | None = field(default=None, init=False)
+    """When the broker stopped answering. None: it answers."""
 
     def __post_init__(self) -> None:
         self._last = self.clock()
@@ -49,8 +50,8 @@ class Collector:
         """Read for about a second. Return the rows of the micro-epoch when it is complete, else None.
 
         Raises:
-            DataError: the stream cannot be read, or too many messages are bad. A broker that does not answer is
-                waited for as long as a silent one, unless it never answered.
+            DataError: the stream cannot be read, or too many messages are bad.
+            BrokerUnreachableError: the broker has not answered for ``idle_seconds``, or it never did.
         """
         stream = self.recipe.data.stream
         assert stream is not None
@@ -59,14 +60,27 @@ class Collector:
             assert self._rows is not None
             self._rows.add(messages)
             self._began, self._last = self._began if self._began is not None else now, now
-        is_idle = stream.idle_seconds is not None and now - self._last >= stream.idle_seconds
+        is_idle = self._lost_at is None and self._is_silent
         is_late = self._began is not None and now - self._began >= stream.seconds
         if self._rows and (self._missing <= 0 or is_late or is_idle):
             chosen = self._rows.choose(stream.samples, self.recipe.train.batch_size, is_late or is_idle)
             if chosen is not None:
+                self.has_ended = False
                 return chosen
         self.has_ended = is_idle
         return None
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether no message has come for as long as the recipe allows."""
+        assert self.recipe.data.stream is not None
+        idle = self.recipe.data.stream.idle_seconds
+        return idle is not None and self.clock() - self._last >= idle
+
+    @property
+    def _has_never_answered(self) -> bool:
+        """Whether the run would begin with a broker that does not answer."""
+        return self.is_first and self._rows is None
 
     @property
     def _missing(self) -> int:
@@ -89,17 +103,23 @@ class Collector:
         try:
             reader = self._reader or self._open()
             messages = reader.read(max(_MIN_READ, min(_MAX_READ, self._missing)), _POLL_S)
+            if not messages and self._is_silent:
+                # A broker that hangs sends nothing either.
+                reader.require_answer()
         except BrokerUnreachableError as error:
             with suppress(BrokerUnreachableError):
                 self.close()
-            idle, silent = stream.idle_seconds, self.clock() - self._last
-            if (self.is_first and self._rows is None) or (idle is not None and silent >= idle):
+            now, idle = self.clock(), stream.idle_seconds
+            if self._lost_at is None:
+                self._lost_at = now
+                if not self._has_never_answered:
+                    warn(f"{error}; training waits for it")
+            if self._has_never_answered or (idle is not None and now - self._lost_at >= idle):
                 raise
-            if not self._is_lost:
-                warn(f"{error}; training waits for it")
-            self._is_lost = True
             return []
-        self._is_lost = False
+        if self._lost_at is not None:
+            # While the broker was away, nobody could publish.
+            self._lost_at, self._last = None, self.clock()
         return messages
 
     def _open(self) -> Reader:

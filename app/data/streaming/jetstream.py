@@ -16,6 +16,7 @@ from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 from app.config import StreamAddress
 from app.data.streaming.messages import Message, Offsets, require_retained
 from app.errors import BrokerUnreachableError, DataError
+from app.warnings import warn
 
 _CONNECT_TIMEOUT_S, _CLOSE_TIMEOUT_S = 5, 2.0
 _MAX_ATTEMPTS = 2
@@ -43,6 +44,10 @@ class JetStreamReader:
     def read(self, count: int, timeout_s: float) -> list[Message]:
         """Return the next messages: see ``Reader``."""
         return self._run(self._fetch(count, timeout_s))
+
+    def require_answer(self) -> None:
+        """Ask the server: see ``Reader``."""
+        self._run(self._client.jetstream().stream_info(self._address.name))
 
     def close(self) -> None:
         """Leave the server."""
@@ -112,7 +117,15 @@ class JetStreamReader:
         end = info.state.last_seq + 1
         if start is None:
             return oldest
+        if self._address.subject is not None and start < oldest:
+            # Those that are gone may all be of other subjects.
+            warn(
+                f"data.source {self._source!r}: the server has deleted what is before {oldest:,}, and training goes on "
+                f"at {start:,}: messages of subject {self._address.subject} may be lost to this run"
+            )
+            oldest = start
         require_retained(self._source, 0, start, oldest, end)
+        # From a sequence that is gone, the server goes on with the next one.
         return start
 
     async def _subscribe(self, context: JetStreamContext, first: int) -> JetStreamContext.PullSubscription:

@@ -71,6 +71,15 @@ class KafkaReader:
             if message.error() is None
         ]
 
+    def require_answer(self) -> None:
+        """Ask the brokers of all partitions: see ``Reader``."""
+        self._errors.clear()
+        try:
+            for partition in self.start:
+                self._consumer.get_watermark_offsets(TopicPartition(self._name, partition), timeout=_TIMEOUT_S)
+        except KafkaException as error:
+            self._raise(error.args[0], error)
+
     def close(self) -> None:
         """Leave the brokers."""
         self._consumer.close()

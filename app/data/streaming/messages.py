@@ -35,6 +35,10 @@ class Reader(Protocol):
         """
         ...
 
+    def require_answer(self) -> None:
+        """Ask the broker, within seconds. Raise BrokerUnreachableError if it does not answer."""
+        ...
+
     def close(self) -> None:
         """Leave the broker."""
         ...
