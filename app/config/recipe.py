@@ -25,7 +25,6 @@ LABELLED = (
     *MULTIMODAL,
 )
 """The built-in tasks whose models can be compiled and served."""
-
 SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION = "sentence-embedding", "token-classification"
 TENSORS = "tensors"
 """The task of an imported model without a processor: tensors in, tensors out. It is not trained here."""
@@ -198,16 +197,13 @@ class Recipe(Section):
             unread = [(data, "data.buckets"), (data, "data.image"), (data.columns, "data.columns.label")]
             unread += [(data, "data.test_fraction"), (data, "data.test_source"), (self.train, "train.linear_baseline")]
             unread += [(self.train, "train.teacher")]
-
             if self.task == CHAT:
                 unread.append((data.columns, "data.columns.input"))
-        elif self.task == SENTENCE_EMBEDDING:
-            unread = [(data.columns, "data.columns.label"), (data.columns, "data.columns.input"), (data, "data.image")]
-            unread += [(self.train, "train.teacher"), (self.train, "train.linear_baseline")]
-            unread += [(self.train, "train.label_smoothing"), (data, "data.shards")]
-        elif self.task == TOKEN_CLASSIFICATION:
+        elif self.task in (SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION):
             unread = [(data.columns, "data.columns.label"), (data, "data.image"), (data, "data.shards")]
             unread += [(self.train, "train.teacher"), (self.train, "train.linear_baseline")]
+            if self.task == SENTENCE_EMBEDDING:
+                unread += [(data.columns, "data.columns.input"), (self.train, "train.label_smoothing")]
         elif ":" not in self.task:
             unread = [(data, "data.block_length"), (data.tokenizer, "data.tokenizer.kind")]
         if ":" not in self.task and not self.task.startswith("tabular-"):
@@ -281,6 +277,10 @@ class Recipe(Section):
                 "train.tokens_per_batch is not for data.stream, whose micro-epochs are made of batches of samples: set "
                 "global_batch_size"
             )
+        if train.class_weights == "balanced":
+            raise ValueError(
+                "train.class_weights balanced counts all labels, and data.stream has no end: give each label a weight"
+            )
         schedule = train.schedule
         if train.max_steps is None and (schedule.name != "constant" or schedule.warmup_fraction > 0.0):
             raise ValueError(
@@ -301,9 +301,7 @@ class Recipe(Section):
         unread = (("shards", data.shards), ("stream", data.stream), ("sampling balanced", data.sampling == "balanced"))
         for key, is_set in unread:
             if self.train.curriculum and is_set:
-                raise ValueError(
-                    f"train.curriculum orders all samples in memory, once an epoch: leave it or data.{key} out"
-                )
+                raise ValueError(f"train.curriculum orders all samples in memory: leave it or data.{key} out")
         return self
 
     @model_validator(mode="after")
@@ -321,8 +319,7 @@ class Recipe(Section):
     def _token_batches_have_every_sample_once(self) -> Self:
         if self.train.tokens_per_batch is not None and self.data.sampling != "natural":
             raise ValueError(
-                f"data.sampling {self.data.sampling} repeats samples, and batches of train.tokens_per_batch have each "
-                "once an epoch: leave one of them out"
+                f"data.sampling {self.data.sampling} repeats samples, train.tokens_per_batch does not: leave one out"
             )
         return self
 

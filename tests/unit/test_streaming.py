@@ -1,6 +1,7 @@
 """Streams of NATS and Kafka, read by offset and cut into micro-epochs."""
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -63,6 +64,16 @@ def test_jetstream_is_read_from_a_sequence_on(server: NatsServer) -> None:
         assert reader.read(1, 0.1) == []
 
 
+def test_messages_of_other_subjects_may_be_deleted(server: NatsServer, capfd: pytest.CaptureFixture[str]) -> None:
+    server.publish([b"x"] * 10, "Q", "q.a")
+    server.publish([b"y"] * 3, "Q", "q.b")
+    server.purge(until=10, stream="Q")
+    assert numbers(f"{server.url}/Q?subject=q.b", {0: 5}, 3) == [11, 12, 13]
+    assert (
+        "deleted what is before 10, and training goes on at 5: messages of subject q.b may be" in capfd.readouterr().err
+    )
+
+
 def test_kafka_is_read_from_the_offset_of_each_partition() -> None:
     with kafka_broker() as broker:
         broker.publish(map(message, range(40)), "texts")
@@ -118,6 +129,7 @@ def test_what_a_broker_refuses_is_told(server: NatsServer, tmp_path: Path, monke
         ("train.schedule={name: cosine}", "set train.max_steps, or schedule"),
         ("train.schedule={name: constant}", "the number of steps of a stream is not known"),
         ("train={tokens_per_batch: 4096, global_batch_size: null}", r"tokens_per_batch is not for data\.stream"),
+        ("train.class_weights=balanced", "data.stream has no end: give each label a weight"),
         ("train.global_batch_size=128", "data.stream.samples is 96, fewer than the 128"),
         ("tune={space: tune_spaces.text:space}", "leave tune out"),
         ("train.linear_baseline=true", "which data.stream avoids"),
@@ -196,6 +208,42 @@ def test_a_micro_epoch_ends_after_its_seconds_and_the_stream_when_it_is_idle(
         assert (collector.has_ended, collector.collected) == (True, 301 - chosen.stop[0])
 
 
+def test_a_stream_that_goes_on_before_training_asks_has_not_ended(tmp_path: Path) -> None:
+    with nats_server(tmp_path / "jetstream") as server:
+        server.publish(map(message, range(10)))
+        clock = Clock()
+        given = recipe(f"{server.url}/S", tmp_path, seconds=60.0, idle_seconds=5.0)
+        with closing(Collector(given, {0: 1}, is_first=False, clock=clock)) as collector:
+            assert collector.poll() is None
+            clock.now = 5.0
+            assert collector.poll() is None
+            assert collector.has_ended
+            server.publish(map(message, range(10, 150)))
+            while (chosen := collector.poll()) is None:
+                pass
+            assert (len(chosen.train.inputs), collector.has_ended) == (96, False)
+
+
+def test_a_server_that_hangs_is_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with nats_server(tmp_path / "jetstream") as server:
+        server.publish(map(message, range(10)))
+        clock = Clock()
+        given = recipe(f"{server.url}/S", tmp_path, seconds=60.0)
+        with closing(Collector(given, {0: 1}, is_first=False, clock=clock)) as collector:
+            assert collector.poll() is None
+            assert server.process is not None
+            server.process.send_signal(signal.SIGSTOP)
+            try:
+                clock.now = 3.0
+                assert (collector.poll(), collector.has_ended) == (None, False)
+            finally:
+                server.process.send_signal(signal.SIGCONT)
+            assert capfd.readouterr().err.count("training waits for it") == 1
+            assert (collector.poll(), collector.has_ended) == (None, False)
+            clock.now = 6.0
+            assert (collector.poll(), collector.has_ended) == (None, True)
+
+
 def test_bad_messages_are_counted_shown_and_refused_above_a_share(server: NatsServer, tmp_path: Path) -> None:
     bad = [b"not json", b'["a list"]', b'{"text": "no label"}', json.dumps({"text": "9", "label": "odd"}).encode()]
     server.publish([*map(message, range(50)), *bad, *map(message, range(50, 100))], "B", "b.a")
@@ -232,8 +280,13 @@ def test_a_server_that_comes_back_is_waited_for(tmp_path: Path, capfd: pytest.Ca
             while (chosen := collector.poll()) is None:
                 pass
             assert chosen.report.given == len({*chosen.train.inputs}) + chosen.report.dropped["held_out"]
+        # What counts is how long it does not answer, however long the stream was quiet before.
+        with closing(Collector(given, chosen.stop, is_first=False, clock=clock)) as collector:
+            assert collector.poll() is None
             server.stop()
-            clock.now = 4.0
+            for clock.now in (4.0, 6.9):
+                assert (collector.poll(), collector.has_ended) == (None, False)
+            clock.now = 7.0
             with pytest.raises(BrokerUnreachableError):
                 collector.poll()
 

@@ -79,9 +79,10 @@ class MicroEpochs:
             return found, False
         collection = self._collect(number, start)
         found = collection.wait(_WAIT_S)
-        if collection.has_ended:
+        has_ended = found is None and collection.has_ended
+        if has_ended:
             self._tell_end(collection.collected)
-        return found, collection.has_ended
+        return found, has_ended
 
     def _collect(self, number: int, start: Offsets) -> Collection:
         """Return what collects a micro-epoch. It begins now, unless it has begun."""
