@@ -15,14 +15,18 @@ from app.data.prepared import PreparedData
 from app.data.sources import TABLE_SUFFIXES, Source, open_source
 from app.data.targets import Classes
 from app.errors import DataError, RecipeError
-from app.storage import open_storage, write_atomically
+from app.storage import ProgressCallback, no_op, open_storage, write_atomically
 
 _FILE = "difficulty.npy"
 _ROWS_AT_ONCE = 256
 
 
-def recorded_difficulty(recipe: Recipe, data: PreparedData, run_folder: UPath) -> NDArray[np.float32]:
+def recorded_difficulty(
+    recipe: Recipe, data: PreparedData, run_folder: UPath, on_progress: ProgressCallback = no_op
+) -> NDArray[np.float32]:
     """Return what the run has recorded of its samples, of shape (samples,), or find it out and record it.
+
+    ``on_progress`` is called after each batch of rows of which a model is asked.
 
     Raises:
         RecipeError: the task's samples have no such difficulty, or the model does not suit them.
@@ -31,7 +35,7 @@ def recorded_difficulty(recipe: Recipe, data: PreparedData, run_folder: UPath) -
     if (run_folder / _FILE).exists():
         recorded: NDArray[np.float32] = np.load(io.BytesIO((run_folder / _FILE).read_bytes()), allow_pickle=False)
         return recorded
-    found, buffer = find_difficulty(recipe, data), io.BytesIO()
+    found, buffer = find_difficulty(recipe, data, on_progress), io.BytesIO()
     np.save(buffer, found, allow_pickle=False)
     run_folder.mkdir(parents=True, exist_ok=True)
     write_atomically(run_folder / _FILE, buffer.getvalue())
@@ -56,14 +60,14 @@ def require_difficulty(recipe: Recipe, data: PreparedData, run_folder: UPath) ->
     print(f"train.curriculum: samples are ordered by their loss of {title}", flush=True)
 
 
-def find_difficulty(recipe: Recipe, data: PreparedData) -> NDArray[np.float32]:
+def find_difficulty(recipe: Recipe, data: PreparedData, on_progress: ProgressCallback = no_op) -> NDArray[np.float32]:
     """Return how hard each training sample is, of shape (samples,)."""
     curriculum = recipe.train.curriculum
     assert curriculum is not None
     if curriculum.column is not None:
         return _by_column(recipe, _labelled(recipe, data), curriculum.column)
     if curriculum.model is not None:
-        return _by_loss(recipe, _labelled(recipe, data), curriculum.model)
+        return _by_loss(recipe, _labelled(recipe, data), curriculum.model, on_progress)
     lengths = np.asarray(data.train.lengths, np.float32)
     if len(lengths) and lengths.min() == lengths.max():
         raise RecipeError(
@@ -108,7 +112,7 @@ def _number(cell: str, column: str, place: str) -> float:
     return number
 
 
-def _by_loss(recipe: Recipe, data: LabelledData, model: str) -> NDArray[np.float32]:
+def _by_loss(recipe: Recipe, data: LabelledData, model: str, on_progress: ProgressCallback) -> NDArray[np.float32]:
     """Return the cross-entropy of a published model on each sample."""
     from app.training.teacher import TaughtDataset  # it imports an engine
 
@@ -119,4 +123,5 @@ def _by_loss(recipe: Recipe, data: LabelledData, model: str) -> NDArray[np.float
         rows = range(start, min(start + _ROWS_AT_ONCE, len(classes)))
         targets = torch.tensor([classes[row] for row in rows])
         losses.append(functional.cross_entropy(torch.from_numpy(asked.logits(rows)), targets, reduction="none").numpy())
+        on_progress()
     return np.concatenate(losses)

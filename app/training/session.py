@@ -168,7 +168,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     recipe, data, worker, stack = attempt.recipe, attempt.data, attempt.worker, attempt.stack
     run_folder, config, layout = attempt.run_folder, recipe.train, recipe.train.layout(worker.size)
     activity = Activity(watchdog.beat, watchdog.report_progress)
-    order = _order_of(recipe, data, run_folder)
+    order = _order_of(recipe, data, run_folder, activity)
     total_steps = count_steps(config, order, recipe.data.stream)
     # One process looks for a checkpoint, so that all build the model in the same way.
     is_resumed = bool(on_first(CheckpointStore(run_folder / CHECKPOINTS).committed))
@@ -219,7 +219,7 @@ def _open_stream(attempt: _Attempt, feed: Feed) -> "MicroEpochs":
     return attempt.stack.enter_context(closing(stream))
 
 
-def _order_of(recipe: Recipe, data: PreparedData, run_folder: UPath) -> SampleOrder:
+def _order_of(recipe: Recipe, data: PreparedData, run_folder: UPath, activity: Activity) -> SampleOrder:
     """Return the order of the training samples. Collective."""
     classes, difficulty, mixture = None, None, None
     if recipe.data.sampling != "natural":
@@ -228,7 +228,8 @@ def _order_of(recipe: Recipe, data: PreparedData, run_folder: UPath) -> SampleOr
     if recipe.train.curriculum:
         from app.training.difficulty import recorded_difficulty  # other runs do not need it
 
-        difficulty = on_first(partial(recorded_difficulty, recipe, data, run_folder))
+        activity.begin("finding out which samples are hard")
+        difficulty = on_first(partial(recorded_difficulty, recipe, data, run_folder, activity.report_progress))
     if recipe.data.sources:
         from app.training.data.mixture import Mixture
 
