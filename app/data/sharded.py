@@ -15,12 +15,12 @@ from app.data.examples import Input
 from app.data.origins import Origins
 from app.data.prepared import SHARDS_FILE, TRAIN, VALIDATION, Batch
 from app.data.shard_cache import ShardCache
-from app.data.shards import LENGTH, Shard, ShardIndex
+from app.data.shards import CLASS, LENGTH, Shard, ShardIndex
 from app.errors import StorageError
 from app.storage import is_local, to_path, write_atomically
 
-INPUT, CLASS, TOKENS = "input", "class", "tokens"
-"""Columns of shards: of labelled examples the first two, of language modelling the last."""
+INPUT, TOKENS = "input", "tokens"
+"""Columns of shards: of labelled examples the first, beside ``CLASS``; of language modelling the last."""
 Item = TypeVar("Item")
 
 
@@ -109,10 +109,15 @@ class ShardedRows:
         """Have these shards downloaded in the background."""
         self._cache.prefetch(shards)
 
-    def arrays(self, name: str) -> Iterator[NDArray[Any]]:
-        """Yield a column of numbers of each shard, of shape (rows,)."""
-        for shard in range(len(self.shard_rows)):
-            yield self._cache.open(shard).column(name).to_numpy()
+    def class_counts(self, num_classes: int) -> NDArray[np.int64]:
+        """Return the number of rows of each class, of shape (num_classes,). Only shards without counts are read."""
+        total = np.zeros(num_classes, np.int64)
+        for place, shard in enumerate(self._shards):
+            if shard.class_rows is None:
+                total += np.bincount(self._cache.open(place).column(CLASS).to_numpy(), minlength=num_classes)
+            else:
+                total[list(shard.class_rows)] += list(shard.class_rows.values())
+        return total
 
     def column(self, name: str) -> Iterator[Any]:
         """Yield a column of all rows, a shard at a time."""
@@ -235,8 +240,7 @@ class ShardedSplit:
 
     def class_counts(self, num_classes: int) -> NDArray[np.int64]:
         """Return the number of rows of each class, of shape (num_classes,)."""
-        counts = (np.bincount(classes, minlength=num_classes) for classes in self.shards.arrays(CLASS))
-        return sum(counts, np.zeros(num_classes, np.int64))
+        return self.shards.class_counts(num_classes)
 
     def take(self, indices: Sequence[int]) -> tuple[list[Input], list[int]]:
         """Return inputs and classes in the order of ``indices``."""

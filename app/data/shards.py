@@ -22,6 +22,10 @@ FORMAT = "arrow-2"
 """The layout of shards, and the way that they are made. A change of either needs a new name."""
 LENGTH = "length"
 """Column of every shard: the length of each sample, int32."""
+CLASS = "class"
+"""Column of shards of labelled examples: the class of each, int32."""
+_MAX_COUNTED = 100
+"""Classes of a shard that are counted. The counts of more would be most of an index."""
 
 
 class Shard(BaseModel):
@@ -35,6 +39,8 @@ class Shard(BaseModel):
     max_length: int
     source: int = 0
     """Place of the source of its rows, if there are several."""
+    class_rows: dict[int, int] | None = None
+    """Rows of each class that it has. None: it has no classes or too many, or an earlier version wrote it."""
 
 
 class ShardIndex(BaseModel):
@@ -165,8 +171,16 @@ class ShardWriter:
                 sha256=sha256,
                 min_length=int(lengths.min()),
                 max_length=int(lengths.max()),
+                class_rows=_count_classes(rows),
             )
         )
+
+
+def _count_classes(rows: pa.Table) -> dict[int, int] | None:
+    if CLASS not in rows.column_names:
+        return None
+    classes, counts = np.unique(rows[CLASS].to_numpy(), return_counts=True)
+    return dict(zip(classes.tolist(), counts.tolist(), strict=True)) if len(classes) <= _MAX_COUNTED else None
 
 
 def require_intact(path: str, shard: Shard, found: str) -> None:

@@ -17,7 +17,7 @@ from app.config import ShardsConfig, load_recipe
 from app.config.layout import lay_out
 from app.config.plan import PlanConfig
 from app.data.shard_cache import ShardCache, cache_folder
-from app.data.sharded import ShardColumn, ShardedRows, ShardLengths
+from app.data.sharded import ShardColumn, ShardedRows, ShardedSplit, ShardLengths
 from app.data.shards import Shard, ShardIndex, ShardWriter
 from app.errors import RecipeError, StorageError
 from app.storage import to_path
@@ -60,6 +60,23 @@ def test_shards_are_the_same_however_rows_arrive(tmp_path: Path) -> None:
     others = [shard.sha256 for shard in write_shards(UPath(tmp_path / "b"), batch=777)]
     assert some == others
     assert len(some) > 10
+
+
+def test_classes_are_counted_without_reading_the_shards(tmp_path: Path) -> None:
+    writer = ShardWriter(UPath(tmp_path), "train", SCHEMA, 1000)
+    columns = [texts(300), [0, 2, 2] * 100, [1] * 300]
+    writer.add(pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], SCHEMA))
+    shards = writer.close()
+    # An earlier version counted none.
+    for given in ([shard.model_copy(update={"class_rows": None}) for shard in shards], shards):
+        assert ShardedSplit(ShardedRows(str(tmp_path), given, ShardsConfig())).class_counts(4).tolist() == [
+            100,
+            0,
+            200,
+            0,
+        ]
+        for file in tmp_path.glob("*.arrow"):
+            file.unlink()
 
 
 def test_rows_come_back_in_the_order_that_is_asked_for(location: str) -> None:

@@ -8,8 +8,8 @@ import pyarrow as pa
 from upath import UPath
 
 from app.data.examples import Input, Modality
-from app.data.sharded import CLASS, INPUT, TOKENS
-from app.data.shards import LENGTH, Shard, ShardWriter
+from app.data.sharded import INPUT, TOKENS
+from app.data.shards import CLASS, LENGTH, Shard, ShardWriter
 from app.data.tokenizer import LanguageTokenizer
 
 
