@@ -38,6 +38,7 @@ from app.telemetry.profiler import PROFILE
 from app.training.augmented_samples import augmented_samples
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.data.batches import groups_of, order_of
+from app.training.data.groups import require_grouped_order
 from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
 from app.training.engine.deepspeed_engine import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
@@ -105,7 +106,8 @@ def _check_order(recipe: Recipe, data: PreparedData, run_folder: UPath) -> None:
     Raises:
         RecipeError, DataError, TrainingError: as ``prepare_run``.
     """
-    _require_order_of_groups(recipe, data)
+    if groups_of(data.train) is not None:
+        require_grouped_order(recipe)
     mixture = None
     if recipe.data.sources:
         from app.training.data.mixture import Mixture  # most runs have one source
@@ -125,21 +127,6 @@ def _check_order(recipe: Recipe, data: PreparedData, run_folder: UPath) -> None:
         from app.training.difficulty import require_difficulty  # other runs do not need it
 
         require_difficulty(recipe, data, run_folder)
-
-
-def _require_order_of_groups(recipe: Recipe, data: PreparedData) -> None:
-    """Raise RecipeError if batches have samples of one group each, and the recipe asks for another order."""
-    orders = {
-        "data.sampling": recipe.data.sampling != "natural",
-        "train.curriculum": recipe.train.curriculum is not None,
-        "data.sources": bool(recipe.data.sources),
-    }
-    given = [key for key, is_given in orders.items() if is_given]
-    if given and groups_of(data.train) is not None:
-        raise RecipeError(
-            f"{given[0]} orders all samples together, and a batch of task {recipe.task} has samples with the same "
-            "fields only: leave it out"
-        )
 
 
 def _describe_pretrained(run: Run) -> bool:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from app.errors import TrainingError
+from app.config import Recipe
+from app.errors import RecipeError, TrainingError
 from app.training.data.batches import DataRank, Indices, Lengths, MemoryOrder, SampleOrder, validation_batches
 
 Groups = NDArray[np.str_]
@@ -97,3 +98,17 @@ def grouped_validation_batches(
         for members in members_of(groups)
         for batch in validation_batches(lengths[members], data_rank, size)
     ]
+
+
+def require_grouped_order(recipe: Recipe) -> None:
+    """Raise RecipeError if a recipe, whose samples have groups, asks for another order."""
+    orders = {
+        "data.sampling": recipe.data.sampling != "natural",
+        "train.curriculum": recipe.train.curriculum is not None,
+        "data.sources": bool(recipe.data.sources),
+    }
+    if given := [key for key, is_given in orders.items() if is_given]:
+        raise RecipeError(
+            f"{given[0]} orders all samples together, and a batch of task {recipe.task} has samples with the same "
+            "fields only: leave it out"
+        )
