@@ -26,7 +26,7 @@ Companion = Literal[
 _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
 _HUB_NAME = r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?"
-"""A name of the hub, which may be followed by a branch, a tag or a commit."""
+"""A hub name, which may be followed by a branch, a tag or a commit."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ class PretrainedFolder:
         return [self.path / name for name in names]
 
     def weights_sha256(self, recorded: str | None = None, on_progress: ProgressCallback = no_op) -> str:
-        """Return the checksum of the weights. Of several files it is that of the lines that ``sha256sum`` prints.
+        """Return the checksum of the weights. For several files it is that of the lines that ``sha256sum`` prints.
 
         Raises:
-            RecipeError: the run has ``recorded`` another checksum. Both are named.
+            RecipeError: the run has ``recorded`` another checksum. The message names both.
         """
         sums = checksums_of(self.weights_files, on_progress)
         found = next(iter(sums.values())) if len(sums) == 1 else sha256_of(checksum_lines(sums))
@@ -127,7 +127,7 @@ class PretrainedFolder:
 def open_pretrained(location: str) -> PretrainedFolder:
     """Return the folder that ``model.pretrained`` names. A remote one is copied to this machine once.
 
-    A name of the hub may end in ``@`` and a branch, a tag or a commit.
+    A hub name may end in ``@`` and a branch, a tag or a commit.
 
     Raises:
         RecipeError: there is no such folder, or the hub cannot be reached.
@@ -141,7 +141,7 @@ def open_pretrained(location: str) -> PretrainedFolder:
     if folder.is_dir():
         return PretrainedFolder(location, folder)
     if folder.is_absolute() or location.startswith(".") or not re.fullmatch(_HUB_NAME, location):
-        raise RecipeError(f"model.pretrained {location!r} does not exist: give a folder, a URI or a name of the hub")
+        raise RecipeError(f"model.pretrained {location!r} does not exist: give a folder, a URI or a hub name")
     downloaded = _downloaded(location)
     return PretrainedFolder(location, downloaded, downloaded.name)
 

@@ -116,7 +116,7 @@ def write_atomically(path: UPath, data: bytes) -> None:
 
 @contextmanager
 def stream_atomically(path: UPath) -> Iterator[BinaryIO]:
-    """Yield a file on a disk to write to. It becomes ``path`` when the block ends without an error."""
+    """Yield a local file to write to. It becomes ``path`` when the block ends without an error."""
     if not is_local(path):
         with tempfile.NamedTemporaryFile(prefix="rayloom-") as temporary_file:
             yield cast(BinaryIO, temporary_file)

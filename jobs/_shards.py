@@ -14,9 +14,9 @@ from app.tasks import prepare_shards
 from jobs._cluster import connect
 
 _TASKS_PER_CPU, _MIN_TASKS = 2, 64
-"""Tasks that run or wait: one behind each that runs, and so many that an autoscaler sees what is needed.
+"""Tasks that run or wait: one queued behind each running one, and enough that an autoscaler sees the demand.
 
-More would only be held by the driver, which looks at all of them each time that one is done.
+More would only burden the driver, which checks all of them whenever one ends.
 """
 
 

@@ -218,18 +218,18 @@ def predict(
 
 
 def _read_row(text: str) -> dict[str, Any]:
-    """Return a row. Raises RequestError if the text is no object of JSON."""
+    """Return a row. Raises RequestError if the text is not a JSON object."""
     try:
         row = json.loads(text)
     except ValueError as error:
-        raise RequestError(f"a row is no JSON ({error}): give an object such as '{{\"age\": 40}}'") from error
+        raise RequestError(f"a row is not JSON ({error}): give an object such as '{{\"age\": 40}}'") from error
     if not isinstance(row, dict):
         raise RequestError(f"a row is {text}: expected an object such as '{{\"age\": 40}}'")
     return row
 
 
 def _read_fields(fields: list[str]) -> dict[str, Any]:
-    """Return a record. A value that is an object of JSON is a row. Raises RequestError for a field without a value."""
+    """Return a record. A value that is a JSON object is a row. Raises RequestError for a field without a value."""
     record: dict[str, Any] = {}
     for given in fields:
         name, equals, value = given.partition("=")

@@ -52,17 +52,17 @@ class AugmentAudioConfig(Section):
 
 
 class MixConfig(Section):
-    """Samples mixed with another one of their batch, for classes. The target has both labels, each by its share."""
+    """Samples mixed with another one of their batch, for classes. The target has both labels, weighted by share."""
 
     mixup: Alpha | None = Field(
         default=None,
-        description="blend both inputs (mixup): alpha of the Beta distribution that the share is drawn from, such as "
-        "0.2; more mixes stronger; default: no mixup",
+        description="blend both inputs (mixup): alpha of the Beta distribution of the share, such as 0.2; larger "
+        "values mix more; default: no mixup",
     )
     cutmix: Alpha | None = Field(
         default=None,
-        description="for images: paste a part of the other one (CutMix): alpha of the Beta distribution that its area "
-        "is drawn from, such as 1.0; default: no CutMix. With mixup, each sample gets one of the two",
+        description="for images: paste a part of the other one (CutMix): alpha of the Beta distribution of its area, "
+        "such as 1.0; default: no CutMix. With mixup, each sample gets one of the two",
     )
     share: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         default=1.0, description="share of the samples that are mixed"

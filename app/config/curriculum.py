@@ -14,11 +14,11 @@ class CurriculumConfig(Section):
         default="length", description="what makes a sample hard: characters or tokens, a column, or a model's loss"
     )
     column: str | None = Field(
-        default=None, description="for by: column, of texts in a table: column of numbers; a larger one is harder"
+        default=None, description="for by: column, with texts in a table: column of numbers; larger is harder"
     )
     model: VersionReference | None = Field(
         default=None,
-        description="for by: loss, of samples with one label: published classifier, NAME for its production version or "
+        description="for by: loss, with samples of one label: published classifier, NAME for its production version or "
         "NAME/VERSION; a larger loss is harder",
     )
     start: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
@@ -28,7 +28,7 @@ class CurriculumConfig(Section):
         default=1.0, description="epochs until batches are drawn from all samples; may be a fraction"
     )
     schedule: Literal["linear", "sqrt"] = Field(
-        default="sqrt", description="how the share grows; sqrt: fast at first, as harder samples have more to learn"
+        default="sqrt", description="how the share grows; sqrt: fast at first, because later samples are harder"
     )
 
     def competence(self, epochs_done: float) -> float:
@@ -38,7 +38,7 @@ class CurriculumConfig(Section):
         return min(1.0, share)
 
     @model_validator(mode="after")
-    def _names_what_it_goes_by(self) -> Self:
+    def _difficulty_has_its_key(self) -> Self:
         for kind, key, value in (("column", "column", self.column), ("loss", "model", self.model)):
             if self.by == kind and value is None:
                 raise ValueError(f"by is {kind}: set {key}, too")

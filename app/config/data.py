@@ -22,8 +22,8 @@ class CleanConfig(Section):
     )
     max_symbol_share: Annotated[float, Field(ge=0.0, le=1.0)] | None = Field(
         default=None,
-        description="drop texts of whose characters a larger share is neither letters, digits nor white space, such as "
-        "0.3; default: any share",
+        description="drop texts with a larger share of characters that are neither letters, digits nor white space, "
+        "such as 0.3; default: any share",
     )
     languages: Annotated[list[str], Field(min_length=1)] | None = Field(
         default=None,
@@ -139,8 +139,8 @@ class DataConfig(Section):
     )
     temperature: Annotated[float, Field(ge=1.0)] = Field(
         default=1.0,
-        description="for sources without weights: their shares follow size^(1/temperature); 1: as they are, more: "
-        "smaller sources come more often",
+        description="for sources without weights: their shares follow size^(1/temperature); 1: natural shares; above "
+        "1: small sources come more often",
     )
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         default=0.1, description="share of the examples, or for language modelling of the documents"
@@ -188,8 +188,7 @@ class DataConfig(Section):
 
     stratify: bool = Field(
         default=False,
-        description="with shards, for classes: have each label in every split, if it has enough rows. In memory this "
-        "is always so",
+        description="with shards, for classes: put each label with enough rows into every split; always so in memory",
     )
 
     @model_validator(mode="before")

@@ -34,7 +34,7 @@ def _check_secret(given: object) -> object:
     if given is None or (isinstance(given, str) and is_reference(given)):
         return given
     raise ValueError(
-        "a secret never stands in a recipe: write env:NAME, a variable in the environment of the cluster's nodes, "
+        "a recipe must not contain secrets: write env:NAME, a variable in the environment of the cluster's nodes, "
         "or file:/PATH, a file on them"
     )
 

@@ -51,7 +51,7 @@ class PlanConfig(Section):
     )
     micro_batch: PositiveInt | None = Field(
         default=None,
-        description="samples that a worker computes at once, or with tokens_per_batch about so many tokens; default: "
+        description="samples that a worker computes at once, or tokens (approximately) with tokens_per_batch; default: "
         "its whole share, at most 64 samples or 16384 tokens",
     )
     activation_checkpointing: bool = Field(
@@ -75,8 +75,8 @@ class PlanConfig(Section):
     def takes_partial_steps(self) -> bool:
         """Whether a step may leave out parts of the model.
 
-        With ZeRO 3 and offload DeepSpeed would apply their gradients of an earlier step again. With PowerSGD torch
-        would wait for them.
+        With ZeRO 3 or offload, DeepSpeed would reapply their gradients of an earlier step. With PowerSGD, torch would
+        wait for them.
         """
         return self.zero_stage < 3 and self.offload == "none" and self.powersgd is None
 

@@ -63,7 +63,7 @@ class ModelConfig(Section):
     pretrained: str | None = Field(
         default=None,
         description="model in Hugging Face's layout whose weights, and tokenizer or image processor, training starts "
-        "from: a folder or URI, package:NAME/FOLDER in an installed package, or a hub's name, also NAME@REVISION",
+        "from: a folder or URI, package:NAME/FOLDER in an installed package, or a hub name, also NAME@REVISION",
     )
     args: dict[str, Any] = Field(
         default={},
@@ -84,12 +84,12 @@ class ModelConfig(Section):
 
     commit: str | None = Field(
         default=None,
-        description="commit that the hub's name stood for when the run began; a run writes it into its own recipe",
+        description="commit that the hub name resolved to when the run began; a run writes it into its own recipe",
     )
 
     @property
     def source(self) -> str | None:
-        """``pretrained``, at the commit that a run has noted."""
+        """``pretrained``, at the commit that a run has recorded."""
         if self.pretrained is None or self.commit is None:
             return self.pretrained
         return f"{self.pretrained.partition('@')[0]}@{self.commit}"
@@ -101,7 +101,7 @@ class ModelConfig(Section):
 
     @property
     def origin(self) -> str | None:
-        """The pretrained model, with the sha256 of its weights if a run has noted it; None if there is none."""
+        """The pretrained model, with the sha256 of its weights if a run has recorded it; None if there is none."""
         sha256 = f" sha256:{self.weights_sha256}" if self.weights_sha256 else ""
         return f"{self.source}{sha256}" if self.pretrained else None
 

@@ -37,7 +37,7 @@ class StreamAddress:
         # The message must not repeat a password.
         if "@" in parts.netloc:
             raise ValueError(
-                "source has a user or a password in it, and a secret never stands in a recipe: leave it out, and give "
+                "source has a user or a password in it, and a recipe must not contain secrets: leave it out, and give "
                 "it in the environment: NATS_USER and NATS_PASSWORD or NATS_CREDS, or RAYLOOM_KAFKA_CONFIG"
             )
         servers, name, query = parts.netloc.split(","), parts.path.strip("/"), parse_qs(parts.query)
@@ -52,16 +52,15 @@ class StreamConfig(Section):
     """How a stream is cut into micro-epochs. Each is an epoch of training, and its messages are trained on once."""
 
     labels: Annotated[list[str], Field(min_length=2)] | None = Field(
-        default=None, description="all labels that messages may have, since no part of a stream has all of them"
+        default=None, description="all labels that messages may have, because part of a stream may lack some"
     )
     samples: PositiveInt = Field(
         default=10_000,
-        description="training samples of a micro-epoch at most; whole batches are taken, the rest begins the next one",
+        description="maximum training samples of a micro-epoch; it has whole batches, and the rest begins the next one",
     )
     seconds: Annotated[float, Field(gt=0.0)] = Field(
         default=60.0,
-        description="seconds after the first message of a micro-epoch at which it ends with fewer samples, once it has "
-        "a batch",
+        description="seconds from its first message until a micro-epoch ends with fewer samples, once it has a batch",
     )
     idle_seconds: Annotated[float, Field(gt=0.0)] | None = Field(
         default=300.0,

@@ -135,8 +135,8 @@ class TrainConfig(Section):
     )
     tokens_per_batch: PositiveInt | None = Field(
         default=None,
-        description="in place of global_batch_size, for texts: tokens of an optimizer step at most, with padding; a "
-        "batch has samples of similar lengths, and an epoch has every sample once",
+        description="in place of global_batch_size, for texts: maximum tokens of an optimizer step, with padding; a "
+        "batch has samples of similar length, and an epoch has every sample once",
     )
     precision: Precision = Field(
         default="fp32", description="type that the model computes in; fp16 is for GPUs, with a dynamic loss scale"
@@ -162,7 +162,7 @@ class TrainConfig(Section):
     )
     teacher: TeacherConfig | None = Field(default=None, description="model to distil; default: none")
     curriculum: CurriculumConfig | None = Field(
-        default=None, description="easy samples before hard ones; default: in any order"
+        default=None, description="easy samples before hard ones; default: shuffled"
     )
     augment: AugmentConfig | None = Field(
         default=None, description="random changes of the training samples; default: none"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Generator = np.random.Generator
 _MASKS, _MIXES = 1, 2
-"""What is drawn beside the change of an input. Each has random numbers of its own."""
+"""Random draws besides the change of an input. Each has its own random numbers."""
 _ASPECT = math.log(4 / 3)
 """A part that is cut out is at most so much wider or taller than the image, as a logarithm."""
 _MAX_MAGNITUDE = 10.0

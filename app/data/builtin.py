@@ -52,7 +52,7 @@ _SHADES = ("white", "grey", "dark")
 def _digit_halves() -> Examples:
     """Return scikit-learn's digits in two halves: the upper one in words, row by row, the lower one as a picture.
 
-    One digit in ten lacks the words, and another one the picture.
+    One digit in ten lacks the words, and another one in ten the picture.
     """
     from sklearn.datasets import load_digits
 

@@ -14,7 +14,7 @@ from app.data.sources import TABLE_SUFFIXES, Source, find_builtin, open_source
 def load_documents(config: DataConfig) -> tuple[list[str], list[int], CleaningReport]:
     """Read and clean every document of the recipe's sources, in the order of their names.
 
-    The list beside the documents has the place of the source of each.
+    The second list has the index of each document's source.
 
     Raises:
         DataError: the source does not exist, or a table cannot be read.

@@ -13,7 +13,7 @@ from app.storage import write_atomically
 
 Modality = Literal["text", "image", "audio", "row", "record"]
 Input = str | bytes
-"""A text; an image or a recording, as the content of a file; or a row of a table or a record, as an object of JSON.
+"""A text; an image or a recording, as the content of a file; or a row of a table or a record, as a JSON object.
 
 A record has several fields. Those that are files are in base64.
 """
@@ -58,7 +58,7 @@ _WORDS: dict[Reason, str] = {
     "too_long": "longer than data.clean.max_length",
     "near_duplicate": "near duplicates",
     "unreadable": "not a picture that can be decoded",
-    "malformed": "not an object of JSON with the columns",
+    "malformed": "not a JSON object with the columns",
     "unknown_label": "with a label that data.stream.labels does not name",
     "held_out": "held out after the first micro-epoch",
     "symbols": "over data.clean.max_symbol_share",
@@ -162,7 +162,7 @@ def refuse(item: Input, config: CleanConfig) -> Reason | None:
     """Return why a text is dropped by itself; None if it is not. Pictures never are.
 
     Raises:
-        RecipeError: ``config`` has languages that cannot be told.
+        RecipeError: ``config`` has languages that cannot be detected.
     """
     if isinstance(item, bytes):
         return None

@@ -40,7 +40,7 @@ def require_picture(content: bytes) -> None:
 
 @contextmanager
 def _opened(content: Input) -> Iterator[Image.Image]:
-    """Open a picture. What fails inside the context, such as decoding it, becomes a DataError."""
+    """Open a picture. Errors inside the context, such as in decoding, become a DataError."""
     try:
         assert isinstance(content, bytes)
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
@@ -56,7 +56,7 @@ def _opened(content: Input) -> Iterator[Image.Image]:
 
 
 def is_readable(content: bytes) -> bool:
-    """Return whether a processor can decode a picture. It is decoded."""
+    """Return whether a processor can decode a picture, by decoding it."""
     try:
         require_picture(content)
     except DataError:

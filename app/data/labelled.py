@@ -25,7 +25,7 @@ LINEAR_BASELINE = "linear baseline (character 1- and 2-grams, TF-IDF, logistic r
 
 
 class LabelledSplit(Protocol):
-    """Inputs with the class of each, an index into the labels; in memory or in shards."""
+    """Inputs with their classes as indices into the labels, in memory or in shards."""
 
     @property
     def inputs(self) -> Sequence[Input]: ...
@@ -51,7 +51,7 @@ class LabelledSplit(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """Inputs with the class of each, an index into the labels; of other targets, with the value of each."""
+    """Inputs with their classes as indices into the labels, or with the values of other targets."""
 
     inputs: list[Input]
     classes: list[Any]
@@ -234,7 +234,7 @@ def prepare_examples(
 
 
 def _load_sources(config: DataConfig, processor_type: type[Processor]) -> tuple[Examples, dict[Input, int]]:
-    """Return the examples of all sources, and the place of the source of each input if there are several."""
+    """Return the examples of all sources, and the index of each input's source if there are several."""
     inputs: list[Input] = []
     labels: list[str] = []
     origin_of: dict[Input, int] = {}
@@ -260,7 +260,7 @@ def fit_processor(
 
 
 def split(examples: Examples, targets: Targets, config: DataConfig) -> tuple[Split, Split]:
-    """Return a seeded split. Of classes, both sides have the same shares."""
+    """Return a seeded split, stratified if the targets are classes."""
     classes = f" of {len(targets.labels)} classes" if targets.labels else ""
     return _split_off(
         Split(examples.inputs, targets.read(examples.labels, config)),
@@ -289,10 +289,10 @@ def _hold_out(train: Split, num_examples: int, targets: Targets, config: DataCon
 
 
 def _split_off(whole: Split, size: float, targets: Targets, seed: int, failure: str) -> tuple[Split, Split]:
-    """Split off a share or a number of the examples, of classes with the same share of each.
+    """Split off a share or a number of the examples, stratified if the targets are classes.
 
     Raises:
-        DataError: with the message ``failure``, if there are too few examples.
+        DataError: there are too few examples. Its message is ``failure``.
     """
     # The import takes a second, and other tasks do not need it.
     from sklearn.model_selection import train_test_split

@@ -167,7 +167,7 @@ def _blocks_of(
         tokens = tokenizer.join([document for document, origin in documents if origin == place])
         count = max(len(tokens) - 1, 0) // length
         origins += [place] * count
-        # The last token is only a target; before another source it is the first of that.
+        # The last token is only a target. Before another source, that source's first token takes its place.
         parts.append(tokens if place == last else tokens[: count * length])
     joined: Tokens = np.concatenate(parts)
     return TokenBlocks(joined, length), origins

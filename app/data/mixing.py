@@ -55,7 +55,7 @@ class Mask:
 
 
 def _stretch(size: int, max_share: float, generator: np.random.Generator) -> slice:
-    """Return a random part of ``size`` places in a row, of at most this share of them."""
+    """Return a random stretch of ``size`` places that covers at most this share of them."""
     width = int(generator.integers(int(max_share * size) + 1))
     start = int(generator.integers(size - width + 1))
     return slice(start, start + width)

@@ -41,7 +41,7 @@ class Batch:
         targets: int64. Classes of shape (batch,), or the next token at each position, of shape (batch, length). Of
             mixed samples, float32 shares of the classes, of shape (batch, classes).
         taught: float32, a teacher's logits of shape (batch, classes); None without a teacher.
-        absent: names of the inputs of which no sample has anything. Training leaves them out where the plan allows it.
+        absent: names of the inputs that no sample has. Training leaves them out where the plan allows it.
     """
 
     inputs: Tensors
@@ -123,7 +123,7 @@ def save_padded_lengths(dataset: Dataset, folder: UPath) -> None:
 
 
 def load_padded_lengths(dataset: Dataset, folder: UPath) -> None:
-    """Give a dataset the lengths that a folder has, if it has any, so that the texts need not be encoded again."""
+    """Give a dataset the lengths saved in a folder, if there are any, so that its texts need not be encoded again."""
     if (folder / _LENGTHS_FILE).exists():
         # The value of a cached property.
         vars(dataset)["padded_lengths"] = np.load(io.BytesIO((folder / _LENGTHS_FILE).read_bytes()))

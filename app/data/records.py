@@ -45,11 +45,10 @@ class _Settings(BaseModel):
 
 
 class RecordProcessor:
-    """The tensors of each field as ``FIELD_NAME``, and ``FIELD_present``, int64 of shape (rows, 1): 1 where it is.
+    """The tensors of each field as ``FIELD_NAME``, and ``FIELD_present``, int64 of shape (rows, 1): 1 if it is given.
 
-    Every batch has all tensors. A field that a row does not have is zeros there: a grey picture, or the means of the
-    columns. A text that is not there is an empty one, because attention needs a token. All texts of a batch have one
-    length.
+    Every batch has all tensors. A missing field is zeros: a grey picture, or the means of the columns. A missing text
+    is an empty one, because attention needs a token. All texts of a batch have one length.
     """
 
     modality: ClassVar[Modality] = "record"
@@ -144,7 +143,9 @@ class RecordProcessor:
         try:
             given = json.loads(item)
         except ValueError as error:
-            raise DataError(f"a record is no JSON ({error}): expected an object with a value for each field") from error
+            raise DataError(
+                f"a record is not JSON ({error}): expected an object with a value for each field"
+            ) from error
         known = ", ".join(self._kinds)
         if not isinstance(given, dict):
             raise DataError(f"a record is {item!r}: expected an object with some of the fields {known}")

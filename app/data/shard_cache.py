@@ -86,7 +86,7 @@ class ShardCache:
         return rows
 
     def _unmap_evicted(self) -> None:
-        """Let go of shards whose files have left the cache: as long as they are mapped, they take their disk."""
+        """Close shards whose files have left the cache: while mapped, they still take disk space."""
         if is_local(self._root):
             return
         folder = cache_folder()

@@ -38,7 +38,7 @@ class Shard(BaseModel):
     min_length: int
     max_length: int
     source: int = 0
-    """Place of the source of its rows, if there are several."""
+    """Index of the source of its rows, if there are several."""
     class_rows: dict[int, int] | None = None
     """Rows of each class that it has. None: it has no classes or too many, or an earlier version wrote it."""
 
@@ -153,7 +153,7 @@ class ShardWriter:
     def _write(self) -> None:
         rows = pa.Table.from_batches(self._batches, self._schema).combine_chunks()
         self._batches, self._bytes = [], 0
-        # A slice would be written with the padding of what it was cut from.
+        # A slice would be written with the padding of the array that it was cut from.
         rows = rows.take(pa.array(np.arange(rows.num_rows)))
         name = f"{self._prefix}-{len(self.shards):03d}.arrow"
         with stream_atomically(self._folder / name) as file:

@@ -108,7 +108,7 @@ def _named_in_errors(source: Source) -> Iterator[None]:
 
 
 def list_source(source: Source, root: UPath) -> list[tuple[UPath, dict[str, Any]]]:
-    """List the files of a source with what the driver tells of each, sorted by path. Hidden files are left out.
+    """List the files of a source with the driver's metadata, sorted by path. Hidden files are left out.
 
     It takes one listing, however many there are. Raises DataError if it is refused.
     """

@@ -47,7 +47,7 @@ def read_table(path: UPath, columns: Mapping[str, str]) -> list[list[str]]:
 
 
 def read_rows(path: UPath, columns: ColumnsConfig) -> tuple[list[str], list[str]]:
-    """Return each row of ``data.columns.features`` as an object of JSON, and its label as text.
+    """Return each row of ``data.columns.features`` as a JSON object, and its label as text.
 
     Raises:
         DataError: the file is not a table, a column is missing, or a cell is neither number nor text.
@@ -64,9 +64,9 @@ def read_rows(path: UPath, columns: ColumnsConfig) -> tuple[list[str], list[str]
 
 
 def read_records(path: UPath, columns: ColumnsConfig) -> tuple[list[str], list[str]]:
-    """Return the fields of ``data.columns.fields`` that each row has, as an object of JSON, and its label as text.
+    """Return the fields of ``data.columns.fields`` that each row has, as a JSON object, and its label as text.
 
-    Files are read, and are in base64. A row that has no field is an empty text.
+    Files are read, and encoded in base64. A row without any field is an empty text.
 
     Raises:
         DataError: the file is not a table, a column is missing, or a cell or a file cannot be read.
@@ -119,7 +119,7 @@ def _field_values(table: pd.DataFrame, path: UPath, name: str, field: FieldConfi
             ) from error
         return base64.b64encode(content).decode()
 
-    # Storage answers many requests at once.
+    # Storage serves many requests at once.
     with ThreadPoolExecutor(_READERS_AT_ONCE) as pool:
         return list(pool.map(read, range(1, len(cells) + 1), cells))
 

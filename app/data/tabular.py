@@ -145,7 +145,7 @@ def _read(item: Input) -> dict[str, Any]:
     try:
         row = json.loads(item)
     except ValueError as error:
-        raise DataError(f"a row is no JSON ({error}): expected an object with a value for each column") from error
+        raise DataError(f"a row is not JSON ({error}): expected an object with a value for each column") from error
     if not isinstance(row, dict):
         raise DataError(f"a row is {item!r}: expected an object with a value for each column")
     return row

@@ -19,7 +19,7 @@ from app.storage import write_atomically
 LABELS_FILE, NUMBERS_FILE = "labels.json", "numbers.json"
 
 Answer = Mapping[str, Any]
-"""What ``predict`` says of one input: an object of JSON."""
+"""What ``predict`` says of one input: a JSON object."""
 
 
 class Outputs(Protocol):
@@ -37,7 +37,7 @@ class Outputs(Protocol):
 
     @property
     def facts(self) -> Mapping[str, int]:
-        """What a model factory may need to know of them, by the name of its argument."""
+        """Numbers that a model factory may need, by the name of its argument."""
         ...
 
     def decode(self, outputs: NDArray[np.float32]) -> list[Answer]:

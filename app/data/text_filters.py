@@ -1,4 +1,4 @@
-"""What a text is by itself: its language, and how much of it is symbols."""
+"""Properties of a single text: its language, and its share of symbols."""
 
 import re
 import unicodedata
@@ -9,13 +9,13 @@ from app.errors import RecipeError
 
 _SYMBOL = re.compile(r"[^\w\s]")
 _MAX_CHARACTERS = 2000
-"""Characters of a text by which its language is told. More take longer, and change little."""
+"""Characters of a text from which its language is detected. More take longer, and change little."""
 
 
 def has_many_symbols(text: str, max_share: float) -> bool:
     """Return whether a larger share of the characters is neither letters, digits nor white space."""
     symbols = _SYMBOL.findall(text)
-    # Vowel signs and accents of their own are parts of letters.
+    # Combining vowel signs and accents are parts of letters.
     count = sum(not unicodedata.category(symbol).startswith("M") for symbol in symbols)
     return count > max_share * len(text)
 

@@ -31,14 +31,14 @@ class _TokenizerSettings(BaseModel):
 
 
 class _Piece(NamedTuple):
-    """A part of a document. A whole long one would take over 100 bytes of memory for each character."""
+    """A part of a document. A long one as a whole would take over 100 bytes of memory for each character."""
 
     text: str
     is_last: bool
 
 
 def _pieces_of(document: str) -> Iterator[_Piece]:
-    """Cut a long document at ends of words, where byte pairs end anyway."""
+    """Cut a long document at word ends, where byte pairs end anyway."""
     start = 0
     while len(document) - start > _MAX_CHARACTERS:
         stop = start + _MAX_CHARACTERS

@@ -14,10 +14,10 @@ from app.models.factory import build_model, logits_of
 
 
 class LateFusion(nn.Module):
-    """An encoder for each field, whose vectors are joined by a perceptron.
+    """An encoder for each field, and a perceptron that combines their vectors.
 
-    A field that is missing has a learned vector. Its encoder does not run if a call has no tensors of it. A call with
-    tensors of all fields also says which rows have each, in ``FIELD_present``. Its graph is the same for any of them.
+    A learned vector replaces a missing field. Its encoder does not run if a call has no tensors of it. A call with
+    tensors of all fields also says which rows have each, in ``FIELD_present``. Its graph does not depend on these rows.
     """
 
     def __init__(self, encoders: Mapping[str, nn.Module], num_labels: int, width: int, dropout: float) -> None:
@@ -39,7 +39,7 @@ class LateFusion(nn.Module):
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return outputs (rows, labels) for the tensors ``FIELD_NAME`` of one field or more."""
         vectors = [self._encode(place, tensors) for place in range(len(self._fields))]
-        # The export would take ``len`` for a constant.
+        # The export would record ``len`` as a constant.
         rows = next(vector.shape[0] for vector in vectors if vector is not None)
         filled = [
             self.missing[place].expand(rows, -1) if vector is None else vector for place, vector in enumerate(vectors)

@@ -155,7 +155,7 @@ def with_pretrained_weights(
     """Return the blueprint with readers of the folder's tensors.
 
     Raises:
-        RecipeError: this machine's folder has other weights than ``config`` has noted, or as ``match_weights``.
+        RecipeError: this machine's folder has other weights than ``config`` records, or as ``match_weights``.
     """
     assert config.source is not None
     if config.weights_sha256:

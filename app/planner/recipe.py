@@ -105,13 +105,13 @@ def problem_of(subject: Subject, cluster: Cluster, calibration: Calibration | No
 
 
 def _samples_per_batch(subject: Subject, devices: int) -> int:
-    """Return the samples of a batch; of one in tokens the number of longest samples that the devices share evenly."""
+    """Return the samples of a batch; for one in tokens, how many of the longest sample the devices share evenly."""
     config, tokens = subject.recipe.train, subject.sample_tokens
     return max(1, config.batch_size // tokens // devices) * devices if tokens else config.batch_size
 
 
 def layout_in_samples(subject: Subject, workers: int) -> Layout:
-    """Return the layout of the recipe's plan. A micro-batch of tokens counts as so many of the longest samples."""
+    """Return the layout of the recipe's plan. A micro-batch of tokens counts as the longest samples that fit."""
     layout = subject.recipe.train.layout(workers)
     if not subject.sample_tokens:
         return layout

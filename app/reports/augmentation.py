@@ -19,7 +19,7 @@ class ShownInput(BaseModel):
     text: str = ""
     png_base64: str | None = None
     caption: str = ""
-    """Of a picture that is mixed from two: the share of each label."""
+    """The share of each label, for a picture mixed from two."""
 
     @property
     def cell(self) -> str | Picture:

@@ -15,9 +15,9 @@ class WorstSample(BaseModel):
     """A sample with a high loss."""
 
     loss: float
-    """In nats for classes; of language modelling the mean over the tokens of the block.
+    """In nats for classes; for language modelling the mean over the tokens of the block.
 
-    Of a pair of texts: InfoNCE among the positives of all evaluated pairs.
+    For a pair of texts: InfoNCE among the positives of all evaluated pairs.
     """
     text: str | None = None
     png_base64: str | None = None

@@ -114,7 +114,7 @@ class ServedTask(Task):
     """
 
     data: ClassVar[type[SplitData]] = LabelledData
-    """What ``prepare`` returns, and runs keep."""
+    """The type of the data that ``prepare`` returns and runs keep."""
 
     processor: ClassVar[type[Processor]]
     """Turns natural inputs into tensors, the same in training and behind the endpoint."""
@@ -136,7 +136,7 @@ class ServedTask(Task):
         return TensorSpec(OUTPUT, np.dtype(np.float32), (-1, targets.num_outputs))
 
     def answer(self, outputs: NDArray[np.float32], targets: Outputs) -> list[Answer]:
-        """Return what ``predict`` answers for each row of the model's output: an object of JSON."""
+        """Return what ``predict`` answers for each row of the model's output: a JSON object."""
         return targets.decode(outputs)
 
     def answer_natural(self, outputs: NDArray[np.float32], targets: Outputs, given: Encoded) -> list[Answer]:  # noqa: ARG002

@@ -27,7 +27,7 @@ class Metric(ABC):
     """Whether more or less of it is better."""
 
     of_loss: ClassVar[bool] = False
-    """Whether a validation takes the loss's sums for this metric, because they are the same as its own."""
+    """Whether validation reuses the sums of the loss, because this metric's sums are the same."""
 
     size: int = 2
     """The number of sums."""
@@ -106,7 +106,7 @@ class TorchMetric(Metric):
         """Return the metric for these targets.
 
         Raises:
-            RecipeError: a state of the metric is no sum, its value is no number, or ``mode`` is wrong.
+            RecipeError: a state of the metric is not a sum, its value is not a number, or ``mode`` is wrong.
         """
         metric = self.make(targets)
         if fault := _fault_of(metric, self.mode):
@@ -164,7 +164,7 @@ def _fault_of(metric: "torchmetrics.Metric", mode: Mode) -> str | None:
     for name, state in metric.metric_state.items():
         if not isinstance(state, Tensor) or metric._reductions[name] is not dim_zero_sum or state.any():
             return (
-                f"whose state {name} is no sum, so that batches and ranks do not add up: give a metric whose states "
+                f"whose state {name} is not a sum, so batches and ranks cannot be added up: give a metric whose states "
                 "are sums, such as a binned one (thresholds=100)"
             )
     if metric.higher_is_better is not None and metric.higher_is_better != (mode == "max"):

@@ -152,7 +152,7 @@ class ReadingRecord(BaseModel):
     queued_s: float
     source: Source
     limit: Literal["cores", "memory"] | None = None
-    """What does not allow more processes, with ``train.loader.num_workers: auto``."""
+    """What prevents more processes, with ``train.loader.num_workers: auto``."""
 
     def __add__(self, later: "ReadingRecord") -> "ReadingRecord":
         read = self._time + later._time

@@ -24,9 +24,9 @@ _ROWS_AT_ONCE = 256
 def recorded_difficulty(
     recipe: Recipe, data: PreparedData, run_folder: UPath, on_progress: ProgressCallback = no_op
 ) -> NDArray[np.float32]:
-    """Return what the run has recorded of its samples, of shape (samples,), or find it out and record it.
+    """Return the difficulty of each sample that the run has recorded, of shape (samples,), or measure and record it.
 
-    ``on_progress`` is called after each batch of rows of which a model is asked.
+    ``on_progress`` is called after each batch of rows that a model has scored.
 
     Raises:
         RecipeError: the task's samples have no such difficulty, or the model does not suit them.
@@ -55,9 +55,9 @@ def require_difficulty(recipe: Recipe, data: PreparedData, run_folder: UPath) ->
 
     labelled, storage = _labelled(recipe, data), open_storage(recipe.storage)
     if not isinstance(labelled.targets, Classes):
-        raise RecipeError(f"train.curriculum.by loss is for rows with one label each, which task {recipe.task} has not")
+        raise RecipeError(f"train.curriculum.by loss needs rows with one label each, which task {recipe.task} lacks")
     title = require_classifier(curriculum.model, "train.curriculum.model", labelled, storage)
-    print(f"train.curriculum: samples are ordered by their loss of {title}", flush=True)
+    print(f"train.curriculum: samples are ordered by the loss of {title}", flush=True)
 
 
 def find_difficulty(recipe: Recipe, data: PreparedData, on_progress: ProgressCallback = no_op) -> NDArray[np.float32]:
@@ -81,7 +81,7 @@ def _labelled(recipe: Recipe, data: PreparedData) -> LabelledData:
     if not isinstance(data, LabelledData):
         raise RecipeError(
             f"train.curriculum.by {recipe.train.curriculum.by} is for samples with labels, which task {recipe.task} "
-            "has not: set it to length"
+            "lacks: set it to length"
         )
     return data
 
@@ -94,7 +94,7 @@ def _by_column(recipe: Recipe, data: LabelledData, column: str) -> NDArray[np.fl
     is_table = data.processor.modality == "text" and not source.uri.startswith("builtin:")
     path = open_source(source) if is_table else None
     if path is None or path.suffix not in TABLE_SUFFIXES:
-        raise RecipeError(f"train.curriculum.column is for texts in a table, and {source} is none: set by to length")
+        raise RecipeError(f"train.curriculum.column is for texts in a table, and {source} is not one: set by to length")
     texts, cells = read_table(path, {"input": recipe.data.columns.input, "train.curriculum.column": column})
     numbers: dict[str, float] = {}
     for row, (text, cell) in enumerate(zip(texts, cells, strict=True)):

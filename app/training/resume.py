@@ -80,7 +80,7 @@ def _recipe_of(run: UPath) -> Recipe:
 
 
 def _comparable(recipe: Recipe) -> Recipe:
-    """Return the recipe as given, with the defaults of keys that only later messages of a stream depend on."""
+    """Return the recipe as given, with the defaults of keys that affect only later messages of a stream."""
     given = recipe.as_given
     if (stream := given.data.stream) is None:
         return given

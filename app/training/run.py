@@ -101,7 +101,7 @@ def prepare_run(
 
 
 def _check_order(recipe: Recipe, data: PreparedData, run_folder: UPath) -> None:
-    """Check that samples can be had in the recipe's order, and tell what is special about it.
+    """Check that the data can be read in the recipe's order, and log how it differs from the default.
 
     Raises:
         RecipeError, DataError, TrainingError: as ``prepare_run``.
@@ -130,7 +130,7 @@ def _check_order(recipe: Recipe, data: PreparedData, run_folder: UPath) -> None:
 
 
 def _describe_pretrained(run: Run) -> bool:
-    """Note in the run's recipe what the folder of a pretrained model holds. Return whether the run reads it."""
+    """Record in the run's recipe what the folder of a pretrained model holds. Return whether the run reads it."""
     model = run.recipe.model
     reads_folder = model.pretrained is not None and not CheckpointStore(run.folder / CHECKPOINTS).committed()
     if reads_folder:

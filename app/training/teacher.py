@@ -45,7 +45,7 @@ def require_classifier(model: str, key: str, data: LabelledData, storage: UPath)
 
     Raises:
         StorageError: there is no such model or version.
-        RecipeError: it takes other inputs or has other labels than the data, or gives several for a row. Names ``key``.
+        RecipeError: it has other inputs or labels than the data, or gives a row several. The message names ``key``.
     """
     repository = Repository(storage)
     name, _, number = model.partition("/")

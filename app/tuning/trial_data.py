@@ -26,7 +26,7 @@ def prepare_trials(
 ) -> tuple[PreparedData, Recipe]:
     """Check a trial with the recipe's own values, and return its data and the recipe that all trials vary.
 
-    The run's recipe gets what a pretrained model's folder holds, so the best recipe names the trials' weights.
+    The run's recipe records what a pretrained model's folder holds, so the best recipe names the trials' weights.
     A plan of ``auto`` is chosen once for all trials, since they would hardly be comparable otherwise. It is ZeRO 1
     where the space draws what a plan is chosen by.
 

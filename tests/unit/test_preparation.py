@@ -423,7 +423,7 @@ def test_pictures_that_cannot_be_decoded_are_counted_or_refused(tmp_path: Path) 
 
 def test_groups_are_of_tables_only(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a text")
-    with pytest.raises(DataError, match=r"group_column is 'author', and '.*text\.txt' is no table"):
+    with pytest.raises(DataError, match=r"group_column is 'author', and '.*text\.txt' is not a table"):
         prepare(language_recipe(tmp_path, "data.group_column=author"))
 
 

@@ -60,7 +60,7 @@ def test_the_others_wait_for_a_first_worker_that_lives(then: str) -> None:
             os.kill(first.pid, signal.SIGKILL)
         output, errors = other.communicate(timeout=60)
         if then == "dies":
-            assert "rank 0 gave no sign of life for 2 s while it prepared the data" in errors
+            assert "rank 0 sent no heartbeat for 2 s while it prepared the data" in errors
         else:
             assert output == "went on True\n"
     finally:

@@ -346,7 +346,7 @@ def _layer_lost(folder: Path) -> None:
             ["model.args={hiden_size: 4}"],
             "unknown key model.args.hiden_size of a bert; did you mean",
         ),
-        (lambda folder: shutil.rmtree(folder), [], "does not exist: give a folder, a URI or a name of the hub"),
+        (lambda folder: shutil.rmtree(folder), [], "does not exist: give a folder, a URI or a hub name"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), [], "tokenizer.json cannot be read"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"1"), [], "model.safetensors cannot be read"),
     ],

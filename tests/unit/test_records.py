@@ -267,7 +267,7 @@ def test_a_field_may_have_a_processor_of_ones_own(table: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("{", "a record is no JSON"),
+        ("{", "a record is not JSON"),
         ("[1]", r"a record is '\[1\]': expected an object with some of the fields title, note, photo, size"),
         ({"titel": "a"}, "a record has the field 'titel': expected title, note, photo, size"),
         ({}, "a record has none of its fields: expected at least one of title"),

@@ -94,10 +94,10 @@ def test_what_a_broker_refuses_is_told(server: NatsServer, tmp_path: Path, monke
     server.publish([b"x"] * 20, "P", "p.a")
     server.purge(until=11, stream="P")
     for name, start, words in (
-        ("N", {}, "the server has no stream 'N'; make it"),
+        ("N", {}, "the server has no stream 'N'; create it"),
         ("W", {}, "expected limits"),
         ("P", {0: 5}, "has deleted what is before 11: 6 messages are lost"),
-        ("P", {0: 99}, "the stream was made anew"),
+        ("P", {0: 99}, "the stream was recreated"),
     ):
         with pytest.raises(DataError, match=words):
             open_reader(f"{server.url}/{name}", start)
@@ -117,7 +117,7 @@ def test_what_a_broker_refuses_is_told(server: NatsServer, tmp_path: Path, monke
     ("key", "words"),
     [
         ("data.source=nats://127.0.0.1:4222", "is not the address of a stream"),
-        ("data.source=nats://me:pw@127.0.0.1:4222/S", "a secret never stands in a recipe"),
+        ("data.source=nats://me:pw@127.0.0.1:4222/S", "a recipe must not contain secrets"),
         ("data.source=kafka://127.0.0.1:9092/t?subject=s", "unknown parameter 'subject'"),
         ("data.source=builtin:reviews", "stream is for sources nats:// and kafka://"),
         ("data={source: null, sources: [{source: a.csv}, {source: nats://h:1/S}]}", "a stream is read alone"),
@@ -251,7 +251,7 @@ def test_bad_messages_are_counted_shown_and_refused_above_a_share(server: NatsSe
     chosen = collect(recipe(source, tmp_path, samples=64, max_bad=0.05), {}, is_first=True)
     assert chosen.report.dropped == {"malformed": 3, "unknown_label": 1}
     assert chosen.report.examples["malformed"] == ["not json", '["a list"]', '{"text": "no label"}']
-    words = r"4 of \d+ messages .* offset 51 of partition 0, is not an object of JSON .*: 'not json'; .*raise max_bad"
+    words = r"4 of \d+ messages .* offset 51 of partition 0, is not a JSON object .*: 'not json'; .*raise max_bad"
     with pytest.raises(DataError, match=words):
         collect(recipe(source, tmp_path, samples=64), {}, is_first=True)
 

@@ -82,7 +82,7 @@ def test_unknown_values_are_the_mean_or_a_category_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("{", "a row is no JSON"),
+        ("{", "a row is not JSON"),
         ("[1]", r"a row is '\[1\]': expected an object"),
         (json.dumps({"age": 1, "colour": "red"}), "a row has no 'code': expected age, colour, code"),
         (row(age="old"), "a row has 'old' for 'age': expected a number, or null"),

@@ -95,9 +95,12 @@ def test_compile_judges_by_the_number_that_a_validation_measures() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda _: classification.MulticlassAUROC(3), "MulticlassAUROC, whose state preds is no sum"),
-        (lambda _: regression.PearsonCorrCoef(), r"state mean_x is no sum, .* such as a binned one \(thresholds=100\)"),
-        (lambda _: torchmetrics.MaxMetric(), "state max_value is no sum"),
+        (lambda _: classification.MulticlassAUROC(3), "MulticlassAUROC, whose state preds is not a sum"),
+        (
+            lambda _: regression.PearsonCorrCoef(),
+            r"state mean_x is not a sum, .* such as a binned one \(thresholds=100\)",
+        ),
+        (lambda _: torchmetrics.MaxMetric(), "state max_value is not a sum"),
         (
             lambda _: regression.MeanAbsoluteError() + 1.0,
             "CompositionalMetric, which is not a single metric of torchmetrics",

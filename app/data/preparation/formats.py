@@ -105,7 +105,7 @@ def _read_parquet(piece: Piece, columns: Columns) -> Iterator[Rows]:
 
 def _read_arrow(piece: Piece, columns: Columns) -> Iterator[Rows]:
     path = to_path(piece.path)
-    # Mapped into memory, a batch takes none of its own.
+    # A memory-mapped batch takes no memory of its own.
     file = pa.memory_map(path.path) if is_local(path) else path.open("rb")
     with file, pa.ipc.open_file(file) as table:
         columns.require_in(piece.path, table.schema.names)

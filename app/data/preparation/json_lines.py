@@ -19,7 +19,7 @@ _TYPES: dict[type, CellType] = {str: "text", bytes: "text", bool: "boolean", int
 
 
 def read_jsonl(piece: Piece, columns: Columns) -> Iterator[Rows]:
-    """Yield the rows whose lines begin in a piece. Raises DataError for a line that is no row."""
+    """Yield the rows whose lines begin in a piece. Raises DataError for a line that is not a row."""
     rows: list[Mapping[str, Any]] = []
     offsets: list[int] = []
     size = 0
@@ -47,7 +47,7 @@ def _parse(line: bytes, path: str, offset: int) -> Mapping[str, Any]:
 
 
 def _parse_python(line: bytes, path: str, offset: int) -> Any:
-    """Return what Python's own writer may have written: NaN, and halves of a surrogate pair, as bytes."""
+    """Parse what only Python's json module writes: NaN, and halves of a surrogate pair, as bytes."""
     try:
         row = json.loads(line.decode())
     except ValueError as error:

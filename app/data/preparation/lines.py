@@ -1,4 +1,4 @@
-"""Lines and csv rows of a file, and where they begin: by these positions a large file is cut."""
+"""Lines and csv rows of a file, and the positions where they begin, at which large files are cut."""
 
 import csv
 from collections.abc import Iterator
@@ -31,12 +31,12 @@ def go_to_line(file: BinaryIO, start: int, path: str) -> int:
 
 
 def csv_row_ends(file: BinaryIO, path: str) -> Iterator[int]:
-    """Yield the position after each row of a csv file. A quoted cell may have ends of lines.
+    """Yield the position after each row of a csv file. A quoted cell may contain line ends.
 
     Raises:
         DataError: a row is too long to be held in memory.
     """
-    # The limit is of the process. This one is higher than Python's.
+    # The limit is per process. This one is higher than Python's.
     csv.field_size_limit(max(csv.field_size_limit(), CSV_BLOCK_BYTES))
     position = 0
 

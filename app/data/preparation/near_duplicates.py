@@ -63,14 +63,14 @@ class NearDuplicates:
             same = np.flatnonzero(is_new & ~is_first)
             for earlier in (row[same - 1], row[firsts[same]]):
                 yield np.stack([earlier, row[same]], 1)
-            # Of each key only the first and the last row can be in a pair with a later one.
+            # Only the first and the last row of each key can form a pair with a later row.
             is_last = np.concatenate([key[1:] != key[:-1], [True]])[: len(key)]
             seen_keys, seen_rows = key[is_first | is_last], row[is_first | is_last]
 
     def _keys(
         self, band: int, part: int, parts: int, codes: NDArray[np.uint8]
     ) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
-        """Yield the keys and numbers of rows that are kept so far, and whose key is in a part of all."""
+        """Yield the keys and numbers of the rows kept so far whose key is in this part."""
         for files, start, stop in zip(self.files, self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
             for first in range(start, stop, SLICE_ROWS):
                 rows = min(SLICE_ROWS, stop - first)
@@ -94,7 +94,7 @@ class NearDuplicates:
 
 @dataclass(frozen=True)
 class _PairSpool:
-    """Pairs on this machine's disk, in files by their later row. So equal ones are in one file."""
+    """Pairs on this machine's disk, in files by their later row, so that equal ones are in one file."""
 
     folder: Path
     rows_per_file: int
@@ -107,6 +107,6 @@ class _PairSpool:
                 file.write(pairs[numbers == number].tobytes())
 
     def read(self) -> Iterator[Pairs]:
-        """Yield the pairs of each file, sorted, each once."""
+        """Yield the distinct pairs of each file, sorted."""
         for path in sorted(self.folder.iterdir()):
             yield np.unique(np.fromfile(path, np.int64).reshape(-1, 2), axis=0)

@@ -85,17 +85,17 @@ class Preparer:
         return folder
 
     def _require_keys(self, files: list[SourceFile]) -> None:
-        """Raise RecipeError or DataError if the recipe has keys that its source has not."""
+        """Raise RecipeError or DataError if the recipe has keys that do not suit its source."""
         config, is_image = self.recipe.data, self.modality == "image"
         if config.group_column and (file := next((file for file in files if file.kind not in TABLE_KINDS), None)):
             raise DataError(
-                f"data.group_column is {config.group_column!r}, and {file.path!r} is no table: leave it out"
+                f"data.group_column is {config.group_column!r}, and {file.path!r} is not a table: leave it out"
             )
         if config.stratify and self.recipe.is_language_model:
             raise RecipeError("data.stratify is true, and language modelling has no labels: leave it out")
         of_texts = {key: getattr(config.clean, key) for key in _OF_TEXTS}
         if is_image and (key := next((key for key, value in of_texts.items() if value is not None), None)):
-            raise RecipeError(f"data.clean.{key} is {of_texts[key]}, and only texts are compared by it: leave it out")
+            raise RecipeError(f"data.clean.{key} is {of_texts[key]}, and applies to texts only: leave it out")
 
     def _make(self, folder: UPath, sources: list[list[SourceFile]], fingerprint: str, settings: dict[str, Any]) -> None:
         """Make the shards, or go on where an earlier job was interrupted."""
@@ -140,7 +140,7 @@ class Preparer:
         config, is_language_model = self.recipe.data, self.recipe.is_language_model
         assert config.shards is not None
         unread = {"shards", "buckets", "image", "chat", "sampling"} if is_language_model else _UNREAD
-        # How sources are mixed changes no shard.
+        # The mix of sources does not change the shards.
         read = config.model_dump(mode="json", exclude=unread | {"sources", "temperature"})
         if config.sources:
             read["sources"] = [one.model_dump(mode="json", include={"source", "columns"}) for one in config.sources]
@@ -189,7 +189,7 @@ class Preparer:
     ) -> tuple[CleaningReport, list[str]]:
         """Save the decision for each unit, and check that there is enough in each split.
 
-        ``unreadable`` is the first row that is no text or picture, if there is any.
+        ``unreadable`` is the first row that is not a text or picture, if there is any.
         """
         kept = np.zeros((len(surveys.labels) + 1, len(SPLITS)), np.int64)
         dropped: Counter[Reason] = Counter()
@@ -216,7 +216,7 @@ class Preparer:
 
     @property
     def _fractions(self) -> NDArray[np.float64]:
-        """The fraction that the recipe gives to each split; 1 for training, which gets what the others leave."""
+        """The recipe's fraction of each split; 1 for training, which gets the rest."""
         config = self.recipe.data
         return np.array([1.0, config.validation_fraction, config.test_fraction or 0.0])
 

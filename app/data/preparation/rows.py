@@ -1,4 +1,4 @@
-"""Rows, as the readers of all formats give them: their hash, and the types of their cells."""
+"""Rows as the readers of all formats return them, their hashes, and the types of their cells."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from app.errors import DataError
 
 CellType = Literal["text", "integer", "number", "boolean", "time"]
 Types = Mapping[str, Mapping[CellType, str]]
-"""By column and type of a cell: the file and row of the first such cell. Cells of csv have no type."""
+"""The file and row of the first cell, by column and cell type. Cells of csv have no type."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Rows:
     labels: Sequence[str] | None = None
     groups: Sequence[str] | None = None
     files: Sequence[str] | None = None
-    """The file of each row, where each has one of its own."""
+    """The file of each row, if each row has its own."""
     types: Types = field(default_factory=dict)
 
 

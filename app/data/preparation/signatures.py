@@ -1,7 +1,7 @@
 """MinHash of texts (Broder 1997), in files: by row, and by band (Leskovec et al., Mining of Massive Datasets, 3.4).
 
-Each text becomes 128 numbers, of which two texts share about as large a part as they share sequences of five words: the
-Jaccard index. Texts whose numbers are equal in some band are compared by all of them.
+Each text becomes 128 numbers. The share of equal numbers of two texts estimates the Jaccard index of their sequences of
+five words. Texts with an equal band are compared by all numbers.
 """
 
 import re
@@ -24,9 +24,9 @@ PERMUTATIONS, _SEED = 128, 1
 _ROW_BYTES = 4 * PERMUTATIONS
 _SHINGLE = 5
 _STRICT = 0.85
-"""Similarity from which on longer bands find all pairs: fewer are compared in vain."""
+"""Similarity from which longer bands still find all pairs, and compare fewer in vain."""
 _MAX_WORD = 20.0
-"""Mean characters of a word, above which a text is cut into characters: its language writes no spaces."""
+"""Mean word length above which a text is cut into characters, because its language writes no spaces."""
 _MIX = np.array(
     [0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F], np.uint64
 )
@@ -54,7 +54,7 @@ def signatures_of(texts: Sequence[Input | None]) -> NDArray[np.uint32]:
 
 
 def _units_of(text: str) -> NDArray[np.uint64]:
-    """Return a number for each word, or for each character in languages without spaces; five at least."""
+    """Return a number for each word, or for each character in languages without spaces; at least five."""
     words = _WORD.findall(text.lower())
     if words and len(text) / len(words) <= _MAX_WORD:
         units = np.array([zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words], np.uint64)
@@ -82,7 +82,7 @@ class SignatureWriter:
         self._rows_per_band, self._slices = rows_per_band(threshold), Slices()
 
     def add(self, texts: Sequence[Input | None]) -> None:
-        """Add texts. ``None`` is like no other."""
+        """Add texts. ``None`` is similar to no other."""
         signatures = signatures_of(texts)
         self._signatures.write(signatures.tobytes())
         for (keys,) in self._slices.add(self._keys_of(signatures)):
@@ -117,7 +117,7 @@ class SignatureFiles:
 
     @contextmanager
     def writer(self) -> Iterator[SignatureWriter]:
-        """Yield what writes the files. They are there when the block has ended."""
+        """Yield the writer of the files. They exist once the block has ended."""
         with (
             stream_atomically(self._file("signatures")) as signatures,
             stream_atomically(self._file("bands")) as bands,

@@ -1,4 +1,4 @@
-"""Splits in which each label has a row: the few rows that leave the split of their hash for it."""
+"""Stratified splits: the few rows that leave the split of their hash, so that each label is in every split."""
 
 from collections.abc import Mapping
 
@@ -9,16 +9,16 @@ from app.data.preparation.survey import KEPT
 from app.data.preparation.surveys import Surveys
 
 Moves = Mapping[int, int]
-"""By the number of a row: the place in ``SPLITS`` of the split that it goes to."""
+"""The index in ``SPLITS`` of the split that a row moves to, by the row's number."""
 
 
 def stratify(
     surveys: Surveys, codes: NDArray[np.uint8], kept: NDArray[np.int64], is_used: NDArray[np.bool_]
 ) -> dict[int, int]:
-    """Return rows that go to another split, so that each label with enough rows is in all splits. Change ``kept``.
+    """Return rows that move to another split, so that each label with enough rows is in all splits. Update ``kept``.
 
-    Of a label that a split lacks, the row with the lowest hash goes there from the split with the most. All other rows
-    stay in the split of their hash, whatever the size of the data.
+    If a split lacks a label, the label's row with the lowest hash moves there from the split with the most. All other
+    rows stay in the split of their hash, whatever the size of the data.
 
     Args:
         kept: number of kept rows of each label in each split, of shape (labels, splits).

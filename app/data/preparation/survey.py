@@ -25,7 +25,7 @@ from app.storage import write_atomically
 
 Hashes = NDArray[np.uint64]
 _MAX_LABELS = 100_000
-"""Labels of a unit, from which on they are taken for something else."""
+"""Number of different labels of a unit above which the column is taken for something else."""
 KEPT = 0
 """Code of a row that is kept. Others are 1 + the place of the reason in ``REASONS``."""
 SPLITS = ("train", "validation", "test")
@@ -59,7 +59,7 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class Survey:
-    """What is known of a slice of the rows of a unit, in their order."""
+    """The survey of a slice of a unit's rows, in their order."""
 
     high: Hashes
     low: Hashes
@@ -69,7 +69,7 @@ class Survey:
     codes: NDArray[np.uint8]
     """Of rows that are dropped whatever the others are."""
     labels: NDArray[np.int32]
-    """Place in the labels of the unit; -1: the row has no label."""
+    """Index into the labels of the unit; -1: the row has no label."""
 
     @classmethod
     def read(cls, path: UPath) -> "Iterator[Survey]":

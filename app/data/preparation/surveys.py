@@ -32,7 +32,7 @@ class Surveys:
         return sorted(set[str]().union(*self.label_names))
 
     def __iter__(self) -> Iterator[tuple[int, Survey]]:
-        """Yield the first row of each slice, and its survey, whose ``labels`` are places in those of all units."""
+        """Yield the first row of each slice, and its survey, whose ``labels`` are indices into those of all units."""
         places = {label: place for place, label in enumerate(self.labels)}
         for unit, path in enumerate(self.paths):
             start = int(self.starts[unit])
@@ -42,7 +42,7 @@ class Surveys:
                 start += len(survey.codes)
 
     def hashes(self, part: int, parts: int, max_rows: int) -> Iterator[Arrays]:
-        """Yield rows, hashes and labels of rows that are not dropped yet and whose hash is in a part of all."""
+        """Yield rows, hashes and labels of rows that are not dropped yet and whose hash is in this part."""
 
         def chosen() -> Iterator[Arrays]:
             for start, survey in self:
@@ -55,7 +55,7 @@ class Surveys:
 def resolve(surveys: Surveys, clean: CleanConfig, codes: NDArray[np.uint8], max_bytes: int) -> None:
     """Write the codes of duplicates and of inputs under several labels into ``codes``, of all rows.
 
-    Rows are compared in parts, by their hash, so that ``max_bytes`` suffice. Of equal rows the first is kept.
+    Rows are compared in parts, by their hash, so that ``max_bytes`` suffice. The first of equal rows is kept.
     """
     parts, max_rows = -(-len(codes) * _ROW_BYTES // max_bytes), max(1, max_bytes // _ROW_BYTES)
     for part in range(parts):
@@ -74,9 +74,9 @@ def resolve(surveys: Surveys, clean: CleanConfig, codes: NDArray[np.uint8], max_
 
 
 def _join(seen: Arrays | None, later: Arrays) -> tuple[Arrays, NDArray[np.int64]]:
-    """Return unlike inputs with those of later rows, each once, and the rows that repeat one.
+    """Return the distinct inputs so far, with those of later rows, and the rows that repeat one.
 
-    Columns are the first row of an input, the halves of its hash, and the lowest and highest of its labels.
+    Columns are the first row of an input, the halves of its hash, and its lowest and highest label.
     """
     columns = [np.concatenate(pair) for pair in zip(seen, later, strict=True)] if seen else later
     order = np.lexsort((columns[0], columns[2], columns[1]))

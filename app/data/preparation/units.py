@@ -74,7 +74,7 @@ class Unit:
     number: int
     pieces: tuple[Piece, ...]
     source: int = 0
-    """Place of its source, if there are several."""
+    """Index of its source, if there are several."""
 
     @property
     def bytes(self) -> int:

@@ -29,14 +29,14 @@ WORK = ".work"
 
 
 class UnitFacts(BaseModel):
-    """What is known of a unit as a whole."""
+    """Facts about a whole unit."""
 
     rows: int
     label_names: list[str]
     types: dict[str, dict[CellType, str]]
     """As ``merge_types`` returns them."""
     unreadable: str | None
-    """The first row that is no text or picture: its file, or what it begins with."""
+    """The first row that is not a text or picture: its file, or its beginning."""
 
 
 class UnitResult(BaseModel):
@@ -84,15 +84,15 @@ class UnitWork:
         return self.work / f"facts-{number:05d}.json"
 
     def facts(self, number: int) -> UnitFacts:
-        """Return what is known of a surveyed unit."""
+        """Return the facts about a surveyed unit."""
         return UnitFacts.model_validate_json(self.facts_file(number).read_bytes())
 
     def moves_file(self, number: int) -> UPath:
-        """The rows of a unit that are in another split than that of their hash, and that split."""
+        """The file of the rows of a unit that moved from the split of their hash, with their new splits."""
         return self.work / f"moves-{number:05d}.bin"
 
     def splits(self, number: int) -> NDArray[np.uint8]:
-        """Return the split of each row of a unit, as the place in ``SPLITS``, when all is decided."""
+        """Return the split of each row of a unit, as an index into ``SPLITS``, once all is decided."""
         found = [survey.splits for survey in Survey.read(self.survey_file(number))]
         splits = np.concatenate([np.empty(0, np.uint8), *found])
         rows, places = np.frombuffer(self.moves_file(number).read_bytes(), np.int64).reshape(2, -1)
@@ -127,7 +127,7 @@ class UnitWork:
             surveyor.close().save(self.sample_file(number))
         facts.rows, facts.label_names = surveyor.num_rows, surveyor.label_names
         write_atomically(self.digest_file(number), digest.digest())
-        write_atomically(self.facts_file(number), facts.model_dump_json().encode())  # it says that the unit is done
+        write_atomically(self.facts_file(number), facts.model_dump_json().encode())  # marks the unit as done
         return number
 
     def write(self, number: int) -> int:
@@ -209,5 +209,5 @@ def _collect(
 
 
 def _shown(rows: Rows, row: int) -> str:
-    """Return the file of a row that is not a text; if it has no file of its own, what it begins with."""
+    """Return the file of a row that is not a text, or its beginning if it has no file of its own."""
     return rows.files[row] if rows.files else repr(rows.inputs[row][:_MAX_EXAMPLE])

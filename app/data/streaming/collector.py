@@ -19,13 +19,13 @@ _MIN_READ, _MAX_READ = 64, 1000
 
 @dataclass
 class Collector:
-    """Reads a stream from some offsets on, until there are rows enough for a micro-epoch."""
+    """Reads a stream from given offsets on, until there are enough rows for a micro-epoch."""
 
     recipe: Recipe
     start: Mapping[int, int]
     """Where the micro-epoch before ended. Empty: begin with the oldest messages that the broker has."""
     is_first: bool
-    """Whether it is the first micro-epoch, of which the validation split is held out."""
+    """Whether it is the first micro-epoch, from which the validation split is held out."""
     clock: Callable[[], float] = time.monotonic
     has_ended: bool = False
     """Whether the stream has been idle for longer than the recipe allows, with less than a batch of new rows."""
@@ -84,14 +84,14 @@ class Collector:
 
     @property
     def _missing(self) -> int:
-        """Messages that the micro-epoch still needs, about: some are held out."""
+        """Messages that the micro-epoch still needs, approximately: some are held out."""
         data = self.recipe.data
         assert data.stream is not None
         needed = math.ceil(data.stream.samples / (1.0 - data.validation_fraction))
         return needed - (self._rows.candidates if self._rows is not None else 0)
 
     def close(self) -> None:
-        """Leave the broker."""
+        """Disconnect from the broker."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None

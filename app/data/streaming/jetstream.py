@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 
 
 class JetStreamReader:
-    """Reads with a consumer of its own, which the server forgets afterwards."""
+    """Reads with an ephemeral consumer, which the server forgets afterwards."""
 
     def __init__(self, source: str, address: StreamAddress, start: Mapping[int, int]) -> None:
         self._source, self._address = source, address
@@ -50,7 +50,7 @@ class JetStreamReader:
         self._run(self._client.jetstream().stream_info(self._address.name))
 
     def close(self) -> None:
-        """Leave the server."""
+        """Disconnect from the server."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -66,7 +66,7 @@ class JetStreamReader:
             info = await context.stream_info(self._address.name)
         except NotFoundError as error:
             raise DataError(
-                f"data.source {self._source!r}: the server has no stream {self._address.name!r}; make it, or correct "
+                f"data.source {self._source!r}: the server has no stream {self._address.name!r}; create it, or correct "
                 "the name"
             ) from error
         except ServiceUnavailableError as error:
@@ -139,7 +139,7 @@ class JetStreamReader:
             return await context.pull_subscribe(self._address.subject or ">", stream=self._address.name, config=config)
         except APIError as error:
             raise DataError(
-                f"data.source {self._source!r}: the server makes no consumer ({error.description}); correct the "
+                f"data.source {self._source!r}: the server creates no consumer ({error.description}); correct the "
                 "subject, or the rights of the user"
             ) from error
 

@@ -24,11 +24,11 @@ _REFUSALS = {
 }
 _OUT_OF_RANGE = {KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._AUTO_OFFSET_RESET}
 _FATAL = {*_REFUSALS, *_OUT_OF_RANGE, KafkaError._ALL_BROKERS_DOWN}
-"""Others, such as a lost connection to one of several brokers, the client mends itself."""
+"""The client recovers from other errors by itself, such as a lost connection to one of several brokers."""
 
 
 class KafkaReader:
-    """Reads all partitions of a topic. It joins no group, so nobody rebalances it, and commits nothing."""
+    """Reads all partitions of a topic. It joins no group, so it is never rebalanced, and commits nothing."""
 
     def __init__(self, source: str, address: StreamAddress, start: Mapping[int, int]) -> None:
         self._source, self._name = source, address.name
@@ -36,7 +36,7 @@ class KafkaReader:
         properties = {
             **_properties(),
             "bootstrap.servers": ",".join(address.servers),
-            # The client wants a name. No offset is stored under it.
+            # The client requires a group, but stores no offset for it.
             "group.id": f"rayloom-{uuid.uuid4().hex}",
             "enable.auto.commit": False,
             "auto.offset.reset": "error",
@@ -81,16 +81,16 @@ class KafkaReader:
             self._raise(error.args[0], error)
 
     def close(self) -> None:
-        """Leave the brokers."""
+        """Disconnect from the brokers."""
         self._consumer.close()
 
     def _assign(self, start: Mapping[int, int]) -> Offsets:
-        """Assign all partitions, and return their offsets. Raises DataError if a broker has not what is asked for."""
-        # All topics are listed: to ask for one can create it.
+        """Assign all partitions, and return their offsets. Raises DataError if a broker lacks the topic or offset."""
+        # List all topics, because asking for one can create it.
         topics = self._consumer.list_topics(timeout=_TIMEOUT_S).topics
         if self._name not in topics:
             raise DataError(
-                f"data.source {self._source!r}: the brokers have no topic {self._name!r}; make it, or correct the name"
+                f"data.source {self._source!r}: the brokers have no topic {self._name!r}; create it or correct the name"
             )
         offsets: Offsets = {}
         for partition in sorted(topics[self._name].partitions):
@@ -101,7 +101,7 @@ class KafkaReader:
         return offsets
 
     def _raise(self, error: KafkaError, cause: Exception | None) -> NoReturn:
-        """Raise DataError for what does not mend itself, else BrokerUnreachableError."""
+        """Raise DataError for permanent errors, else BrokerUnreachableError."""
         causes = [*self._errors, error]
         if refused := next((one for one in causes if one.code() in _REFUSALS), None):
             raise DataError(

@@ -40,7 +40,7 @@ class Reader(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the broker."""
+        """Disconnect from the broker."""
         ...
 
 
@@ -74,15 +74,15 @@ def require_retained(source: str, partition: int, offset: int, first: int, end: 
         end: offset that the next new message will get.
 
     Raises:
-        DataError: it has not.
+        DataError: messages from ``offset`` on are missing.
     """
-    where = f"data.source {source!r}, partition {partition}: training goes on at offset {offset:,}"
+    where = f"data.source {source!r}, partition {partition}: training continues at offset {offset:,}"
     if offset < first:
         raise DataError(
             f"{where}, and the broker has deleted what is before {first:,}: {first - offset:,} messages are lost to "
-            "this run; start a new run, and have the broker keep messages for longer than a run may rest"
+            "this run; start a new run, and have the broker keep messages longer than a run may be stopped"
         )
     if offset > end:
         raise DataError(
-            f"{where}, and the broker has messages before {end:,} only: the stream was made anew; start a new run"
+            f"{where}, and the broker has messages before {end:,} only: the stream was recreated; start a new run"
         )

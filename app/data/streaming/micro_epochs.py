@@ -146,7 +146,7 @@ class Collection:
         return self._collector.collected
 
     def close(self) -> None:
-        """Stop to collect, and leave the broker."""
+        """Stop collecting, and disconnect from the broker."""
         self._stopping.set()
         self._pool.shutdown()
 
@@ -171,13 +171,13 @@ def prepare_stream(
     assert config.stream is not None
     if config.stream.labels is None:
         raise RecipeError(
-            "data.stream.labels is missing: name all labels that messages may have, since no part of a stream has all"
+            "data.stream.labels is missing: name all labels that messages may have; part of a stream may lack some"
         )
     storage = open_storage(recipe.storage)
     print(f"data.source {config.source}: collecting the first micro-epoch", flush=True)
     chosen = _first(recipe, clock)
     processor = fit_processor(processor_type, _sample(chosen.train.inputs), config, recipe.model.pretrained)
-    # Every run has a stream of its own: it begins with the oldest message of its day.
+    # No two runs share micro-epochs: each begins with the message that is the oldest at its start.
     fingerprint = sha256_of(f"{config.source} {chosen.start} {uuid.uuid4().hex}".encode())
     store = MicroEpochStore(storage / SHARDS / fingerprint[:16])
     store.folder.mkdir(parents=True, exist_ok=True)
@@ -222,5 +222,5 @@ def _first(recipe: Recipe, clock: Callable[[], float]) -> ChosenRows:
 
 
 def _sample(texts: Sequence[str]) -> Sequence[str]:
-    """Return texts of ``SAMPLE_BYTES`` at most, about, evenly spread."""
+    """Return evenly spread texts of about ``SAMPLE_BYTES`` at most."""
     return texts[:: max(1, -(-sum(map(len, texts)) // SAMPLE_BYTES))]

@@ -1,4 +1,4 @@
-"""The rows of a micro-epoch: messages read as objects of JSON, cleaned and split as rows of other sources are."""
+"""The rows of a micro-epoch: JSON messages, cleaned and split like rows of other sources."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from app.errors import DataError
 _TRAIN, _VALIDATION = SPLITS.index("train"), SPLITS.index("validation")
 _BAD: tuple[Reason, ...] = ("malformed", "unlabelled", "unknown_label")
 _MIN_JUDGED = 100
-"""Messages from which on their share of bad ones is judged: among fewer, one is no sign."""
+"""Number of messages from which the share of bad ones is judged: among fewer, one says little."""
 _MAX_EXAMPLE = 120
 
 
@@ -53,7 +53,7 @@ class _Row:
     text: str
     label: str
     code: int
-    """``KEPT``, or of the reason for which it is dropped whatever the others are."""
+    """``KEPT``, or the code of the reason for which it is dropped whatever the other messages are."""
     group: str
     digest: bytes
     """Hash of the text."""
@@ -100,7 +100,7 @@ class StreamRows:
             raise self._refusal()
 
     def choose(self, samples: int, batch_size: int, takes_fewer: bool) -> ChosenRows | None:
-        """Return whole batches of ``samples`` training rows at most, from the beginning. None: there are not enough.
+        """Return whole batches from the beginning, at most ``samples`` training rows. None: there are not enough.
 
         ``takes_fewer``: one batch is enough. The first micro-epoch also needs a row for validation.
         """
@@ -130,7 +130,7 @@ class StreamRows:
             f"data.source {self._config.source!r}: {self._bad:,} of {len(self._rows):,} messages are bad, more than "
             f"data.stream.max_bad {self._max_bad:g} allows; the first, at offset {first.offset:,} of partition "
             f"{first.partition}, is {in_words(REASONS[first.code - 1])}: {first.shown!r}; correct what is published, "
-            "or raise max_bad, also of a run that goes on"
+            "or raise max_bad, which a resumed run may do"
         )
 
     def _read(self, message: Message) -> _Row:

@@ -19,7 +19,7 @@ class NaturalModel(BaseModel):
     input: Modality
     labels: list[str]
     columns: list[str] = []
-    """Of a model that takes rows: what each has a value for. Of records: their fields."""
+    """The columns of a model that takes rows, or the fields of one that takes records."""
 
 
 def _require_json(row: dict[str, Any]) -> dict[str, Any]:

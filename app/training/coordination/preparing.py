@@ -15,7 +15,7 @@ from app.warnings import BestEffort
 
 _INTERVAL_S = 2.0
 _MAX_SILENCE_S = 120.0
-"""Longer than any call that keeps Python's other threads waiting."""
+"""Longer than any call that blocks Python's other threads."""
 _STORE_TIMEOUT = timedelta(seconds=30)
 _BEATS, _ENDED = "rayloom/preparing/beats", "rayloom/preparing/ended"
 
@@ -41,7 +41,7 @@ def wait_for_first(worker: Worker) -> None:
     A broadcast would end with a timeout in a long preparation, and notice a dead worker only then.
 
     Raises:
-        TrainingError: the first worker gives no sign of life, or the store is gone.
+        TrainingError: the first worker sends no heartbeat, or the store is gone.
     """
     store = _store(worker)
     assert store is not None
@@ -52,7 +52,7 @@ def wait_for_first(worker: Worker) -> None:
                 beats, heard = now, time.monotonic()
             elif time.monotonic() - heard > _MAX_SILENCE_S:
                 raise TrainingError(
-                    f"rank 0 gave no sign of life for {_MAX_SILENCE_S:.0f} s while it prepared the data: it has ended, "
+                    f"rank 0 sent no heartbeat for {_MAX_SILENCE_S:.0f} s while it prepared the data: it has ended, "
                     "or its node is gone; see its log, and start the run again"
                 )
             time.sleep(min(_INTERVAL_S, _MAX_SILENCE_S) / 4)

@@ -84,8 +84,8 @@ def order_of(
     Args:
         config: the section ``train``.
         data: the prepared data.
-        classes: the class of each sample, if all classes shall come equally often.
-        difficulty: how hard each sample is, for a curriculum. Without it batches are of other samples, but as many.
+        classes: the class of each sample, if all classes should come equally often.
+        difficulty: how hard each sample is, for a curriculum. Without it, batches have other samples, but as many.
         mixture: the sources and their shares, for several sources. The same holds without it.
 
     Raises:
@@ -140,7 +140,7 @@ def groups_of(dataset: Dataset) -> NDArray[np.str_] | None:
 
 
 def count_steps(config: TrainConfig, order: SampleOrder, stream: StreamConfig | None = None) -> int:
-    """Return the number of optimizer steps of the whole run. Of a stream, return how many it has at most."""
+    """Return the number of optimizer steps of the whole run. For a stream, return the maximum."""
     if stream:
         total = config.epochs * (stream.samples // config.batch_size)
     else:
@@ -159,7 +159,7 @@ class MemoryOrder:
     """Samples of a global batch."""
     seed: int
     classes: Sequence[int] | None = None
-    """The class of each sample, if all classes shall come equally often."""
+    """The class of each sample, if all classes should come equally often."""
     _epoch: tuple[int, Indices] | None = field(default=None, init=False)
     """The last epoch that was asked for, and its batches."""
 

@@ -41,7 +41,7 @@ class MicroBatch:
     weight: float | None = None
     """Weight of its mean loss in the step. None: its share of the samples."""
     read: ReadTime = NO_TIME
-    """The time that reading it took, where it was read."""
+    """The time that reading it took, in the process that read it."""
 
     def to(self, device: torch.device, config: TrainConfig) -> "MicroBatch":
         """Return it on ``device``, with floating-point inputs in the precision of training."""
@@ -75,7 +75,7 @@ class BatchRequest:
     batch: int = 0
     """Number of the global batch. Random changes of the samples depend on it, and on the epoch."""
     stand_in: int = 0
-    """The sample that is read, and does not count, if there are none."""
+    """The sample that is read without being counted, if there are none."""
 
     @property
     def epoch(self) -> int:
@@ -260,7 +260,7 @@ class Loader:
             yield from self._read_begun(control, is_training)
             if control is None or control.setting == self._setting:
                 return
-            # All that the processes had begun to read is read. Others take the next request.
+            # The processes have read all that they had begun. New ones take the next request.
 
     def _read_begun(self, control: ReadingControl | None, is_training: bool) -> Iterator[MicroBatch]:
         """Yield micro-batches until there is no other request, or ``control`` changes how to read."""
@@ -305,7 +305,7 @@ class _Requests(Sampler[BatchRequest]):
 
     def __init__(self) -> None:
         self.has_ended = False
-        """Whether the loader is to read no more of them."""
+        """Whether the loader should stop reading them."""
         self._next: Iterator[BatchRequest] = iter(())
 
     def begin(self, requests: Iterator[BatchRequest]) -> None:

@@ -68,7 +68,7 @@ class MicroEpochs:
         return found is not None
 
     def close(self) -> None:
-        """Leave the broker."""
+        """Disconnect from the broker."""
         if self._collection is not None:
             self._collection.close()
             self._collection = None
@@ -92,7 +92,7 @@ class MicroEpochs:
         return self._collection
 
     def _begin(self, found: MicroEpoch) -> None:
-        """In the first worker, tell of a micro-epoch, and collect the next one."""
+        """In the first worker, log a micro-epoch, and start to collect the next one."""
         print(
             f"micro-epoch {found.number}: {found.rows:,} samples to train on, from offset {_places(found.start)} to "
             f"{_places(found.stop)}",
@@ -100,7 +100,7 @@ class MicroEpochs:
         )
         best_effort(partial(self._report, found), "the report cannot tell of the last messages")
         config = self.recipe.train
-        # Checkpoints go back a few epochs. What is older could be read again, by its offsets.
+        # Checkpoints go back a few epochs. Older messages could be read again, by their offsets.
         self._store.delete(found.number - config.checkpoint.num_to_keep - _SPARE)
         if found.number < config.epochs and self._store.find(found.number + 1, found.stop) is None:
             self._collect(found.number + 1, found.stop)
@@ -108,11 +108,11 @@ class MicroEpochs:
     def _tell_end(self, left: int) -> None:
         stream = self.recipe.data.stream
         assert stream is not None
-        rest = f"; {left:,} messages that give no whole batch are not trained on" if left else ""
+        rest = f"; {left:,} messages do not fill a batch, and are not trained on" if left else ""
         print(f"the stream has had no message for {stream.idle_seconds:g} s, so training ends{rest}", flush=True)
 
     def _report(self, written: MicroEpoch) -> None:
-        """Let the run's page tell of all messages so far."""
+        """Report all messages so far on the run's page."""
         held_out = len(self.data.validation)
         rows = {TRAIN: written.report.kept - held_out, VALIDATION: held_out}
         DataReport(source=self.recipe.data.source, cleaning=written.report, rows=rows).save(self.run_folder)

@@ -1,7 +1,7 @@
 """Several sources in shards: each global batch has the same number of samples of each source.
 
-Each source has canonical streams of its own, over its own epochs. So its rows come equally often. A batch is made of
-the next batch of each source, of which a rank takes every n-th sample. Ranks therefore read the shards of all streams.
+Each source has canonical streams of its own, over its own epochs. So its rows come equally often. A batch consists of
+the next batch of each source, and a rank takes every n-th sample. Ranks therefore read the shards of all streams.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class SourceShards:
 
     samples: ShardedSamples
     shards: Sequence[int]
-    """Their places among all shards."""
+    """Their indices among all shards."""
     shard_rows: list[int] = field(init=False)
     """Number of rows of each shard."""
     first_rows: NDArray[np.int64] = field(init=False)
@@ -44,7 +44,7 @@ class SourceShards:
 
     @property
     def window_rows(self) -> int:
-        """The part of the window that the source is of all rows."""
+        """This source's part of the window, by its share of all rows."""
         return max(1, self.samples.window_rows * len(self) // max(1, len(self.samples)))
 
     @property

@@ -1,6 +1,6 @@
 """``train.loader.num_workers: auto``: processes that read ahead, until training hardly waits for data.
 
-What keeps a worker waiting is told apart by the time that reading takes: on a core, ready but without one, or waiting
+The time that reading takes shows what keeps a worker waiting: it is spent on a core, ready but without one, or waiting
 for a disk or the network.
 """
 
@@ -19,16 +19,16 @@ MAX_STALL = 0.02
 """Share of the time that training may wait for data."""
 _MAX_PROCESSES, _MAX_PREFETCH = 32, 16
 _WINDOW_S, _WINDOW_BATCHES = 1.0, 8
-"""How much is looked at before a decision: so long, and at least so many micro-batches."""
+"""The minimum seconds and micro-batches between decisions."""
 _MIN_CORES = 0.5
 """Cores for reading where training uses all: processes that wait for the network need few."""
 _MARGIN = 1.2
 _IDLE = 0.7
-"""Share of the processes up to which those that are busy suffice: then only single micro-batches are late."""
+"""Share of busy processes up to which there are enough: then only single micro-batches are late."""
 _MIN_GAIN, _MAX_USELESS = 1.05, 2
-"""A change that gains less is useless. After several of them in a row nothing is changed any more."""
+"""A change that gains less is useless. After this many in a row, the settings stay."""
 _PROCESS_BYTES = 64 * 2**20
-"""Memory of a process before one was measured, beside its micro-batches."""
+"""Assumed memory of a process without its micro-batches, until one is measured."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ReadingControl:
     setting: ReadAhead
     """How to read from now on."""
     limit: Literal["cores", "memory"] | None = None
-    """What does not allow more processes, if anything."""
+    """What prevents more processes, if anything."""
     _window: _Window = field(default_factory=_Window)
     _rate: float = 0.0
     """Micro-batches a second in the last window after which the setting was changed."""

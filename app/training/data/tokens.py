@@ -22,7 +22,7 @@ from app.training.data.batches import PAIRED, DataRank, Indices, partners_of, sh
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 _WINDOWS, _ROWS = range(2)
-"""What is shuffled. Each has random numbers of its own."""
+"""The kinds of shuffles. Each has its own random numbers."""
 
 
 def token_order_of(config: TrainConfig, data: PreparedData) -> "TokenOrder":
@@ -71,7 +71,7 @@ class TokenOrder:
     lengths: NDArray[np.int32]
     """Tokens of each sample with its padding, of shape (samples,)."""
     budget: int
-    """Tokens of a batch at most, with padding."""
+    """Maximum tokens of a batch, with padding."""
     seed: int
     shard_rows: Sequence[int]
     """Samples of each shard. In memory there is one."""
@@ -148,7 +148,7 @@ class TokenOrder:
             windows = np.array_split(shards, max(1, len(shards) // self.shards_per_window))
             sizes = [batch_sizes(self._counts[window].sum(axis=0), self._classes, self.budget) for window in windows]
             starts = np.concatenate([[0], np.cumsum([len(part) for part in sizes])])
-            # The one under way and the next, whose first shards are fetched ahead.
+            # Keep the current epoch and the next, whose first shards are fetched ahead.
             self._epochs = {**_last(self._epochs), epoch: _Epoch(windows, sizes, starts)}
         return self._epochs[epoch]
 
@@ -183,7 +183,7 @@ def _last(kept: dict[Key, Value]) -> dict[Key, Value]:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """What is known of an epoch before its samples are shuffled."""
+    """The layout of an epoch, which is known before its samples are shuffled."""
 
     windows: list[Indices]
     """The shards of each window."""

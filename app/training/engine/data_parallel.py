@@ -111,9 +111,9 @@ def _start_gradients_in_float32(engine: Any) -> None:
 
 
 def _fill_gradients(model: nn.Module) -> None:
-    """Give parameters that no sample of a step reaches gradients of zeros, as ZeRO does.
+    """Give zero gradients to parameters that no sample of a step reaches, as ZeRO does.
 
-    Without a gradient torch's optimizers would leave out the momentum and the weight decay of that step. DeepSpeed adds
+    Without a gradient, torch's optimizers would skip the momentum and the weight decay of that step. DeepSpeed adds
     the zeros on several ranks only.
     """
     for parameter in model.parameters():

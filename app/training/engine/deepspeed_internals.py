@@ -144,7 +144,7 @@ def restore_linear() -> None:
     nn.functional.linear = getattr(Replaced, "linear_bk", nn.functional.linear)
 
 
-# After weights, state and counters were written. DeepSpeed does these only in its own ``load_checkpoint``.
+# Steps after weights, state and counters were written. DeepSpeed takes them only in its own ``load_checkpoint``.
 
 
 @torch.no_grad()
