@@ -20,7 +20,7 @@ from app.errors import StorageError
 from app.storage import is_local, to_path, write_atomically
 
 INPUT, TOKENS = "input", "tokens"
-"""Columns of shards: of labelled examples the first, beside ``CLASS``; of language modelling the last."""
+"""Columns of shards: ``INPUT`` for labelled examples, beside ``CLASS``; ``TOKENS`` for language modelling."""
 Item = TypeVar("Item")
 
 

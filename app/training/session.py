@@ -228,7 +228,7 @@ def _order_of(recipe: Recipe, data: PreparedData, run_folder: UPath, activity: A
     if recipe.train.curriculum:
         from app.training.difficulty import recorded_difficulty  # other runs do not need it
 
-        activity.begin("finding out which samples are hard")
+        activity.begin("measuring how hard samples are")
         difficulty = on_first(partial(recorded_difficulty, recipe, data, run_folder, activity.report_progress))
     if recipe.data.sources:
         from app.training.data.mixture import Mixture

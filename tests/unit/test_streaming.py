@@ -70,7 +70,8 @@ def test_messages_of_other_subjects_may_be_deleted(server: NatsServer, capfd: py
     server.purge(until=10, stream="Q")
     assert numbers(f"{server.url}/Q?subject=q.b", {0: 5}, 3) == [11, 12, 13]
     assert (
-        "deleted what is before 10, and training goes on at 5: messages of subject q.b may be" in capfd.readouterr().err
+        "deleted what is before 10, and training continues at 5: messages of subject q.b may be"
+        in capfd.readouterr().err
     )
 
 

@@ -120,8 +120,8 @@ class JetStreamReader:
         if self._address.subject is not None and start < oldest:
             # Those that are gone may all be of other subjects.
             warn(
-                f"data.source {self._source!r}: the server has deleted what is before {oldest:,}, and training goes on "
-                f"at {start:,}: messages of subject {self._address.subject} may be lost to this run"
+                f"data.source {self._source!r}: the server has deleted what is before {oldest:,}, and training "
+                f"continues at {start:,}: messages of subject {self._address.subject} may be lost to this run"
             )
             oldest = start
         require_retained(self._source, 0, start, oldest, end)
