@@ -135,7 +135,7 @@ def test_images_at_another_depth_are_refused(tmp_path: Path, odd: str, shards: s
 def test_keys_of_texts_are_refused_for_images(tmp_path: Path, key: str) -> None:
     images_in(tmp_path, "dark/1.png", "light/2.png")
     keys = [f"data.source={tmp_path}", "data.shards={size: 5KB, window: 20KB}", f"data.clean={{{key}}}"]
-    with pytest.raises(RecipeError, match=rf"data\.clean\.{key.partition(':')[0]} is .* only texts"):
+    with pytest.raises(RecipeError, match=rf"data\.clean\.{key.partition(':')[0]} is .*, and applies to texts only"):
         prepare(load_recipe("recipes/digits.yaml", keys))
 
 
