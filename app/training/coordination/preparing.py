@@ -45,12 +45,12 @@ def wait_for_first(worker: Worker) -> None:
     """
     store = _store(worker)
     assert store is not None
-    beats, heard = -1, time.monotonic()
+    beats, last_beat_at = -1, time.monotonic()
     try:
         while not store.check([_ENDED]):
             if (now := store.add(_BEATS, 0)) != beats:
-                beats, heard = now, time.monotonic()
-            elif time.monotonic() - heard > _MAX_SILENCE_S:
+                beats, last_beat_at = now, time.monotonic()
+            elif time.monotonic() - last_beat_at > _MAX_SILENCE_S:
                 raise TrainingError(
                     f"rank 0 sent no heartbeat for {_MAX_SILENCE_S:.0f} s while it prepared the data: it has ended, "
                     "or its node is gone; see its log, and start the run again"
