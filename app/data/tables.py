@@ -24,7 +24,8 @@ _READERS_AT_ONCE = 16
 _READERS: dict[str, Callable[..., pd.DataFrame]] = {
     ".csv": partial(pd.read_csv, dtype=str, keep_default_na=False),
     ".jsonl": partial(pd.read_json, lines=True, dtype=False),
-    ".parquet": pd.read_parquet,
+    # By default, an empty cell would turn a column of whole numbers into decimals, and the label 1 into 1.0.
+    ".parquet": partial(pd.read_parquet, dtype_backend="numpy_nullable"),
     ".arrow": pd.read_feather,
     ".feather": pd.read_feather,
 }

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from sklearn.metrics import f1_score, mean_absolute_error, r2_score, root_mean_squared_error
@@ -14,6 +16,7 @@ from upath import UPath
 from app.compile.export import export_onnx
 from app.config import ColumnsConfig, DataConfig, Recipe
 from app.data.labelled import LabelledData
+from app.data.tables import read_table
 from app.data.tabular import TabularProcessor
 from app.data.targets import LabelSets, Numbers, Scale
 from app.engines.onnxruntime import open_oracle
@@ -177,3 +180,8 @@ def test_a_table_with_or_without_numbers_is_exported(rows: list[dict[str, Any]],
     with torch.no_grad():
         expected = model(**{name: torch.from_numpy(array) for name, array in three.items()})
     np.testing.assert_allclose(outputs, expected.numpy(), atol=1e-6)
+
+
+def test_an_empty_cell_leaves_the_other_labels_of_a_parquet_file_as_they_are(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"label": [1, None, 2]}), tmp_path / "rows.parquet")
+    assert read_table(UPath(tmp_path / "rows.parquet"), {"label": "label"}) == [["1", "", "2"]]
