@@ -1,7 +1,8 @@
-"""Classification: each text, image or input of one's own has one of several labels."""
+"""Classification: each text, image, record or input of one's own has one of several labels."""
 
 from app.data.images import ImageProcessor
 from app.data.processor import Processor
+from app.data.records import RecordProcessor
 from app.data.tabular import TabularProcessor
 from app.data.targets import Classes
 from app.data.text import TextProcessor
@@ -33,6 +34,12 @@ class ImageClassification(Classification):
     """Images, each with one label."""
 
     processor = ImageProcessor
+
+
+class MultimodalClassification(Classification):
+    """Records of several fields, such as a text with a picture, each with one label."""
+
+    processor = RecordProcessor
 
 
 def classify(processor: type[Processor]) -> type[Classification]:

@@ -1,7 +1,8 @@
-"""Multi-label: each text or row of a table has any number of labels."""
+"""Multi-label: each text, row of a table or record has any number of labels."""
 
 from typing import TYPE_CHECKING
 
+from app.data.records import RecordProcessor
 from app.data.tabular import TabularProcessor
 from app.data.targets import LabelSets
 from app.data.text import TextProcessor
@@ -61,3 +62,9 @@ class TabularMultiLabel(MultiLabel):
     """Rows of a table, each with any number of labels."""
 
     processor = TabularProcessor
+
+
+class MultimodalMultiLabel(MultiLabel):
+    """Records of several fields, each with any number of labels."""
+
+    processor = RecordProcessor

@@ -13,12 +13,18 @@ from app.data.targets import Classes
 from app.errors import RecipeError
 from app.import_string import import_attribute
 from app.tasks.base import ServedTask, Task
-from app.tasks.classification import ImageClassification, TabularClassification, TextClassification, classify
+from app.tasks.classification import (
+    ImageClassification,
+    MultimodalClassification,
+    TabularClassification,
+    TextClassification,
+    classify,
+)
 from app.tasks.embedding import SentenceEmbedding
 from app.tasks.language import Chat, LanguageModeling
 from app.tasks.metrics import Metric, TorchMetric
-from app.tasks.multilabel import TabularMultiLabel, TextMultiLabel
-from app.tasks.regression import TabularRegression, TextRegression
+from app.tasks.multilabel import MultimodalMultiLabel, TabularMultiLabel, TextMultiLabel
+from app.tasks.regression import MultimodalRegression, TabularRegression, TextRegression
 from app.tasks.tagging import TokenClassification
 
 if TYPE_CHECKING:
@@ -36,16 +42,10 @@ TASKS: dict[str, type[Task]] = {
     CHAT: Chat,
     SENTENCE_EMBEDDING: SentenceEmbedding,
     TOKEN_CLASSIFICATION: TokenClassification,
+    "multimodal-classification": MultimodalClassification,
+    "multimodal-regression": MultimodalRegression,
+    "multimodal-multilabel": MultimodalMultiLabel,
 }
-IMPORTED_TASKS = {
-    f"multimodal-{kind}": f"app.tasks.multimodal:Multimodal{name}"
-    for kind, name in (
-        ("classification", "Classification"),
-        ("regression", "Regression"),
-        ("multilabel", "MultiLabel"),
-    )
-}
-"""Built-in tasks by their import strings, because other runs do not need their modules."""
 
 
 @cache
@@ -60,9 +60,9 @@ def find_task(name: str) -> Task:
     if name == TENSORS:
         raise RecipeError(
             f"task {name} is that of imported models, which take tensors as they are: only 'rayloom models import' "
-            f"publishes one; expected {', '.join([*TASKS, *IMPORTED_TASKS])}, or the import string of a task"
+            f"publishes one; expected {', '.join(TASKS)}, or the import string of a task"
         )
-    found = TASKS.get(name) or import_attribute(IMPORTED_TASKS.get(name, name))
+    found = TASKS.get(name) or import_attribute(name)
     if isinstance(found, type) and not issubclass(found, Task) and callable(getattr(found, "fit", None)):
         found = classify(cast(type[Processor], found))
     if not (isinstance(found, type) and issubclass(found, Task)):
@@ -94,7 +94,7 @@ def find_served_task(name: str) -> ServedTask:
     """Return a task whose models can be compiled and served. Raises RecipeError if it has none, or as ``find_task``."""
     task = find_task(name)
     if not isinstance(task, ServedTask):
-        served = [known for known, kind in TASKS.items() if issubclass(kind, ServedTask)] + [*IMPORTED_TASKS]
+        served = [known for known, kind in TASKS.items() if issubclass(kind, ServedTask)]
         raise RecipeError(
             f"task {name} cannot be compiled or served: expected {', '.join(served)}, or the import string of a "
             "app.tasks.ServedTask"

@@ -1,9 +1,10 @@
-"""Regression: each text or row of a table has a number."""
+"""Regression: each text, row of a table or record has a number."""
 
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from app.data.records import RecordProcessor
 from app.data.tabular import TabularProcessor
 from app.data.targets import Numbers, Outputs
 from app.data.text import TextProcessor
@@ -94,3 +95,9 @@ class TabularRegression(Regression):
     """Rows of a table, each with a number."""
 
     processor = TabularProcessor
+
+
+class MultimodalRegression(Regression):
+    """Records of several fields, each with a number."""
+
+    processor = RecordProcessor

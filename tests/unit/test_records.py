@@ -388,7 +388,7 @@ def test_keys_that_do_not_fit_are_refused(table: Path, keys: dict[str, Any], wor
 @pytest.mark.parametrize("key", ["data.sampling", "train.curriculum", "data.sources"])
 def test_an_order_that_groups_do_not_keep_is_refused(table: Path, tmp_path: Path, key: str) -> None:
     tree = recipe_of(table).model_dump(exclude_defaults=True)
-    tree |= {"task": "app.tasks.multimodal:MultimodalClassification", "storage": str(tmp_path / "storage")}
+    tree |= {"task": "app.tasks.classification:MultimodalClassification", "storage": str(tmp_path / "storage")}
     if key == "data.sources":
         more = table.with_name("more.csv")
         more.write_text(table.read_text(encoding="utf-8").replace("a ", "the "), encoding="utf-8")
@@ -398,7 +398,7 @@ def test_an_order_that_groups_do_not_keep_is_refused(table: Path, tmp_path: Path
         tree["data"]["sampling"] = "balanced"
     else:
         tree["train"]["curriculum"] = {"by": "length"}
-    with pytest.raises(RecipeError, match=f"{key} orders all samples together, and a batch of task app.tasks.multi"):
+    with pytest.raises(RecipeError, match=f"{key} orders all samples together, and a batch of task app.tasks.class"):
         prepare_run(Run.start("train", Recipe.model_validate(tree)))
 
 
