@@ -207,6 +207,22 @@ def test_a_change_after_the_last_batch_of_an_epoch_is_made_before_the_next_one(m
     assert os.getpid() not in readers[1]
 
 
+def test_the_data_of_a_further_micro_epoch_are_read_with_what_was_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Resources, "of_machine", lambda _: control(cores=4.0).resources)
+    monkeypatch.setattr(reading_module, "_WINDOW_S", 0.0)
+    recipe = load_recipe(ROOT / "recipes/digits.yaml", [AUTO, "train.global_batch_size=2"])
+    data: Any = SlowData()
+    with closing(opened(recipe, data)) as feed:
+        first = list(train_on(feed, [1]))
+        learned = feed.loader.take_reading().processes
+        assert learned > 0
+        monkeypatch.setattr(reading_module, "_WINDOW_BATCHES", 1000)
+        other: Any = SlowData(Slow([0] * 20))
+        feed.read_from(other)
+        assert len(first) == 2 * len(list(train_on(feed, [2])))
+        assert feed.loader.take_reading().processes >= learned
+
+
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
 def test_a_slow_network_is_named(storage: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [f"storage={storage}", "data.shards={size: 10KB, window: 10KB}", "train.global_batch_size=16", AUTO]

@@ -2,7 +2,6 @@
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -22,7 +21,7 @@ from app.telemetry.record import NO_TIME, ReadAhead, ReadingRecord, ReadTime, So
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
 from app.training.data.batches import DataRank, Indices, SampleOrder, groups_of, order_of, shards_of, validation_batches
-from app.training.data.reading import ReadingControl, Resources
+from app.training.data.reading import ReadingControl
 from app.training.data.streams import sharded_validation_batches
 from app.training.worker import Worker, seed_random
 
@@ -100,9 +99,8 @@ class Feed:
 
     def read_from(self, data: PreparedData) -> None:
         """Read other data from now on, in the same kind of order."""
-        self.close()
         self.data, self.order = data, order_of(self.config, data)
-        self.loader = Loader(self.data, self.config, self.worker, self.activity)
+        self.loader.read_from(data)
 
     def train(self, epoch: int, batch_numbers: Sequence[int]) -> Iterator[MicroBatch]:
         """Yield the micro-batches of these global batches of ``epoch``, in order."""
@@ -149,7 +147,6 @@ class Feed:
     def close(self) -> None:
         """End the loader's processes, and drop downloads of shards that have not begun."""
         self.loader.close()
-        self.loader.end_downloads()
 
     def _weigher(self, epoch: int) -> Callable[[Indices, int], float | None]:
         """Return a function that weighs a micro-batch of a global batch by its targets, where samples differ in them.
@@ -202,31 +199,34 @@ class Feed:
 class Loader:
     """Reads micro-batches onto the worker's device.
 
-    Its processes live as long as the run, so each gets the dataset only once, whatever the start method. Only
-    ``num_workers: auto`` starts others in their place.
+    Its processes live as long as the data, so each gets the dataset only once, whatever the start method. Only
+    ``num_workers: auto`` starts others in their place. What it has learned holds for the next data, too.
     """
 
     def __init__(self, data: PreparedData, config: TrainConfig, worker: Worker, activity: Activity) -> None:
         self.last: MicroBatch | None = None
         """The micro-batch that was read last."""
         self._config, self._worker, self._activity = config, worker, activity
-        augmentation = augmentation_of(config, data) if config.augment else None
-        self._reader = _Reader(data, augmentation, config.plan.takes_partial_steps)
+        self._requests = _Requests()
+        self._loader: DataLoader[MicroBatch] | None = None
+        self._batches: Iterator[MicroBatch] = iter(())
+        self._read_splits(data)
+        processes, prefetch = config.loader.num_workers, config.loader.prefetch_factor
+        self._setting, self._read = ReadAhead(0 if processes == "auto" else processes, prefetch), NO_TIME
+        is_auto = processes == "auto"
+        self._control = ReadingControl.of_worker(worker.device, self._source, self._setting) if is_auto else None
+
+    def read_from(self, data: PreparedData) -> None:
+        """Read other data from now on, with as many processes as before."""
+        self.close()
+        self._read_splits(data)
+
+    def _read_splits(self, data: PreparedData) -> None:
+        augmentation = augmentation_of(self._config, data) if self._config.augment else None
+        self._reader = _Reader(data, augmentation, self._config.plan.takes_partial_steps)
         self._shards = [shards for split in (data.train, data.validation) if (shards := shards_of(split))]
         sources: list[Source] = ["disk" if shards.is_local else "network" for shards in self._shards]
         self._source: Source = sources[0] if sources else "memory"
-        self._requests = _Requests()
-        self._batches: Iterator[MicroBatch] = iter(())
-        self._control: ReadingControl | None = None
-        processes, prefetch = config.loader.num_workers, config.loader.prefetch_factor
-        if processes == "auto":
-            processes = 0
-            # torch advises against more processes than cores, whatever they wait for.
-            warnings.filterwarnings("ignore", "This DataLoader will create")
-            resources = Resources.of_machine(worker.device)
-            self._control = ReadingControl(resources, self._source, ReadAhead(processes, prefetch))
-        self._setting, self._read = ReadAhead(processes, prefetch), NO_TIME
-        self._loader: DataLoader[MicroBatch] | None = self._open()
 
     def _open(self) -> DataLoader[MicroBatch]:
         processes, prefetch = self._setting
@@ -251,10 +251,8 @@ class Loader:
             if self._control and self._control.setting != self._setting:
                 self._setting = self._control.setting
                 self.close()
-                # A process that is forked while a thread downloads would hold the lock of that shard for good.
-                self.end_downloads()
+            if self._loader is None:
                 self._loader = self._open()
-            assert self._loader is not None
             self._requests.begin(remaining)
             self._batches = iter(self._loader)
             yield from self._read_begun(control, is_training)
@@ -291,11 +289,10 @@ class Loader:
         return ReadingRecord(processes=self._setting.processes, **read._asdict(), source=self._source, limit=limit)
 
     def close(self) -> None:
-        """End the processes. torch ends them when the last reference is dropped."""
+        """End the processes, and drop downloads of shards that have not begun."""
+        # torch ends them when the last reference is dropped.
         self._loader, self._batches = None, iter(())
-
-    def end_downloads(self) -> None:
-        """Wait for downloads of shards, and drop those that have not begun."""
+        # A process that is forked while a thread downloads would hold the lock of that shard for good.
         for shards in self._shards:
             shards.close()
 

@@ -6,9 +6,10 @@ for a disk or the network.
 
 import math
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 import psutil
 import torch
@@ -104,6 +105,13 @@ class ReadingControl:
     """Micro-batches a second in the last window after which the setting was changed."""
     _num_useless: int = 0
     _has_told: bool = False
+
+    @classmethod
+    def of_worker(cls, device: torch.device, source: Source, setting: ReadAhead) -> Self:
+        """Return the control of a worker that begins with ``setting``."""
+        # torch advises against more processes than cores, whatever they wait for.
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        return cls(Resources.of_machine(device), source, setting)
 
     def observe(self, waited_s: float, elapsed_s: float, read: ReadTime, num_bytes: int) -> str | None:
         """Count a micro-batch of training. Return a line for the log if the setting changes or cannot suffice.
