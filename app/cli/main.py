@@ -33,7 +33,12 @@ from app.serving.protocol.natural import Prediction, PredictRequest
 from app.storage import absolute_location, to_path
 from app.training.stop_request import StopRequest, request_stop
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Rayloom.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train, compile and serve models on a Ray cluster.",
+)
 recipes = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(recipes, name="recipe")
 app.add_typer(models, name="models")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto as Type
@@ -48,6 +49,15 @@ def text_file(folder: Path) -> Path:
     return folder / "model.onnx"
 
 
+def of_a_later_format(folder: Path) -> Path:
+    """A model of a format that ONNX Runtime does not read yet."""
+    path = dense(folder / "later.onnx")
+    model = onnx.load(path)
+    model.ir_version = 99
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
 REFUSED: list[tuple[Callable[[Path], Path], str]] = [
     (lambda folder: dense(folder / "m.onnx", operator="Frob"), "operator 'Frob' at node 'last', which is unknown"),
     (lambda folder: dense(folder / "m.onnx", None), "'pixels' has a rank that varies: export it with a fixed rank"),
@@ -73,6 +83,7 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
         lambda folder: triton_model(folder / "m", TRITON + 'default_model_filename: "other.onnx"'),
         "are model.onnx: expected one, VERSION/other.onnx",
     ),
+    (of_a_later_format, "ONNX Runtime cannot load '[^']*/later.onnx': .*IR version"),
     (text_file, "is not an ONNX file"),
     (
         lambda folder: lengthwise(folder / "m.onnx", "Softmax", axis=0),

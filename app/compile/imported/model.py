@@ -9,7 +9,7 @@ from app.compile.imported.onnx_file import external_files, read_onnx, values_bel
 from app.data.processor import Processor
 from app.engines.base import Engine, EngineSettings, Signature
 from app.engines.onnxruntime import OnnxRuntimeEngine, open_oracle
-from app.errors import CompileError
+from app.errors import CompileError, EngineError
 from app.repository.manifest import ImportedFrom
 
 OpenReference = Callable[[int], Engine]
@@ -85,7 +85,10 @@ def import_onnx(
     model = read_onnx(path)
     target = folder / "imported.onnx"
     write_one_file(path, target)
-    engine = open_oracle(target, 1)
+    try:
+        engine = open_oracle(target, 1)
+    except EngineError as error:
+        raise EngineError(str(error).replace(str(target), str(path))) from error  # the file that the user knows
     named, limits = with_sizes(engine.signature, model, path), values_below(model)
     engine.close()
     inputs = (
