@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import tarfile
 import threading
@@ -22,13 +23,14 @@ from app.data.preparation import prepare as preparing
 from app.data.preparation.formats import read_unit
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.rows import Columns
-from app.data.preparation.units import cut_units, list_files
+from app.data.preparation.units import Unit, cut_units, list_files
+from app.data.preparation.work import UnitWork
 from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
 from app.data.shards import ShardIndex, ShardWriter
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError, RecipeError
 from app.heartbeat import HEARTBEAT_FILE
-from app.storage import open_storage, to_path
+from app.storage import open_storage, to_path, write_atomically
 from app.tasks import load_prepared, load_with_test, prepare, prepare_shards
 from tests.preparing import ROWS, WORDS, language_recipe, prepared, recipe_of, rows_in, text, write_table
 
@@ -312,6 +314,19 @@ def test_another_tokenizer_at_the_same_place_makes_other_shards(tmp_path: Path) 
         assert data.tokenizer.facts["vocab_size"] == size
         places.append(data.reference.location)
     assert places[0] != places[1]
+    moved = model.model_copy(update={"pretrained": shutil.move(tmp_path / "model", tmp_path / "moved")})
+    again = prepare_shards(recipe.model_copy(update={"model": moved}), map)
+    assert isinstance(again, ShardedLanguageData)
+    assert again.reference.location == places[1]  # the tokenizer counts, and its place does not
+
+
+def test_units_beyond_five_digits_are_found_again(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    units = tuple(Unit(number, ()) for number in range(100_011))
+    work = UnitWork(str(tmp_path), recipe.data, units, "text", is_language_model=False, sample_fraction=1.0)
+    for number in (7, 10_000, 100_010):
+        write_atomically(work.facts_file(number), b"{}")
+    assert work.finished("facts-") == {7, 10_000, 100_010}
 
 
 def test_a_driver_that_lists_no_versions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,44 +1,36 @@
 """Preparation from the source to an index of shards. It goes on where an earlier one was interrupted."""
 
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from upath import UPath
 
-from app.checksums import checksum_lines, sha256_of
 from app.config import Recipe
-from app.data.examples import MAX_EXAMPLES, REASONS, CleaningReport, Input, Modality, Reason
-from app.data.preparation.near_duplicates import NearDuplicates
+from app.data.examples import MAX_EXAMPLES, CleaningReport, Input, Modality, Reason
+from app.data.preparation.decision import decide
+from app.data.preparation.fingerprint import fingerprint_of, settings_of
 from app.data.preparation.progress import UnitProgress
-from app.data.preparation.rows import merge_types
-from app.data.preparation.stratify import stratify
 from app.data.preparation.survey import KEPT, SPLITS, Sample
-from app.data.preparation.surveys import Surveys, resolve
 from app.data.preparation.units import (
     TABLE_KINDS,
     SourceFile,
     Unit,
     cut_sources,
-    fingerprint_of,
     list_files,
     list_unread,
 )
 from app.data.preparation.work import UnitResult, UnitWork
 from app.data.preparation.writers import block_schema, labelled_schema
-from app.data.shards import FORMAT, Shard, ShardIndex
+from app.data.shards import Shard, ShardIndex
 from app.data.targets import save_labels
-from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer, read_tokenizer
+from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError, RecipeError
 from app.heartbeat import wait_for_lock
-from app.pretrained import PretrainedFolder, open_pretrained
-from app.storage import list_names, write_atomically
+from app.pretrained import open_pretrained
 
 SHARDS = "data"
 """Folder of storage that has the shards of each source and way to prepare it."""
@@ -47,8 +39,6 @@ SAMPLE_FILE = "sample.arrow"
 SAMPLE_BYTES = 16_000_000
 """Bytes of texts, about, of which a tokenizer is learned."""
 _UNIT_SHARDS = 8
-_UNREAD = {"shards", "buckets", "image", "tokenizer", "block_length", "chat", "sampling"}
-"""Keys that the shards of labelled examples do not depend on: processors read them."""
 
 RunUnits = Callable[[Callable[[int], int], Sequence[int]], Iterable[int]]
 """Calls a function with the number of each unit, and yields each number when that unit is done."""
@@ -74,7 +64,7 @@ class Preparer:
         sources = self._sources()
         files = [file for found in sources for file in found]
         self._require_keys(files)
-        settings = self._settings()
+        settings = settings_of(self.recipe, self.modality)
         fingerprint = fingerprint_of(files, settings)
         folder = self.storage / SHARDS / fingerprint[:16]
         if ShardIndex.find(folder) is not None:
@@ -113,7 +103,7 @@ class Preparer:
         fraction = min(1.0, SAMPLE_BYTES / max(1, sum(unit.bytes for unit in units)))
         work = UnitWork(str(folder), config, tuple(units), *kind, fraction)
         self._run("reading", work, work.survey, "facts-")
-        report, labels = self._decide(work)
+        report, labels = decide(work)
         self._save_codec(work, labels)
         self._run("writing shards", work, work.write, "unit-")
         self._require_unchanged(sources, folder)
@@ -135,123 +125,13 @@ class Preparer:
                 f"as {changed[0]!r}): prepare the data again"
             )
 
-    def _settings(self) -> dict[str, Any]:
-        """Return everything but the source that the shards depend on."""
-        config, is_language_model = self.recipe.data, self.recipe.is_language_model
-        assert config.shards is not None
-        unread = {"shards", "buckets", "image", "chat", "sampling"} if is_language_model else _UNREAD
-        # The mix of sources does not change the shards.
-        read = config.model_dump(mode="json", exclude=unread | {"sources", "temperature"})
-        if config.sources:
-            read["sources"] = [one.model_dump(mode="json", include={"source", "columns"}) for one in config.sources]
-        pretrained = self.recipe.model.pretrained if is_language_model else None
-        if pretrained is not None:
-            # Its place alone would not tell another tokenizer at the same place.
-            read["tokenizer_sha256"] = _tokenizer_sha256(open_pretrained(str(self.recipe.model.source)))
-        kind = "language-modeling" if is_language_model else self.modality
-        return {"format": FORMAT, "kind": kind, "pretrained": pretrained, "size": config.shards.size, **read}
-
     def _run(self, what: str, work: UnitWork, function: Callable[[int], int], prefix: str) -> None:
         """Work on the units that have no file of this prefix yet."""
-        done = {int(name.removeprefix(prefix)[:5]) for name in list_names(work.work) if name.startswith(prefix)}
+        done = work.finished(prefix)
         left = [unit.number for unit in work.units if unit.number not in done]
         progress = UnitProgress(what, [unit.bytes for unit in work.units], done, time.monotonic)
         for number in self.run_units(function, left):
             progress.add(number)
-
-    def _decide(self, work: UnitWork) -> tuple[CleaningReport, list[str]]:
-        """Decide which rows are kept, and return how many were dropped, and the labels of those kept."""
-        facts = [work.facts(unit.number) for unit in work.units]
-        merge_types(unit.types for unit in facts)
-        surveys = Surveys(
-            paths=[work.survey_file(unit.number) for unit in work.units],
-            label_names=[unit.label_names for unit in facts],
-            starts=np.cumsum([0, *(unit.rows for unit in facts)]),
-        )
-        config, total = self.recipe.data, int(surveys.starts[-1])
-        assert config.shards is not None
-        if not total:
-            raise DataError(f"data.source {config.source!r} has no rows: give a source that has some")
-        with tempfile.TemporaryFile(prefix="rayloom-codes-") as file:
-            # A byte for each row of the source: on a disk, since there may be very many.
-            file.truncate(total)
-            codes = np.memmap(file, np.uint8, "r+", shape=(total,))
-            for start, survey in surveys:
-                codes[start : start + len(survey.codes)] = survey.codes
-            resolve(surveys, config.clean, codes, config.shards.memory)
-            if threshold := config.clean.near_duplicates:
-                files = [work.signature_files(unit.number) for unit in work.units]
-                NearDuplicates(files, surveys.starts, threshold, config.shards.memory).drop(codes)
-            return self._count(work, surveys, codes, next((unit.unreadable for unit in facts if unit.unreadable), ""))
-
-    def _count(
-        self, work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8], unreadable: str
-    ) -> tuple[CleaningReport, list[str]]:
-        """Save the decision for each unit, and check that there is enough in each split.
-
-        ``unreadable`` is the first row that is not a text or picture, if there is any.
-        """
-        kept = np.zeros((len(surveys.labels) + 1, len(SPLITS)), np.int64)
-        dropped: Counter[Reason] = Counter()
-        for first, survey in surveys:
-            part = codes[first : first + len(survey.codes)]
-            chosen = part == KEPT
-            np.add.at(kept, (survey.labels[chosen], survey.splits[chosen]), 1)
-            for code, count in zip(*np.unique(part[~chosen], return_counts=True), strict=True):
-                dropped[REASONS[code - 1]] += int(count)
-        moves = stratify(surveys, codes, kept[:-1], self._fractions > 0.0) if self.recipe.data.stratify else {}
-        moved = np.array(sorted(moves.items()), np.int64).reshape(-1, 2)
-        for unit, start, stop in zip(work.units, surveys.starts[:-1], surveys.starts[1:], strict=True):
-            write_atomically(work.codes_file(unit.number), codes[start:stop].tobytes())
-            mine = moved[(moved[:, 0] >= start) & (moved[:, 0] < stop)] - [start, 0]
-            write_atomically(work.moves_file(unit.number), np.ascontiguousarray(mine.T).tobytes())
-        what = "documents" if self.recipe.is_language_model else "examples"
-        report = CleaningReport(what=what, given=len(codes), kept=int(kept.sum()), dropped=dropped)
-        self._require_readable(report, unreadable)
-        self._require_splits(kept.sum(axis=0), str(report))
-        if self.recipe.is_language_model:
-            return report, []
-        self._require_classes(surveys.labels, kept)
-        return report, [label for label, row in zip(surveys.labels, kept, strict=False) if row.sum()]
-
-    @property
-    def _fractions(self) -> NDArray[np.float64]:
-        """The recipe's fraction of each split; 1 for training, which gets the rest."""
-        config = self.recipe.data
-        return np.array([1.0, config.validation_fraction, config.test_fraction or 0.0])
-
-    def _require_readable(self, report: CleaningReport, first: str) -> None:
-        limit = self.recipe.data.clean.max_unreadable
-        unreadable: dict[Reason, str] = {
-            "unreadable": "pictures that cannot be decoded",
-            "not_text": "texts not in UTF-8",
-        }
-        for reason, what in unreadable.items():
-            if (count := report.dropped.get(reason, 0)) > limit * report.given:
-                raise DataError(
-                    f"data.source {self.recipe.data.source!r} has {count:,} {what} among {report.given:,} rows, more "
-                    f"than {limit:.0%}, such as {first!r}: repair or remove them, or raise data.clean.max_unreadable"
-                )
-
-    def _require_splits(self, sizes: NDArray[np.int64], report: str) -> None:
-        config = self.recipe.data
-        for split, size, fraction in zip(SPLITS, sizes.tolist(), self._fractions.tolist(), strict=True):
-            if fraction and not size:
-                raise DataError(
-                    f"data.source {config.source!r} leaves the {split} split empty ({report}); rows are split by the "
-                    f"hash of {config.group_column or 'their content'}: give more data or other fractions"
-                )
-
-    def _require_classes(self, labels: list[str], kept: NDArray[np.int64]) -> None:
-        source = f"data.source {self.recipe.data.source!r}"
-        found = [label for label, row in zip(labels, kept, strict=False) if row.sum()]
-        if len(found) < 2:
-            raise DataError(f"{source} has the classes {found} after cleaning: expected two or more")
-        for label, (train, *others) in zip(labels, kept.tolist(), strict=False):
-            if not train and sum(others):
-                raise DataError(
-                    f"{source} has no training example of {label!r}: its {sum(others)} are in other splits; give more"
-                )
 
     def _save_codec(self, work: UnitWork, labels: list[str]) -> None:
         """Save what the shards are written with, and the sample that a processor is fitted on."""
@@ -337,10 +217,3 @@ def _require_memory(units: Sequence[Unit], max_bytes: int) -> None:
                 f"{piece.path!r} has record batches of about {piece.bytes:,} bytes, and data.shards.memory is "
                 f"{max_bytes:,}: write smaller batches, or write Parquet"
             )
-
-
-def _tokenizer_sha256(folder: PretrainedFolder) -> str:
-    """Return the sha256 of a pretrained tokenizer and of the files beside it."""
-    sums = {"tokenizer": sha256_of(read_tokenizer(folder).to_str().encode())}
-    sums |= {name: sha256_of(content) for name, content in folder.companions.items()}
-    return sha256_of(checksum_lines(sums))

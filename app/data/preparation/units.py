@@ -4,16 +4,14 @@ Units do not depend on who works on them. So a cluster and a single process writ
 preparation goes on with the units that are left.
 """
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from upath import UPath
 
-from app.checksums import sha256_of
 from app.config import DataConfig
 from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS
 from app.data.examples import Modality
@@ -115,12 +113,6 @@ def list_unread(config: DataConfig, modality: Modality, is_language_model: bool)
         return []
     files = list_source(source, open_source(source))
     return [str(path) for path, _ in files if _kind_of(path, modality, is_language_model) is None]
-
-
-def fingerprint_of(files: Sequence[SourceFile], settings: dict[str, Any]) -> str:
-    """Return the sha256 of a source and of the settings that shards depend on."""
-    content = json.dumps([settings, [asdict(file) for file in files]], sort_keys=True)
-    return sha256_of(content.encode())
 
 
 def cut_sources(sources: Sequence[Sequence[SourceFile]], unit_bytes: int) -> list[Unit]:

@@ -21,7 +21,7 @@ from app.data.shards import Shard
 from app.data.targets import load_labels
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
-from app.storage import stream_atomically, to_path, write_atomically
+from app.storage import list_names, stream_atomically, to_path, write_atomically
 
 _MAX_EXAMPLE = 120
 WORK = ".work"
@@ -61,6 +61,11 @@ class UnitWork:
     def work(self) -> UPath:
         """The folder of files that are needed until the preparation ends."""
         return to_path(self.folder) / WORK
+
+    def finished(self, prefix: str) -> set[int]:
+        """Return the numbers of the units that have a file of this prefix."""
+        names = [name.removeprefix(prefix) for name in list_names(self.work) if name.startswith(prefix)]
+        return {int(name.partition(".")[0]) for name in names}
 
     def survey_file(self, number: int) -> UPath:
         """The survey of a unit."""

@@ -1,0 +1,58 @@
+"""What shards depend on: the files of the source, and the keys of the recipe that are read to make them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from app.checksums import checksum_lines, sha256_of
+from app.config import ColumnsConfig, DataConfig, Recipe
+from app.data.examples import Modality
+from app.data.preparation.units import SourceFile
+from app.data.shards import FORMAT
+from app.data.tokenizer import read_tokenizer
+from app.pretrained import PretrainedFolder, open_pretrained
+
+_READ = {"source", "seed", "validation_fraction", "test_fraction", "group_column", "stratify", "clean"}
+"""Keys of ``data`` that every preparation reads, beside columns."""
+
+
+def settings_of(recipe: Recipe, modality: Modality) -> dict[str, Any]:
+    """Return everything but the files of the source that the shards of a recipe depend on."""
+    config, is_language_model = recipe.data, recipe.is_language_model
+    assert config.shards is not None
+    settings = {
+        "format": FORMAT,
+        "kind": "language-modeling" if is_language_model else modality,
+        "size": config.shards.size,
+        **config.model_dump(mode="json", include=_READ),
+        "columns": [_names(one.columns, is_language_model) for one in config.each_source()],
+    }
+    # Processors of labelled examples read the shards as they are.
+    return settings | (_blocks(recipe, config) if is_language_model else {})
+
+
+def _names(columns: ColumnsConfig, is_language_model: bool) -> dict[str, str]:
+    return {"input": columns.input} if is_language_model else {"input": columns.input, "label": columns.label}
+
+
+def _blocks(recipe: Recipe, config: DataConfig) -> dict[str, Any]:
+    """Return what blocks of tokens depend on."""
+    if recipe.model.pretrained is None:
+        return {"block_length": config.block_length, "tokenizer": config.tokenizer.model_dump(mode="json")}
+    # The place of a model would not tell another tokenizer at the same place.
+    sha256 = _tokenizer_sha256(open_pretrained(str(recipe.model.source)))
+    return {"block_length": config.block_length, "tokenizer_sha256": sha256}
+
+
+def _tokenizer_sha256(folder: PretrainedFolder) -> str:
+    """Return the sha256 of a pretrained tokenizer and of the files beside it."""
+    sums = {"tokenizer": sha256_of(read_tokenizer(folder).to_str().encode())}
+    sums |= {name: sha256_of(content) for name, content in folder.companions.items()}
+    return sha256_of(checksum_lines(sums))
+
+
+def fingerprint_of(files: Sequence[SourceFile], settings: dict[str, Any]) -> str:
+    """Return the sha256 of a source and of the settings that shards depend on."""
+    content = json.dumps([settings, [asdict(file) for file in files]], sort_keys=True)
+    return sha256_of(content.encode())
