@@ -6,7 +6,7 @@ five words. Texts with an equal band are compared by all numbers.
 
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -31,7 +31,11 @@ _MIX = np.array(
     [0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F], np.uint64
 )
 _WORD = re.compile(r"\w+")
-_TOO_SHORT = np.zeros(_SHINGLE, np.uint64)
+_TOO_SHORT = np.zeros(_SHINGLE, np.uint32)
+_PIECE_UNITS = 2**17
+"""Words or characters of a text that are hashed together."""
+_Piece = tuple[int, NDArray[np.uint32]]
+"""Part of a text: the place of the text, and a number for each word or character."""
 
 
 def rows_per_band(threshold: float) -> int:
@@ -40,31 +44,69 @@ def rows_per_band(threshold: float) -> int:
 
 
 def signatures_of(texts: Sequence[Input | None]) -> NDArray[np.uint32]:
-    """Return the MinHash of each text, of shape (texts, 128)."""
-    units = [_units_of(text) if isinstance(text, str) else _TOO_SHORT for text in texts]
-    ends = np.cumsum([len(unit) for unit in units])
-    hashes, has_shingle = _shingle_hashes(np.concatenate([*units, _TOO_SHORT])), np.ones(int(ends[-1]), bool)
+    """Return the MinHash of each text, of shape (texts, 128).
+
+    A long text is hashed in pieces, since the smallest number of all pieces is that of the text.
+    """
+    found = np.full((len(texts), PERMUTATIONS), np.iinfo(np.uint32).max, np.uint32)
+    for pieces in _grouped(_pieces_of(texts)):
+        rows = np.array([row for row, _ in pieces])
+        starts = np.flatnonzero(np.diff(rows, prepend=-1))
+        digests = _digests_of([units for _, units in pieces])
+        found[rows[starts]] = np.minimum(found[rows[starts]], np.minimum.reduceat(digests, starts))
+    return found
+
+
+def _pieces_of(texts: Sequence[Input | None]) -> Iterator[_Piece]:
+    """Yield the units of each text in pieces. They overlap, so that each sequence of five is whole in one."""
+    for row, text in enumerate(texts):
+        units = _units_of(text) if isinstance(text, str) else _TOO_SHORT
+        for start in range(0, len(units) - _SHINGLE + 1, _PIECE_UNITS):
+            yield row, units[start : start + _PIECE_UNITS + _SHINGLE - 1]
+
+
+def _grouped(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Yield pieces that are hashed together: of few units, since each takes about 50 bytes then."""
+    group: list[_Piece] = []
+    size = 0
+    for row, units in pieces:
+        group.append((row, units))
+        size += len(units)
+        if size >= _PIECE_UNITS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _digests_of(pieces: Sequence[NDArray[np.uint32]]) -> NDArray[np.uint32]:
+    """Return the MinHash of each piece, of shape (pieces, 128)."""
+    ends = np.cumsum([len(piece) for piece in pieces])
+    hashes, has_shingle = _shingle_hashes(np.concatenate([*pieces, _TOO_SHORT])), np.ones(int(ends[-1]), bool)
     for before in range(1, _SHINGLE):
-        # A sequence would run into the next text.
+        # A sequence would run into the next piece.
         has_shingle[ends - before] = False
-    counts = np.concatenate([[0], ends - (_SHINGLE - 1) * np.arange(1, len(units) + 1)]).astype(np.uint64)
+    counts = np.concatenate([[0], ends - (_SHINGLE - 1) * np.arange(1, len(pieces) + 1)]).astype(np.uint64)
     flat = hashes[: len(has_shingle)][has_shingle]
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(flat, counts, PERMUTATIONS, _SEED)
     return np.array(matrix.to_rows(), np.uint32).reshape(-1, PERMUTATIONS)
 
 
-def _units_of(text: str) -> NDArray[np.uint64]:
+def _units_of(text: str) -> NDArray[np.uint32]:
     """Return a number for each word, or for each character in languages without spaces; at least five."""
-    words = _WORD.findall(text.lower())
-    if words and len(text) / len(words) <= _MAX_WORD:
-        units = np.array([zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words], np.uint64)
-    else:
-        units = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
+    # A list of the words of a long text would take ten times its memory.
+    words = (
+        _WORD.findall(text.lower()) if len(text) < _PIECE_UNITS else map(re.Match.group, _WORD.finditer(text.lower()))
+    )
+    units = np.fromiter((zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words), np.uint32)
+    if not len(units) or len(text) / len(units) > _MAX_WORD:
+        units = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     return units if len(units) >= _SHINGLE else np.concatenate([units, _TOO_SHORT])[:_SHINGLE]
 
 
-def _shingle_hashes(units: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _shingle_hashes(given: NDArray[np.uint32]) -> NDArray[np.uint64]:
     """Return a hash of each five consecutive numbers."""
+    units = given.astype(np.uint64)
     count = len(units) - _SHINGLE + 1
     hashes = np.zeros(count, np.uint64)
     with np.errstate(over="ignore"):
