@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from app.config import LoraConfig, ModelConfig
 from app.errors import RecipeError
-from app.import_string import did_you_mean
 from app.models.safetensors_file import Form, write_safetensors
 
 BASE, _NAME = ".base_layer.", "default"
@@ -81,7 +80,7 @@ def _find_targets(model: nn.Module, config: LoraConfig) -> list[str]:
             names = list(dict.fromkeys(name.rpartition(".")[2] for name in known))
             raise RecipeError(
                 f"model.adapter.lora.targets has {target!r}, which is no matrix of a {type(model).__name__}; "
-                f"{did_you_mean(target, names)}; all: {', '.join(names)}"
+                f"expected some of {', '.join(names)}"
             )
         found += [name for name in matched if name not in found]
     return found
