@@ -72,7 +72,7 @@ def deployment_page(path: UPath) -> Page:
 
 
 def _figures(metrics: dict[str, object]) -> dict[str, object]:
-    return {"s until ready": number(metrics.get("ready_s")), "replicas": number(metrics.get("replicas"))}
+    return {"seconds until ready": number(metrics.get("ready_s")), "replicas": number(metrics.get("replicas"))}
 
 
 def _add_versions(page: Page, model: DeployedModel, storage: UPath) -> None:

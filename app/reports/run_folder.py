@@ -127,7 +127,7 @@ def headline(result: Result) -> str:
         "val_loss": "val_loss",
         "val_accuracy": "val_accuracy",
         "val_perplexity": "val_perplexity",
-        "ready_s": "s until ready",
+        "ready_s": "seconds until ready",
         "replicas": "replicas",
     }
     words |= {name: name for name in metrics if name.startswith("val_")}
