@@ -4,16 +4,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import Examples, Input, clean
 from app.data.origins import Origins
-from app.data.prepared import SHARDS_FILE, Batch, Columns, KeptSplit, ShardedSamples, SplitData
+from app.data.prepared import Batch, Columns, ShardedSamples, SplitData
 from app.data.processor import GroupingProcessor, PaddingProcessor, PretrainedProcessor, Processor
 from app.data.sources import load_examples, load_test_examples
 from app.data.targets import Classes, Outputs, Targets
@@ -151,22 +150,6 @@ class LabelledData(SplitData):
     @classmethod
     def open_split(cls, name: str, columns: Columns, processor: Processor, targets: Outputs) -> LabelledDataset:  # noqa: ARG003
         return LabelledDataset(Split(columns["input"], columns["class"]), processor, cast(Targets, targets))
-
-    @classmethod
-    def load(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> Self:
-        if not (folder / SHARDS_FILE).exists():
-            return super().load(folder, processor_type, targets_type)
-        from app.data.sharded_data import load_sharded  # other data do not need it
-
-        return cast(Self, load_sharded(folder, processor_type.load(folder), cast(Targets, targets_type.load(folder))))
-
-    @classmethod
-    def load_test(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> KeptSplit | None:
-        if not (folder / SHARDS_FILE).exists():
-            return super().load_test(folder, processor_type, targets_type)
-        from app.data.sharded_data import load_sharded_test
-
-        return load_sharded_test(folder, processor_type.load(folder), cast(Targets, targets_type.load(folder)))
 
 
 def prepare(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, cast
 
 from upath import UPath
 
@@ -13,7 +13,7 @@ from app.data.origins import Origins
 from app.data.prepared import TEST, TRAIN, VALIDATION, load_padded_lengths, save_padded_lengths
 from app.data.processor import Processor
 from app.data.sharded import ShardedBlocks, ShardedRows, ShardedSplit, ShardReference
-from app.data.targets import Targets
+from app.data.targets import Outputs, Targets
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 
@@ -23,6 +23,15 @@ class ShardedLabelledData(LabelledData):
     """Labelled examples in shards. The processor encodes them when they are read."""
 
     reference: ShardReference
+
+    @classmethod
+    def open(cls, reference: ShardReference, processor: Processor, targets: Targets, report: CleaningReport) -> Self:
+        """Return the data in these shards, without the test split."""
+        train, validation = (
+            LabelledDataset(ShardedSplit(reference.open(split)), processor, targets) for split in (TRAIN, VALIDATION)
+        )
+        origins = reference.origins
+        return cls(train, validation, targets, processor, report, origins=origins, reference=reference)
 
     @property
     def fingerprint(self) -> str:
@@ -46,26 +55,24 @@ class ShardedLabelledData(LabelledData):
         self.report.save(folder)
         write_checksums(folder)
 
+    @classmethod
+    def load(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> Self:
+        processor, targets = processor_type.load(folder), cast(Targets, targets_type.load(folder))
+        data = cls.open(_reference_in(folder), processor, targets, CleaningReport.load(folder))
+        load_padded_lengths(data.train, folder)
+        return data
 
-def load_sharded(folder: UPath, processor: Processor, targets: Targets) -> ShardedLabelledData:
-    """Return the data that ``save`` wrote, without the test split."""
-    reference = _reference_in(folder)
-    train = LabelledDataset(ShardedSplit(reference.open(TRAIN)), processor, targets)
-    load_padded_lengths(train, folder)
-    return ShardedLabelledData(
-        train=train,
-        validation=LabelledDataset(ShardedSplit(reference.open(VALIDATION)), processor, targets),
-        targets=targets,
-        processor=processor,
-        report=CleaningReport.load(folder),
-        origins=reference.origins,
-        reference=reference,
-    )
+    @classmethod
+    def load_test(
+        cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]
+    ) -> LabelledDataset | None:
+        processor, targets = processor_type.load(folder), cast(Targets, targets_type.load(folder))
+        return test_split(_reference_in(folder), processor, targets)
 
 
-def load_sharded_test(folder: UPath, processor: Processor, targets: Targets) -> LabelledDataset | None:
-    """Return the test split of the data that ``save`` wrote, or None."""
-    rows = _reference_in(folder).open(TEST)
+def test_split(reference: ShardReference, processor: Processor, targets: Targets) -> LabelledDataset | None:
+    """Return the test split of shards, or None if there is none."""
+    rows = reference.open(TEST)
     return LabelledDataset(ShardedSplit(rows), processor, targets) if len(rows) else None
 
 
@@ -78,6 +85,14 @@ class ShardedLanguageData:
     tokenizer: LanguageTokenizer
     report: CleaningReport
     reference: ShardReference
+
+    @classmethod
+    def open(cls, reference: ShardReference, tokenizer: LanguageTokenizer, report: CleaningReport) -> Self:
+        """Return the data in these shards."""
+        train, validation = (
+            ShardedBlocks(reference.open(split), tokenizer.facts["max_length"]) for split in (TRAIN, VALIDATION)
+        )
+        return cls(train, validation, tokenizer, report, reference)
 
     @property
     def facts(self) -> Mapping[str, int]:
@@ -128,11 +143,7 @@ class ShardedLanguageData:
     @classmethod
     def load(cls, folder: UPath) -> Self:
         """Return the data that ``save`` wrote."""
-        reference, tokenizer = _reference_in(folder), LanguageTokenizer.load(folder)
-        train, validation = (
-            ShardedBlocks(reference.open(split), tokenizer.facts["max_length"]) for split in (TRAIN, VALIDATION)
-        )
-        return cls(train, validation, tokenizer, CleaningReport.load(folder), reference)
+        return cls.open(_reference_in(folder), LanguageTokenizer.load(folder), CleaningReport.load(folder))
 
 
 def _reference_in(folder: UPath) -> ShardReference:

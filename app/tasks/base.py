@@ -13,7 +13,7 @@ from app.config import Recipe, TrainConfig
 from app.data import labelled
 from app.data.examples import Natural
 from app.data.labelled import LabelledData
-from app.data.prepared import KeptSplit, PreparedData, SplitData
+from app.data.prepared import SHARDS_FILE, KeptSplit, PreparedData, SplitData
 from app.data.processor import Processor
 from app.data.targets import Answer, Classes, Outputs, Targets
 from app.errors import RecipeError
@@ -173,12 +173,20 @@ class ServedTask(Task):
 
         return prepare_stream(recipe, self.processor)
 
+    def kept_as(self, folder: UPath) -> type[SplitData]:
+        """Return the type of the data that a run has saved in ``folder``: ``data``, or labelled data in shards."""
+        if not (folder / SHARDS_FILE).exists():
+            return self.data
+        from app.data.sharded_data import ShardedLabelledData  # other runs do not need pyarrow
+
+        return ShardedLabelledData
+
     def load(self, recipe: Recipe, folder: UPath) -> SplitData:  # noqa: ARG002
-        return self.data.load(folder, self.processor, self.targets)
+        return self.kept_as(folder).load(folder, self.processor, self.targets)
 
     def load_with_test(self, recipe: Recipe, folder: UPath) -> SplitData:
         return replace(self.load(recipe, folder), test=self.load_test(recipe, folder))
 
     def load_test(self, recipe: Recipe, folder: UPath) -> KeptSplit | None:  # noqa: ARG002
         """Load the test split; None if there is none. Only compile calls it, for the published version."""
-        return self.data.load_test(folder, self.processor, self.targets)
+        return self.kept_as(folder).load_test(folder, self.processor, self.targets)

@@ -23,7 +23,7 @@ from PIL import Image
 from app.config import Recipe, load_recipe
 from app.data.augmentation import Augmentation, augmentation_of
 from app.data.labelled import LabelledData, LabelledDataset, Split
-from app.data.sharded_data import ShardedLabelledData, load_sharded
+from app.data.sharded_data import ShardedLabelledData
 from app.engines.architecture import usable_cores
 from app.storage import to_path
 from app.tasks import prepare
@@ -92,7 +92,7 @@ def _prepared(folder: Path, cores: int) -> tuple[Recipe, ShardedLabelledData]:
     location = f"s3://bench/storage/data/{Path(data.reference.location).name}"
     served = replace(data, reference=data.reference.model_copy(update={"location": location}))
     served.save(to_path(folder / "served"))
-    return recipe, load_sharded(to_path(folder / "served"), data.processor, data.targets)
+    return recipe, ShardedLabelledData.load(to_path(folder / "served"), type(data.processor), type(data.targets))
 
 
 def _read(recipe: Recipe, data: LabelledData, cache: Path) -> float:

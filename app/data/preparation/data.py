@@ -1,15 +1,17 @@
 """Prepared data in shards, from a recipe."""
 
+from dataclasses import replace
+
 from app.config import Recipe
 from app.data.examples import CleaningReport
-from app.data.labelled import LabelledDataset, fit_processor
+from app.data.labelled import fit_processor
 from app.data.origins import Origins
 from app.data.preparation.prepare import SAMPLE_FILE, Preparer, RunUnits
 from app.data.preparation.survey import Sample
-from app.data.prepared import TEST, TRAIN, VALIDATION, PreparedData
+from app.data.prepared import TRAIN, VALIDATION, PreparedData
 from app.data.processor import Processor
-from app.data.sharded import ShardedBlocks, ShardedSplit, ShardReference
-from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
+from app.data.sharded import ShardReference
+from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData, test_split
 from app.data.shards import ShardIndex
 from app.data.targets import Classes
 from app.data.tokenizer import LanguageTokenizer
@@ -36,20 +38,9 @@ def prepare_sharded(recipe: Recipe, processor_type: type[Processor] | None, run_
     if recipe.data.sources:
         Origins.of_shards(index.splits[TRAIN], index.splits[VALIDATION]).require_all(recipe.data)
     if processor_type is None:
-        tokenizer = LanguageTokenizer.load(folder)
-        length = recipe.data.block_length
-        train, validation = (ShardedBlocks(reference.open(split), length) for split in (TRAIN, VALIDATION))
-        return ShardedLanguageData(train, validation, tokenizer, report, reference)
+        return ShardedLanguageData.open(reference, LanguageTokenizer.load(folder), report)
     sample = Sample.load(folder / SAMPLE_FILE)
     processor = fit_processor(processor_type, sample.inputs, recipe.data, recipe.model.source)
-    targets, test = Classes.load(folder), reference.open(TEST)
-    return ShardedLabelledData(
-        train=LabelledDataset(ShardedSplit(reference.open(TRAIN)), processor, targets),
-        validation=LabelledDataset(ShardedSplit(reference.open(VALIDATION)), processor, targets),
-        targets=targets,
-        processor=processor,
-        report=report,
-        test=LabelledDataset(ShardedSplit(test), processor, targets) if len(test) else None,
-        origins=reference.origins,
-        reference=reference,
-    )
+    targets = Classes.load(folder)
+    data = ShardedLabelledData.open(reference, processor, targets, report)
+    return replace(data, test=test_split(reference, processor, targets))

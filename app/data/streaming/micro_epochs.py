@@ -19,12 +19,12 @@ from app.checksums import sha256_of
 from app.conditional import read
 from app.config import Recipe, ShardsConfig
 from app.data.examples import CleaningReport
-from app.data.labelled import LabelledDataset, fit_processor
+from app.data.labelled import fit_processor
 from app.data.preparation.prepare import SAMPLE_BYTES, SHARDS
 from app.data.preparation.writers import LabelledWriter, labelled_schema
 from app.data.prepared import TRAIN, VALIDATION
 from app.data.processor import Processor
-from app.data.sharded import ShardedRows, ShardedSplit, ShardReference
+from app.data.sharded import ShardedRows, ShardReference
 from app.data.sharded_data import ShardedLabelledData
 from app.data.shards import Shard, ShardIndex
 from app.data.streaming.collector import Collector
@@ -196,15 +196,7 @@ def prepare_stream(
     )
     index.save(store.folder)
     reference = ShardReference(location=str(store.folder), sha256=index.sha256, config=_SHARDS)
-    targets = Classes(load_labels(store.folder))
-    return ShardedLabelledData(
-        train=LabelledDataset(ShardedSplit(reference.open(TRAIN)), processor, targets),
-        validation=LabelledDataset(ShardedSplit(reference.open(VALIDATION)), processor, targets),
-        targets=targets,
-        processor=processor,
-        report=chosen.report,
-        reference=reference,
-    )
+    return ShardedLabelledData.open(reference, processor, Classes(load_labels(store.folder)), chosen.report)
 
 
 def _first(recipe: Recipe, clock: Callable[[], float]) -> ChosenRows:

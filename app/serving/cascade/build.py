@@ -76,7 +76,10 @@ def load_validation(manifest: Manifest) -> LabelledSplit:
         )
     folder = to_path(manifest.lineage.train_run) / DATA
     verify_checksums(folder)
-    return LabelledData.load(folder, find_served_task(manifest.task).processor, Classes).validation.split
+    task = find_served_task(manifest.task)
+    data = task.kept_as(folder).load(folder, task.processor, Classes)
+    assert isinstance(data, LabelledData)  # ``require_alike`` refuses versions of other tasks
+    return data.validation.split
 
 
 def calibrate_versions(
