@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from app.config import DataConfig
 from app.data.builtin import BUILTIN_PAIRS
 from app.data.examples import CleaningReport, Reason, refuse
-from app.data.labelled import fit_processor
 from app.data.prepared import TRAIN, Batch, Columns, SplitData
-from app.data.processor import Processor
+from app.data.processor import Processor, fit_processor
 from app.data.sources import TABLE_SUFFIXES, Source, find_builtin, open_source
 from app.data.targets import Outputs
 from app.data.vectors import Vectors

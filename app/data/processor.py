@@ -9,7 +9,7 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import Input, Modality
-from app.pretrained import PretrainedFolder
+from app.pretrained import PretrainedFolder, open_pretrained
 from app.tensors import Tensors, TensorSpec
 
 Change = Callable[[Any], Any]
@@ -93,3 +93,12 @@ class GroupingProcessor(Protocol):
     def absent(self, tensors: Tensors) -> frozenset[str]:
         """Return the names of those tensors that no sample of a batch fills."""
         ...
+
+
+def fit_processor(
+    processor_type: type[Processor], inputs: Sequence[Input], config: DataConfig, pretrained: str | None
+) -> Processor:
+    """Return a processor fitted on inputs, or that of a pretrained model if the type can read it."""
+    if pretrained is not None and issubclass(processor_type, PretrainedProcessor):
+        return processor_type.from_pretrained(open_pretrained(pretrained), config)
+    return processor_type.fit(inputs, config)

@@ -14,9 +14,8 @@ from upath import UPath
 from app.config import DataConfig
 from app.data.builtin import BUILTIN_SPANS
 from app.data.examples import CleaningReport, Reason, refuse
-from app.data.labelled import fit_processor
 from app.data.prepared import IGNORED, Batch, Columns, KeptSplit, SplitData
-from app.data.processor import Processor
+from app.data.processor import Processor, fit_processor
 from app.data.sources import Source, find_builtin, open_source
 from app.data.tagged_texts import TaggedText, read_jsonl, tagged_by_spans
 from app.data.tags import Tags, Word, WordRule, first_tokens

@@ -13,9 +13,8 @@ from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.config import AutoPlan, Recipe, TrainConfig, load_stored_recipe, refusal
 from app.config.layout import MAX_MICRO_BATCH
 from app.data.augmentation import augmentation_of
-from app.data.labelled import LINEAR_BASELINE, LabelledData, LabelledDataset, linear_baseline
+from app.data.labelled import LabelledDataset
 from app.data.prepared import DataReport, PreparedData
-from app.data.targets import Classes
 from app.errors import RecipeError, StorageError
 from app.heartbeat import run_lock
 from app.models.blueprint import Blueprint
@@ -32,10 +31,10 @@ from app.reports.training import training_page
 from app.runs import CONFIG_FILE, Outcome, Run
 from app.storage import to_path
 from app.tasks import find_task, load_prepared, load_with_test, prepare, require_keys
-from app.tasks.metrics import Accuracy
 from app.tasks.objective import objective_of
 from app.telemetry.profiler import PROFILE
 from app.training.augmented_samples import augmented_samples
+from app.training.baseline import baseline_of, texts_of
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.data.batches import groups_of, order_of
 from app.training.data.groups import require_grouped_order
@@ -95,7 +94,7 @@ def prepare_run(
         print(f"teacher {recipe.train.teacher.model}: gives its logits for each batch", flush=True)
     augmentation_of(recipe.train, data)
     if recipe.train.linear_baseline:
-        _texts_of(recipe, data)
+        texts_of(recipe, data)
     objective_of(find_task(recipe.task), recipe.train, data)
     return data
 
@@ -199,7 +198,7 @@ def finish_run(
     if recipe.train.report_samples:
         evaluating = partial(write_evaluation, weights, data, recipe, run.folder)
         best_effort(evaluating, "the report has no predictions", "the job")
-    baseline = _baseline_of(recipe, data, best) if recipe.train.linear_baseline else None
+    baseline = baseline_of(recipe, data, best) if recipe.train.linear_baseline else None
     predictions: list[Prediction | None] = []
 
     def compare() -> None:
@@ -319,27 +318,3 @@ def skipped_workers(config: TrainConfig) -> str | None:
         f"train.workers [{min_workers}, {max_workers}]: {', '.join(map(str, counts))} workers can share out a global "
         f"batch of {config.batch_size}; other numbers are skipped"
     )
-
-
-def _texts_of(recipe: Recipe, data: PreparedData) -> LabelledData:
-    """Return ``data`` if the linear baseline can be fitted on it. Raises RecipeError otherwise."""
-    has_accuracy = any(isinstance(metric, Accuracy) for metric in find_task(recipe.task).metrics)
-    is_text = isinstance(data, LabelledData) and data.processor.modality == "text"
-    if not (isinstance(data, LabelledData) and is_text and isinstance(data.targets, Classes) and has_accuracy):
-        raise RecipeError(
-            f"train.linear_baseline is for texts with one label each and a task with an accuracy, which {recipe.task} "
-            "has not: set it to false"
-        )
-    return data
-
-
-def _baseline_of(recipe: Recipe, data: PreparedData, best: EpochRecord) -> float | None:
-    """Return the accuracy of the linear baseline, and print it beside the model's. None: it cannot be fitted."""
-    baselines: list[float] = []
-
-    def fit() -> None:
-        baselines.append(linear_baseline(_texts_of(recipe, data)))
-        print(f"val_accuracy {best.val_accuracy:.4f}; {LINEAR_BASELINE}: {baselines[0]:.4f}", flush=True)
-
-    best_effort(fit, "the linear baseline cannot be fitted", "the job")
-    return next(iter(baselines), None)

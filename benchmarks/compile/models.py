@@ -13,7 +13,7 @@ from upath import UPath
 from app.artifacts import DATA, RECIPE_FILE, WEIGHTS, WEIGHTS_FILE
 from app.checksums import write_checksums
 from app.config import Recipe, dump_recipe, load_recipe
-from app.data.labelled import prepare
+from app.data.in_memory import prepare
 from app.data.targets import Classes
 from app.engines.architecture import usable_cores
 from app.errors import TrainingError

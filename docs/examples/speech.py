@@ -19,7 +19,8 @@ from upath import UPath
 
 from app.config import DataConfig, Recipe
 from app.data.examples import Examples, Input, Modality
-from app.data.labelled import LabelledData, prepare_examples
+from app.data.in_memory import prepare_examples
+from app.data.labelled import LabelledData
 from app.data.targets import Outputs
 from app.errors import DataError
 from app.storage import to_path, write_atomically

@@ -17,7 +17,8 @@ from upath import UPath
 from app.config import CleanConfig, DataConfig, ImageConfig, TokenizerConfig
 from app.data.examples import Examples, clean
 from app.data.images import ImageProcessor
-from app.data.labelled import LabelledData, LabelledDataset, prepare, split
+from app.data.in_memory import prepare, split
+from app.data.labelled import LabelledData, LabelledDataset
 from app.data.sources import load_examples
 from app.data.targets import Classes
 from app.data.text import TextProcessor

@@ -13,7 +13,7 @@ from PIL import Image
 from app.config import DataConfig
 from app.data import builtin
 from app.data.images import ImageProcessor
-from app.data.labelled import prepare
+from app.data.in_memory import prepare
 from app.data.sources import load_examples
 from app.errors import DataError
 

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 from app.config import Recipe
 from app.data.examples import CleaningReport
-from app.data.labelled import fit_processor
 from app.data.origins import Origins
 from app.data.preparation.prepare import SAMPLE_FILE, Preparer, RunUnits
 from app.data.preparation.survey import Sample
 from app.data.prepared import TRAIN, VALIDATION, PreparedData
-from app.data.processor import Processor
+from app.data.processor import Processor, fit_processor
 from app.data.sharded import ShardReference
 from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData, test_split
 from app.data.shards import ShardIndex

@@ -19,11 +19,10 @@ from app.checksums import sha256_of
 from app.conditional import read
 from app.config import Recipe, ShardsConfig
 from app.data.examples import CleaningReport
-from app.data.labelled import fit_processor
 from app.data.preparation.prepare import SAMPLE_BYTES, SHARDS
 from app.data.preparation.writers import LabelledWriter, labelled_schema
 from app.data.prepared import TRAIN, VALIDATION
-from app.data.processor import Processor
+from app.data.processor import Processor, fit_processor
 from app.data.sharded import ShardedRows, ShardReference
 from app.data.sharded_data import ShardedLabelledData
 from app.data.shards import Shard, ShardIndex
