@@ -40,7 +40,7 @@ def test_every_format_gives_every_row_once_in_many_units(tmp_path: Path, suffix:
     for part in range(2):
         write_table(tmp_path / f"part{part}.{suffix}", ROWS[600 * part : 600 * (part + 1)])
     recipe = recipe_of(tmp_path, "data.test_fraction=0.1")
-    files = list_files(recipe.data, "text", is_language_model=False)
+    files = list_files(recipe.data, "text")
     assert len(cut_units(files, 20_000)) > 4
     data = prepared(tmp_path, "data.test_fraction=0.1")
     found = rows_in(data)
@@ -57,7 +57,7 @@ def test_a_csv_file_is_cut_between_its_rows_only(tmp_path: Path) -> None:
     write_table(path, rows)
     bare = 'bare "quote" 1,good,\nbare "quote 2,bad,\n'
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + bare.encode())
-    (file,) = list_files(recipe_of(path).data, "text", is_language_model=False)
+    (file,) = list_files(recipe_of(path).data, "text")
     cut = cut_units([file], 9_000)
     assert len(cut) > 5
     columns = Columns("text", "label", "author")
@@ -323,7 +323,7 @@ def test_another_tokenizer_at_the_same_place_makes_other_shards(tmp_path: Path) 
 def test_units_beyond_five_digits_are_found_again(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     units = tuple(Unit(number, ()) for number in range(100_011))
-    work = UnitWork(str(tmp_path), recipe.data, units, "text", is_language_model=False, sample_fraction=1.0)
+    work = UnitWork(str(tmp_path), recipe.data, units, "text", sample_fraction=1.0)
     for number in (7, 10_000, 100_010):
         write_atomically(work.facts_file(number), b"{}")
     assert work.finished("facts-") == {7, 10_000, 100_010}

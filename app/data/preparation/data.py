@@ -7,6 +7,7 @@ from app.data.examples import CleaningReport
 from app.data.origins import Origins
 from app.data.preparation.prepare import SAMPLE_FILE, Preparer, RunUnits
 from app.data.preparation.survey import Sample
+from app.data.preparation.units import Contents
 from app.data.prepared import TRAIN, VALIDATION, PreparedData
 from app.data.processor import Processor, fit_processor
 from app.data.sharded import ShardReference
@@ -28,8 +29,8 @@ def prepare_sharded(recipe: Recipe, processor_type: type[Processor] | None, run_
     Raises:
         DataError: the source cannot be read, or has too few rows.
     """
-    modality = processor_type.modality if processor_type else "text"
-    folder = Preparer(recipe, modality, open_storage(recipe.storage), run_units).prepare()
+    contents: Contents = processor_type.modality if processor_type else "language-modeling"
+    folder = Preparer(recipe, contents, open_storage(recipe.storage), run_units).prepare()
     assert recipe.data.shards is not None
     index = ShardIndex.load(folder)
     reference = ShardReference(location=str(folder), sha256=index.sha256, config=recipe.data.shards)

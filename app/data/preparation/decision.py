@@ -65,11 +65,11 @@ def _count(
         write_atomically(work.codes_file(unit.number), codes[start:stop].tobytes())
         mine = moved[(moved[:, 0] >= start) & (moved[:, 0] < stop)] - [start, 0]
         write_atomically(work.moves_file(unit.number), np.ascontiguousarray(mine.T).tobytes())
-    what = "documents" if work.is_language_model else "examples"
+    what = "documents" if work.contents == "language-modeling" else "examples"
     report = CleaningReport(what=what, given=len(codes), kept=int(kept.sum()), dropped=dropped)
     _require_readable(work.config, report, unreadable)
     _require_splits(work.config, kept.sum(axis=0), str(report))
-    if work.is_language_model:
+    if work.contents == "language-modeling":
         return report, []
     _require_classes(work.config, surveys.labels, kept)
     return report, [label for label, row in zip(surveys.labels, kept, strict=False) if row.sum()]

@@ -7,8 +7,7 @@ from typing import Any
 
 from app.checksums import checksum_lines, sha256_of
 from app.config import ColumnsConfig, DataConfig, Recipe
-from app.data.examples import Modality
-from app.data.preparation.units import SourceFile
+from app.data.preparation.units import Contents, SourceFile
 from app.data.shards import FORMAT
 from app.data.tokenizer import read_tokenizer
 from app.pretrained import PretrainedFolder, open_pretrained
@@ -17,23 +16,23 @@ _READ = {"source", "seed", "validation_fraction", "test_fraction", "group_column
 """Keys of ``data`` that every preparation reads, beside columns."""
 
 
-def settings_of(recipe: Recipe, modality: Modality) -> dict[str, Any]:
+def settings_of(recipe: Recipe, contents: Contents) -> dict[str, Any]:
     """Return everything but the files of the source that the shards of a recipe depend on."""
-    config, is_language_model = recipe.data, recipe.is_language_model
+    config, has_labels = recipe.data, contents != "language-modeling"
     assert config.shards is not None
     settings = {
         "format": FORMAT,
-        "kind": "language-modeling" if is_language_model else modality,
+        "kind": contents,
         "size": config.shards.size,
         **config.model_dump(mode="json", include=_READ),
-        "columns": [_names(one.columns, is_language_model) for one in config.each_source()],
+        "columns": [_names(one.columns, has_labels) for one in config.each_source()],
     }
     # Processors of labelled examples read the shards as they are.
-    return settings | (_blocks(recipe, config) if is_language_model else {})
+    return settings | ({} if has_labels else _blocks(recipe, config))
 
 
-def _names(columns: ColumnsConfig, is_language_model: bool) -> dict[str, str]:
-    return {"input": columns.input} if is_language_model else {"input": columns.input, "label": columns.label}
+def _names(columns: ColumnsConfig, has_labels: bool) -> dict[str, str]:
+    return {"input": columns.input, "label": columns.label} if has_labels else {"input": columns.input}
 
 
 def _blocks(recipe: Recipe, config: DataConfig) -> dict[str, Any]:

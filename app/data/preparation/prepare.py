@@ -10,13 +10,14 @@ import numpy as np
 from upath import UPath
 
 from app.config import Recipe
-from app.data.examples import MAX_EXAMPLES, CleaningReport, Input, Modality, Reason
+from app.data.examples import MAX_EXAMPLES, CleaningReport, Input, Reason
 from app.data.preparation.decision import decide
 from app.data.preparation.fingerprint import fingerprint_of, settings_of
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.survey import KEPT, SPLITS, Sample
 from app.data.preparation.units import (
     TABLE_KINDS,
+    Contents,
     SourceFile,
     Unit,
     cut_sources,
@@ -49,7 +50,7 @@ class Preparer:
     """Prepares the data of one recipe."""
 
     recipe: Recipe
-    modality: Modality
+    contents: Contents
     storage: UPath
     run_units: RunUnits = map
 
@@ -64,7 +65,7 @@ class Preparer:
         sources = self._sources()
         files = [file for found in sources for file in found]
         self._require_keys(files)
-        settings = settings_of(self.recipe, self.modality)
+        settings = settings_of(self.recipe, self.contents)
         fingerprint = fingerprint_of(files, settings)
         folder = self.storage / SHARDS / fingerprint[:16]
         if ShardIndex.find(folder) is not None:
@@ -76,12 +77,12 @@ class Preparer:
 
     def _require_keys(self, files: list[SourceFile]) -> None:
         """Raise RecipeError or DataError if the recipe has keys that do not suit its source."""
-        config, is_image = self.recipe.data, self.modality == "image"
+        config, is_image = self.recipe.data, self.contents == "image"
         if config.group_column and (file := next((file for file in files if file.kind not in TABLE_KINDS), None)):
             raise DataError(
                 f"data.group_column is {config.group_column!r}, and {file.path!r} is not a table: leave it out"
             )
-        if config.stratify and self.recipe.is_language_model:
+        if config.stratify and self.contents == "language-modeling":
             raise RecipeError("data.stratify is true, and language modelling has no labels: leave it out")
         of_texts = {key: getattr(config.clean, key) for key in _OF_TEXTS}
         if is_image and (key := next((key for key, value in of_texts.items() if value is not None), None)):
@@ -91,8 +92,7 @@ class Preparer:
         """Make the shards, or go on where an earlier job was interrupted."""
         config = self.recipe.data
         assert config.shards is not None
-        kind = self.modality, self.recipe.is_language_model
-        unread = [path for one in config.each_source() for path in list_unread(one, *kind)]
+        unread = [path for one in config.each_source() for path in list_unread(one, self.contents)]
         # A source can have storage in it.
         if unread := [path for path in unread if not path.startswith(f"{self.storage}/")]:
             print(
@@ -101,7 +101,7 @@ class Preparer:
         units = cut_sources(sources, _UNIT_SHARDS * config.shards.size)
         _require_memory(units, config.shards.memory)
         fraction = min(1.0, SAMPLE_BYTES / max(1, sum(unit.bytes for unit in units)))
-        work = UnitWork(str(folder), config, tuple(units), *kind, fraction)
+        work = UnitWork(str(folder), config, tuple(units), self.contents, fraction)
         self._run("reading", work, work.survey, "facts-")
         report, labels = decide(work)
         self._save_codec(work, labels)
@@ -111,8 +111,7 @@ class Preparer:
 
     def _sources(self) -> list[list[SourceFile]]:
         """Return the files of each source."""
-        kind = self.modality, self.recipe.is_language_model
-        return [list_files(one, *kind) for one in self.recipe.data.each_source()]
+        return [list_files(one, self.contents) for one in self.recipe.data.each_source()]
 
     def _require_unchanged(self, sources: list[list[SourceFile]], folder: UPath) -> None:
         """List the source again. Raises DataError if it is not as it was: its fingerprint would tell a lie."""
@@ -143,9 +142,9 @@ class Preparer:
                 "that a tokenizer is learned from: give more or shorter rows, or another data.seed"
             )
         if not is_whole:
-            what = "parts of documents" if work.is_language_model else "examples"
+            what = "parts of documents" if self.contents == "language-modeling" else "examples"
             print(f"tokenizers are learned from a sample of {len(sample.inputs):,} training {what}", flush=True)
-        if not work.is_language_model:
+        if self.contents != "language-modeling":
             save_labels(labels, folder)
             sample.save(folder / SAMPLE_FILE)
         elif not (folder / SETTINGS_FILE).exists():  # it is written last
@@ -185,7 +184,9 @@ class Preparer:
         self._require_blocks(splits)
         report.model_copy(update={"examples": examples}).save(folder)
         schema = (
-            block_schema(LanguageTokenizer.load(folder)) if work.is_language_model else labelled_schema(self.modality)
+            block_schema(LanguageTokenizer.load(folder))
+            if self.contents == "language-modeling"
+            else labelled_schema(self.contents)
         )
         index = ShardIndex(
             fingerprint=fingerprint,

@@ -20,6 +20,8 @@ from app.data.sources import IMAGE_SUFFIXES, Source, find_builtin, list_source, 
 from app.errors import DataError
 from app.storage import to_path
 
+Contents = Literal[Modality, "language-modeling"]
+"""What a source holds: labelled inputs of one kind, or documents to model the language of."""
 Kind = Literal["parquet", "arrow", "csv", "jsonl", "text", "image", "tar", "builtin"]
 _TABLES: dict[str, Kind] = {
     ".parquet": "parquet",
@@ -80,19 +82,19 @@ class Unit:
         return sum(piece.bytes for piece in self.pieces)
 
 
-def list_files(config: DataConfig, modality: Modality, is_language_model: bool) -> list[SourceFile]:
+def list_files(config: DataConfig, contents: Contents) -> list[SourceFile]:
     """List the files of ``data.source``, sorted by path. It takes one listing, however many there are.
 
     Raises:
         DataError: the source does not exist, or has no file that the task reads.
     """
     source = Source(config.source)
-    known: dict[str, Any] = dict(BUILTIN_DOCUMENTS if is_language_model else BUILTIN)
+    known: dict[str, Any] = dict(BUILTIN_DOCUMENTS if contents == "language-modeling" else BUILTIN)
     if find_builtin(source, known) is not None:
         return [SourceFile(config.source, "builtin", 0, "")]
     root = open_source(source)
     files = list_source(source, root)
-    kinds = {path: kind for path, _ in files if (kind := _kind_of(path, modality, is_language_model))}
+    kinds = {path: kind for path, _ in files if (kind := _kind_of(path, contents))}
     require_class_folders(source, root, (path for path, kind in kinds.items() if kind == "image"))
     found = [
         SourceFile(str(path), kinds[path], int(info["size"]), _version_of(path, info))
@@ -100,19 +102,19 @@ def list_files(config: DataConfig, modality: Modality, is_language_model: bool) 
         if path in kinds
     ]
     if not found:
-        expected = "PNG or JPEG files in a folder for each class" if modality == "image" else f"{', '.join(_TABLES)}"
+        expected = "PNG or JPEG files in a folder for each class" if contents == "image" else f"{', '.join(_TABLES)}"
         expected += ", or .tar files"
         raise DataError(f"{source} has none of the files that the task reads: expected {expected}")
     return found
 
 
-def list_unread(config: DataConfig, modality: Modality, is_language_model: bool) -> list[str]:
+def list_unread(config: DataConfig, contents: Contents) -> list[str]:
     """List the files of ``data.source`` that the task does not read. Hidden files are left out."""
     source = Source(config.source)
     if source.uri.startswith("builtin:"):
         return []
     files = list_source(source, open_source(source))
-    return [str(path) for path, _ in files if _kind_of(path, modality, is_language_model) is None]
+    return [str(path) for path, _ in files if _kind_of(path, contents) is None]
 
 
 def cut_sources(sources: Sequence[Sequence[SourceFile]], unit_bytes: int) -> list[Unit]:
@@ -203,11 +205,11 @@ def _version_of(path: UPath, info: dict[str, Any]) -> str:
     )
 
 
-def _kind_of(path: UPath, modality: Modality, is_language_model: bool) -> Kind | None:
+def _kind_of(path: UPath, contents: Contents) -> Kind | None:
     """Return how a file is read; None: the task does not read it."""
     suffix = path.suffix.lower()
     if suffix == ".tar":
         return "tar"
-    if modality == "image":
+    if contents == "image":
         return "image" if suffix in IMAGE_SUFFIXES else None
-    return _TABLES.get(suffix) or ("text" if is_language_model else None)
+    return _TABLES.get(suffix) or ("text" if contents == "language-modeling" else None)

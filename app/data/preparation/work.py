@@ -10,12 +10,12 @@ from pydantic import BaseModel
 from upath import UPath
 
 from app.config import DataConfig
-from app.data.examples import MAX_EXAMPLES, REASONS, Input, Modality, Reason
+from app.data.examples import MAX_EXAMPLES, REASONS, Input, Reason
 from app.data.preparation.formats import read_unit
 from app.data.preparation.rows import CellType, Columns, Rows, RowsDigest, merge_types
 from app.data.preparation.signatures import SignatureFiles
 from app.data.preparation.survey import KEPT, SPLITS, Cleaner, SplitRule, Survey, Surveyor
-from app.data.preparation.units import Unit
+from app.data.preparation.units import Contents, Unit
 from app.data.preparation.writers import BlockWriter, LabelledWriter, SplitWriter
 from app.data.shards import Shard
 from app.data.targets import load_labels
@@ -53,8 +53,7 @@ class UnitWork:
     folder: str
     config: DataConfig
     units: tuple[Unit, ...]
-    modality: Modality
-    is_language_model: bool
+    contents: Contents
     sample_fraction: float
 
     @property
@@ -188,18 +187,18 @@ class UnitWork:
     def _writer(self, split: str, number: int) -> SplitWriter:
         assert self.config.shards is not None
         folder, prefix, size = to_path(self.folder), f"{split}-{number:05d}", self.config.shards.size
-        if self.is_language_model:
+        if self.contents == "language-modeling":
             return BlockWriter(folder, prefix, size, LanguageTokenizer.load(folder))
-        return LabelledWriter(folder, prefix, self.modality, size, load_labels(folder))
+        return LabelledWriter(folder, prefix, self.contents, size, load_labels(folder))
 
     def _columns(self, number: int) -> Columns:
         columns = self.config.each_source()[self.units[number].source].columns
-        label = None if self.is_language_model else columns.label
-        return Columns(columns.input, label, self.config.group_column, self.modality == "image")
+        label = None if self.contents == "language-modeling" else columns.label
+        return Columns(columns.input, label, self.config.group_column, self.contents == "image")
 
     @property
     def _cleaner(self) -> Cleaner:
-        return Cleaner(self.config.clean, not self.is_language_model, self.modality == "image")
+        return Cleaner(self.config.clean, self.contents != "language-modeling", self.contents == "image")
 
 
 def _collect(
