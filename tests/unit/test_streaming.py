@@ -13,8 +13,8 @@ from nats.js.api import RetentionPolicy
 from upath import UPath
 
 from app.config import Recipe, load_recipe
-from app.data.streaming.collector import Collector
-from app.data.streaming.messages import Offsets, open_reader
+from app.data.streaming.collector import Collector, open_reader
+from app.data.streaming.messages import Offsets
 from app.data.streaming.micro_epochs import Collection, MicroEpochStore, prepare_stream
 from app.data.streaming.rows import ChosenRows
 from app.data.text import TextProcessor

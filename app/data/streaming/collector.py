@@ -6,15 +6,37 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from app.config import Recipe
-from app.data.streaming.messages import Message, Offsets, Reader, open_reader
+from app.config import Recipe, StreamAddress
+from app.data.streaming.messages import Message, Offsets, Reader
 from app.data.streaming.rows import ChosenRows, StreamRows
-from app.errors import BrokerUnreachableError
+from app.errors import BrokerUnreachableError, DataError
 from app.warnings import warn
 
 _POLL_S = 1.0
 _MIN_READ, _MAX_READ = 64, 1000
 """Messages that are read at a time."""
+
+
+def open_reader(source: str, start: Mapping[int, int]) -> Reader:
+    """Return a reader of ``data.source``. A partition without an offset in ``start`` begins at its oldest message.
+
+    Raises:
+        BrokerUnreachableError: the broker does not answer.
+        DataError: there is no such stream, the broker refuses the credentials, or it no longer has the offsets.
+    """
+    address = StreamAddress.parse(source)
+    try:
+        if address.scheme == "nats":
+            from app.data.streaming.jetstream import JetStreamReader  # a recipe needs one client at most
+
+            return JetStreamReader(source, address, start)
+        from app.data.streaming.kafka import KafkaReader
+
+        return KafkaReader(source, address, start)
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"data.source {source!r} needs the package of {error.name!r}: install rayloom[streams]"
+        ) from error
 
 
 @dataclass

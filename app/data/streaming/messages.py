@@ -1,10 +1,8 @@
 """Messages of a stream by partition and offset, and the reader that each broker has."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.config import StreamAddress
 from app.errors import DataError
 
 Offsets = dict[int, int]
@@ -42,28 +40,6 @@ class Reader(Protocol):
     def close(self) -> None:
         """Disconnect from the broker."""
         ...
-
-
-def open_reader(source: str, start: Mapping[int, int]) -> Reader:
-    """Return a reader of ``data.source``. A partition without an offset in ``start`` begins at its oldest message.
-
-    Raises:
-        BrokerUnreachableError: the broker does not answer.
-        DataError: there is no such stream, the broker refuses the credentials, or it no longer has the offsets.
-    """
-    address = StreamAddress.parse(source)
-    try:
-        if address.scheme == "nats":
-            from app.data.streaming.jetstream import JetStreamReader  # a recipe needs one client at most
-
-            return JetStreamReader(source, address, start)
-        from app.data.streaming.kafka import KafkaReader
-
-        return KafkaReader(source, address, start)
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"data.source {source!r} needs the package of {error.name!r}: install rayloom[streams]"
-        ) from error
 
 
 def require_retained(source: str, partition: int, offset: int, first: int, end: int) -> None:
