@@ -27,7 +27,7 @@ ROWS = [(text(number), ("good", "bad", "fair")[number % 3], f"author {number // 
 
 
 def write_table(
-    path: Path, rows: Sequence[tuple[str, ...]], names: Sequence[str] = ("text", "label", "author")
+    path: Path, rows: Sequence[tuple[str | bytes, ...]], names: Sequence[str] = ("text", "label", "author")
 ) -> None:
     """Write rows in the format that the file's name has."""
     columns = [list(column) for column in zip(*rows, strict=True)]

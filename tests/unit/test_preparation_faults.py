@@ -104,10 +104,22 @@ def test_files_with_cells_of_other_types_are_named(tmp_path: Path) -> None:
         table = pa.table({"text": [item for item, _, _ in ROWS], "label": pa.array([1] * len(ROWS), kind)})
         pa.parquet.write_table(table, tmp_path / f"{name}.parquet")
     told = (
-        r"'label' has cells of two types: integer in '.*a\.parquet' \(row 0\), and number in '.*b\.parquet' \(row 0\)"
+        r"'label' has cells of two types: integer in '.*a\.parquet' \(row 1\), and number in '.*b\.parquet' \(row 1\)"
     )
     with pytest.raises(DataError, match=told):
         prepared(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "told"),
+    [("parquet", r"rows\.parquet', row 251:"), ("arrow", r"rows\.arrow', row 51 of record batch 3:")],
+)
+def test_a_row_of_a_later_part_of_a_file_is_named(tmp_path: Path, suffix: str, told: str) -> None:
+    rows = [(item.encode(), label.encode()) for item, label, _ in ROWS]
+    rows[250] = (b"a text", b"caf\xe9")
+    write_table(tmp_path / f"rows.{suffix}", rows, ["text", "label"])  # in parts of 100 rows
+    with pytest.raises(DataError, match=rf"{told} 'label' is not text in UTF-8"):
+        prepared(tmp_path / f"rows.{suffix}")
 
 
 def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:

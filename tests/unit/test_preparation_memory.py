@@ -3,12 +3,18 @@
 import random
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from app.data.preparation import signatures
+from app.data.preparation.formats import read_unit
+from app.data.preparation.rows import Columns
 from app.data.preparation.signatures import signatures_of
+from app.data.preparation.units import Kind, Piece, Unit
 from tests.preparing import WORDS
 
 
@@ -27,6 +33,27 @@ def long_texts() -> list[str]:
     source = random.Random(0)
     words = " ".join(f"{source.choice(WORDS)}{source.randrange(3000)}" for _ in range(40_000))
     return [words, "".join(chr(0x4E00 + source.randrange(5000)) for _ in range(300_000))]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_texts_that_are_stored_once_are_read_a_few_at_a_time(tmp_path: Path, kind: Kind) -> None:
+    """The metadata of a file tell what a text takes once, however often it comes."""
+    texts = [f"{number % 7}" * (50_000 if number > 1000 else 10) for number in range(3000)]
+    labels = [f"{number}" for number in range(3000)]
+    table = pa.table({"text": pa.array(texts).dictionary_encode(), "label": labels})
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        pa.parquet.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    assert path.stat().st_size < 10**6
+    unit = Unit(0, (Piece(str(path), kind, path.stat().st_size),))
+    batches = list(read_unit(unit, Columns("text", "label", None)))
+    assert [text for batch in batches for text in batch.inputs] == texts
+    assert [label for batch in batches for label in batch.labels or ()] == labels
+    assert max(sum(map(len, batch.inputs)) for batch in batches) < 8 * 2**20
+    assert len(batches) < 100
 
 
 def test_the_signature_of_a_text_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from app.errors import DataError
 from app.storage import is_local, to_path
 
 _BATCH_ROWS, _BATCH_BYTES = 4096, 4 * 2**20
+_FIRST_ROWS = 64
+"""Rows of a row group that are read first, to measure them."""
 _BUFFER_BYTES = 2**20
 """Bytes of a Parquet column that are read at a time. By default Arrow reads all of a row group."""
 _FILES, _FILES_BYTES = 64, 16 * 2**20
@@ -86,7 +88,6 @@ def _grouped(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _read_parquet(piece: Piece, columns: Columns) -> Iterator[Rows]:
-    names = list(columns.names.values())
     with (
         to_path(piece.path).open("rb") as file,
         pq.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False) as table,
@@ -94,13 +95,47 @@ def _read_parquet(piece: Piece, columns: Columns) -> Iterator[Rows]:
         columns.require_in(piece.path, table.schema_arrow.names)
         groups = [table.metadata.row_group(group) for group in range(table.num_row_groups)]
         stop = len(groups) if piece.stop is None else piece.stop
-        row = sum(group.num_rows for group in groups[: piece.start])
+        row = 1 + sum(group.num_rows for group in groups[: piece.start])
         for number in range(piece.start, stop):
-            row_bytes = groups[number].total_byte_size // max(1, groups[number].num_rows)
-            count = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, row_bytes)))
-            for batch in table.iter_batches(count, [number], names, use_threads=False):
-                yield _rows_of(batch, columns, piece.path, row)
+            for batch in _row_group_batches(table, number, list(columns.names.values())):
+                yield from _batch_rows(batch, columns, piece.path, row)
                 row += batch.num_rows
+
+
+def _row_group_batches(table: pq.ParquetFile, group: int, names: list[str]) -> Iterator[pa.RecordBatch]:
+    """Yield a row group in batches of about 4 MiB.
+
+    The metadata do not have the size of rows: a text that comes often is stored once. So the first batch is small, and
+    reading starts again, with batches of another size, when rows turn out larger.
+    """
+    rows, done = table.metadata.row_group(group).num_rows, 0
+    count, is_measured = _FIRST_ROWS, False
+    while done < rows:
+        row = 0
+        for batch in table.iter_batches(count, [group], names, use_threads=False):
+            row += batch.num_rows
+            if row <= done:
+                continue
+            new = batch.slice(batch.num_rows - (row - done))
+            done = row
+            yield new
+            fitting = _rows_that_fit(new)
+            if 2 * fitting < count or not is_measured:
+                count, is_measured = fitting, True
+                break
+
+
+def _rows_that_fit(batch: pa.RecordBatch) -> int:
+    """Return the number of rows like these that are read together; one at least."""
+    size, rows = sum(_decoded_bytes(column) for column in batch.columns), int(batch.num_rows)
+    return max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, size)))
+
+
+def _decoded_bytes(column: pa.Array) -> int:
+    """Return the bytes of a column, about. A dictionary has each text once."""
+    stored = column.dictionary if pa.types.is_dictionary(column.type) else column
+    size: int = stored.nbytes * len(column) // max(1, len(stored))
+    return size
 
 
 def _read_arrow(piece: Piece, columns: Columns) -> Iterator[Rows]:
@@ -110,13 +145,20 @@ def _read_arrow(piece: Piece, columns: Columns) -> Iterator[Rows]:
     with file, pa.ipc.open_file(file) as table:
         columns.require_in(piece.path, table.schema.names)
         stop = table.num_record_batches if piece.stop is None else piece.stop
-        row = 0
+        row = 1
         for number in range(piece.start, stop):
-            batch = table.get_batch(number)
-            count = max(1, min(_BATCH_ROWS, _BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
-            for start in range(0, batch.num_rows, count):
-                yield _rows_of(batch.slice(start, count), columns, piece.path, row + start)
+            batch = table.get_batch(number).select(list(dict.fromkeys(columns.names.values())))
+            # The number of rows before it is not known, unless all of them are read.
+            where = f" of record batch {number + 1}" if piece.start else ""
+            yield from _batch_rows(batch, columns, piece.path, row, where)
             row += batch.num_rows
+
+
+def _batch_rows(batch: pa.RecordBatch, columns: Columns, path: str, row: int, where: str = "") -> Iterator[Rows]:
+    """Yield the rows of a batch, a few at a time: as Python objects they take more memory."""
+    count = _rows_that_fit(batch)
+    for start in range(0, batch.num_rows, count):
+        yield _rows_of(batch.slice(start, count), columns, path, row + start, where)
 
 
 def _read_csv(piece: Piece, columns: Columns) -> Iterator[Rows]:
@@ -137,9 +179,8 @@ def _read_csv(piece: Piece, columns: Columns) -> Iterator[Rows]:
         row = 1
         with pyarrow.csv.open_csv(opened.get_stream(piece.start, length), read, parse, convert) as table:
             for batch in table:
-                for start in range(0, batch.num_rows, _BATCH_ROWS):
-                    where = f" after byte {piece.start:,}" if piece.start else ""
-                    yield _rows_of(batch.slice(start, _BATCH_ROWS), columns, piece.path, row + start, where)
+                where = f" after byte {piece.start:,}" if piece.start else ""
+                yield from _batch_rows(batch, columns, piece.path, row, where)
                 row += batch.num_rows
 
 
