@@ -25,7 +25,7 @@ from app.errors import RecipeError
 from app.storage import to_path
 
 if TYPE_CHECKING:
-    from app.data.mixing import Mask, Mix
+    from app.data.tensor_augmentation import Mask, Mix
 
 Generator = np.random.Generator
 _MASKS, _MIXES = 1, 2
@@ -104,7 +104,7 @@ def augmentation_of(train: TrainConfig, data: PreparedData) -> Augmentation | No
     processor, targets = data.train.processor, data.train.targets
     mask = mix = None
     if config.audio or config.mix:
-        from app.data.mixing import Mask, Mix  # most runs change inputs alone
+        from app.data.tensor_augmentation import Mask, Mix  # most runs change inputs alone
 
         mask = Mask.of(config.audio, processor.inputs) if config.audio else None
         mix = Mix.of(config.mix, processor.inputs, targets.num_outputs) if config.mix else None

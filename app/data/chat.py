@@ -6,7 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from app.config import DataConfig
 from app.data.conversations import ChatEncoder, EncodedChat, fingerprint_of, read_conversations
 from app.data.examples import CleaningReport, Reason
 from app.data.language import split_documents
-from app.data.prepared import IGNORED, Batch
+from app.data.prepared import IGNORED, Batch, Dataset
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 from app.pretrained import open_pretrained
@@ -28,7 +28,7 @@ _ARRAYS = ("tokens", "learned", "chats", "blocks")
 
 
 @dataclass(frozen=True)
-class ChatBlocks:
+class ChatBlocks(Dataset):
     """Conversations, in blocks of one or more.
 
     Attributes:
@@ -138,6 +138,7 @@ class ChatData:
     tokenizer: LanguageTokenizer
     template: str
     report: CleaningReport
+    origins: ClassVar[None] = None
 
     @property
     def facts(self) -> Mapping[str, int]:

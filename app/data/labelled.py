@@ -3,20 +3,26 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.data.examples import Input
-from app.data.prepared import Batch, Columns, ShardedSamples, SplitData
+from app.data.prepared import Batch, Columns, KeptSplit, SplitData
 from app.data.processor import GroupingProcessor, PaddingProcessor, Processor
 from app.data.targets import Outputs, Targets
 from app.tensors import Tensors
 
+if TYPE_CHECKING:  # it imports pyarrow
+    from app.data.sharded import ShardedRows
+
 
 class LabelledSplit(Protocol):
     """Inputs with their classes as indices into the labels, in memory or in shards."""
+
+    @property
+    def shards(self) -> "ShardedRows | None": ...
 
     @property
     def inputs(self) -> Sequence[Input]: ...
@@ -44,6 +50,8 @@ class LabelledSplit(Protocol):
 class Split:
     """Inputs with their classes as indices into the labels, or with the values of other targets."""
 
+    shards: ClassVar[None] = None
+
     inputs: list[Input]
     classes: list[Any]
 
@@ -65,7 +73,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class LabelledDataset:
+class LabelledDataset(KeptSplit):
     """A split whose inputs a processor turns into tensors."""
 
     split: LabelledSplit
@@ -76,9 +84,9 @@ class LabelledDataset:
         return len(self.split)
 
     @property
-    def shards(self) -> ShardedSamples | None:
+    def shards(self) -> "ShardedRows | None":
         """The shards that the split lies in; None if it is in memory."""
-        return getattr(self.split, "shards", None)
+        return self.split.shards
 
     @cached_property
     def lengths(self) -> NDArray[np.int64] | Sequence[int]:

@@ -16,7 +16,7 @@ from app.config import DataConfig
 from app.data.documents import load_documents
 from app.data.examples import CleaningReport
 from app.data.origins import Origins
-from app.data.prepared import Batch
+from app.data.prepared import Batch, Dataset
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 from app.pretrained import open_pretrained
@@ -27,7 +27,7 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True)
-class TokenBlocks:
+class TokenBlocks(Dataset):
     """Tokens in blocks of ``block_length``. The target of each token is the next one.
 
     ``tokens`` has shape (tokens,). Tokens at the end that do not fill a block are left out.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from app.config import DataConfig
 from app.data.builtin import BUILTIN_PAIRS
 from app.data.examples import CleaningReport, Reason, refuse
-from app.data.prepared import TRAIN, Batch, Columns, SplitData
+from app.data.prepared import TRAIN, Batch, Columns, KeptSplit, SplitData
 from app.data.processor import Processor, fit_processor
 from app.data.sources import TABLE_SUFFIXES, Source, find_builtin, open_source
 from app.data.targets import Outputs
@@ -28,7 +28,7 @@ MAX_HELD_OUT = 2000
 
 
 @dataclass(frozen=True)
-class _Pairs:
+class _Pairs(KeptSplit):
     pairs: Sequence[Pair]
     processor: Processor
 

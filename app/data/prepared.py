@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from app.data.processor import Processor
 from app.data.targets import Outputs
 from app.storage import write_atomically
 from app.tensors import Tensors
+
+if TYPE_CHECKING:  # it imports pyarrow
+    from app.data.sharded import ShardedRows
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 _REPORT_FILE = "data.json"
@@ -50,23 +53,52 @@ class Batch:
     absent: frozenset[str] = frozenset()
 
 
-class Dataset(Protocol):
+class Dataset(ABC):
     """Samples with their targets, made into tensors on demand."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
     @property
+    @abstractmethod
     def lengths(self) -> NDArray[np.int64] | Sequence[int]:
         """A length for each sample. Batches of samples with similar lengths need little padding."""
-        ...
 
+    @abstractmethod
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the samples of ``indices``, in this order. Raises DataError for one that cannot be read."""
-        ...
+
+    @property
+    def padded_lengths(self) -> NDArray[np.int32] | None:
+        """Tokens of each sample with its padding, of shape (samples,); None if samples have no such length."""
+        return None
+
+    @property
+    def num_targets(self) -> NDArray[np.int64] | None:
+        """Number of targets of each sample, of shape (samples,); None if all have as many."""
+        return None
+
+    @property
+    def groups(self) -> NDArray[np.str_] | None:
+        """The group of each sample, of shape (samples,), if a batch may have samples of one group only."""
+        return None
+
+    @property
+    def shards(self) -> "ShardedRows | None":
+        """The shards that the samples lie in; None if they are in memory."""
+        return None
+
+    @property
+    def longest(self) -> int:
+        """Index of a sample with the greatest length."""
+        if self.shards:
+            return self.shards.longest
+        lengths = self.lengths
+        return max(range(len(lengths)), key=lambda index: int(lengths[index]))
 
 
 class ShardedSamples(Protocol):
-    """The shards of a split, of which training makes its order. A dataset that has them keeps them as ``shards``."""
+    """The shards of a split, or of one source of it, as the order of samples needs them."""
 
     shard_rows: list[int]
     """Number of rows of each shard."""
@@ -74,11 +106,6 @@ class ShardedSamples(Protocol):
     """Index of the first row of each shard."""
 
     def __len__(self) -> int: ...
-
-    @property
-    def is_local(self) -> bool:
-        """Whether they lie on this machine's disk."""
-        ...
 
     @property
     def window_rows(self) -> int:
@@ -90,11 +117,6 @@ class ShardedSamples(Protocol):
         """Whether all rows have the same length."""
         ...
 
-    @property
-    def longest(self) -> int:
-        """Index of a row with the greatest length."""
-        ...
-
     def lengths_of(self, shard: int) -> NDArray[np.int32]:
         """Return the length of each row of a shard."""
         ...
@@ -102,16 +124,6 @@ class ShardedSamples(Protocol):
     def prefetch(self, shards: Sequence[int]) -> None:
         """Have these shards downloaded in the background."""
         ...
-
-    def close(self) -> None:
-        """Drop downloads that have not begun."""
-        ...
-
-
-def padded_lengths_of(dataset: Dataset) -> NDArray[np.int32] | None:
-    """Return the tokens of each sample with its padding, of shape (samples,); None if samples have no such length."""
-    lengths: NDArray[np.int32] | None = getattr(dataset, "padded_lengths", None)
-    return lengths
 
 
 def save_padded_lengths(dataset: Dataset, folder: UPath) -> None:
@@ -127,15 +139,6 @@ def load_padded_lengths(dataset: Dataset, folder: UPath) -> None:
     if (folder / _LENGTHS_FILE).exists():
         # The value of a cached property.
         vars(dataset)["padded_lengths"] = np.load(io.BytesIO((folder / _LENGTHS_FILE).read_bytes()))
-
-
-def longest_sample(dataset: Dataset) -> int:
-    """Return the index of a sample with the greatest length."""
-    shards: ShardedSamples | None = getattr(dataset, "shards", None)
-    if shards:
-        return shards.longest
-    lengths = dataset.lengths
-    return max(range(len(lengths)), key=lambda index: int(lengths[index]))
 
 
 class PreparedData(Protocol):
@@ -179,6 +182,11 @@ class PreparedData(Protocol):
         """One or two lines for the log: what was kept, and how it was split."""
         ...
 
+    @property
+    def origins(self) -> Origins | None:
+        """The source of each sample; None if there is one source, or the task knows none."""
+        ...
+
     def save(self, folder: UPath) -> None:
         """Write everything, with checksums. Every worker loads it."""
         ...
@@ -192,17 +200,17 @@ Columns = Mapping[str, list[Any]]
 """The columns of a table, by name."""
 
 
-class KeptSplit(Dataset, Protocol):
+class KeptSplit(Dataset):
     """A split that is kept as a table."""
 
     @property
+    @abstractmethod
     def columns(self) -> Mapping[str, Sequence[Any]]:
         """The columns of the table, by name."""
-        ...
 
+    @abstractmethod
     def content(self) -> Iterator[bytes]:
         """Yield every row, so that no two splits yield the same bytes."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from upath import UPath
 from app.config import ShardsConfig
 from app.data.examples import Input
 from app.data.origins import Origins
-from app.data.prepared import SHARDS_FILE, TRAIN, VALIDATION, Batch
+from app.data.prepared import SHARDS_FILE, TRAIN, VALIDATION, Batch, Dataset
 from app.data.shard_cache import ShardCache
 from app.data.shards import CLASS, LENGTH, Shard, ShardIndex
 from app.errors import StorageError
@@ -248,11 +248,16 @@ class ShardedSplit:
         return rows[INPUT].to_pylist(), rows[CLASS].to_pylist()
 
 
-class ShardedBlocks:
+class ShardedBlocks(Dataset):
     """Blocks of tokens in shards. Each row has one token more than a block, which is only a target."""
 
     def __init__(self, shards: ShardedRows, block_length: int) -> None:
-        self.shards, self.block_length = shards, block_length
+        self._rows, self.block_length = shards, block_length
+
+    @property
+    def shards(self) -> ShardedRows:
+        """The rows, of any number of shards."""
+        return self._rows
 
     def __len__(self) -> int:
         return len(self.shards)

@@ -25,7 +25,7 @@ from app.errors import DataError
 
 
 @dataclass(frozen=True)
-class TaggedDataset:
+class TaggedDataset(KeptSplit):
     """A split. The targets are int64 of shape (batch, length): the class at a word's first token, else ``IGNORED``."""
 
     rows: Sequence[tuple[str, Sequence[Word]]]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from app.config import AutoPlan, PlanConfig, Recipe, TrainConfig
 from app.config.layout import Layout, lay_out
-from app.data.prepared import PreparedData, longest_sample, padded_lengths_of
+from app.data.prepared import PreparedData
 from app.errors import PlanError
 from app.models.factory import blueprint_of
 from app.planner.calibration import Calibration, read_calibration
@@ -56,7 +56,7 @@ def subject_name(recipe: Recipe, num_parameters: int, data: PreparedData) -> str
     config = recipe.train
     return (
         f"{recipe.model.factory or recipe.model.pretrained}, {num_parameters} parameters, samples of "
-        f"{int(data.train.lengths[longest_sample(data.train)])}, batch {config.batch_size}"
+        f"{int(data.train.lengths[data.train.longest])}, batch {config.batch_size}"
         f"{' tokens' if config.tokens_per_batch else ''}, {config.precision}, {config.optimizer.name}"
     )
 
@@ -76,13 +76,13 @@ def subject_of(recipe: Recipe, model: nn.Module, data: PreparedData) -> Subject:
 
 
 def _sample_tokens(config: TrainConfig, data: PreparedData) -> int | None:
-    lengths = padded_lengths_of(data.train) if config.tokens_per_batch is not None else None
+    lengths = data.train.padded_lengths if config.tokens_per_batch is not None else None
     return None if lengths is None else int(lengths.max())
 
 
 def longest_inputs(data: PreparedData) -> dict[str, Tensor]:
     """Return the inputs of the split's longest sample, since memory must hold it."""
-    longest = data.train.batch([longest_sample(data.train)])
+    longest = data.train.batch([data.train.longest])
     return {name: torch.as_tensor(array) for name, array in longest.inputs.items()}
 
 

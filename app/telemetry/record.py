@@ -80,7 +80,7 @@ class MemoryRecord(BaseModel):
     """1 - peak / reserved: the share of the reserved memory that no tensor used at the peak."""
 
 
-Source = Literal["memory", "disk", "network"]
+Medium = Literal["memory", "disk", "network"]
 """Where samples are read from."""
 Bound = Literal["decoding", "cores", "memory", "disk", "network"]
 BOUNDS: dict[Bound, str] = {
@@ -134,7 +134,7 @@ class ReadTime(NamedTuple):
 NO_TIME = ReadTime()
 
 
-def bound_of(read: ReadTime, source: Source) -> Bound:
+def bound_of(read: ReadTime, source: Medium) -> Bound:
     """Return what reading spends most of its time on."""
     spent: dict[Bound, float] = {"decoding": read.cpu_s, "cores": read.queued_s}
     if source != "memory":
@@ -150,7 +150,7 @@ class ReadingRecord(BaseModel):
     """Of all processes together, as are the next two."""
     cpu_s: float
     queued_s: float
-    source: Source
+    source: Medium
     limit: Literal["cores", "memory"] | None = None
     """What prevents more processes, with ``train.loader.num_workers: auto``."""
 

@@ -36,7 +36,7 @@ from app.telemetry.profiler import PROFILE
 from app.training.augmented_samples import augmented_samples
 from app.training.baseline import baseline_of, texts_of
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
-from app.training.data.batches import groups_of, order_of
+from app.training.data.batches import order_of
 from app.training.data.groups import require_grouped_order
 from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
 from app.training.engine.deepspeed_engine import deepspeed_config
@@ -105,7 +105,7 @@ def _check_order(recipe: Recipe, data: PreparedData, run_folder: UPath) -> None:
     Raises:
         RecipeError, DataError, TrainingError: as ``prepare_run``.
     """
-    if groups_of(data.train) is not None:
+    if data.train.groups is not None:
         require_grouped_order(recipe)
     mixture = None
     if recipe.data.sources:

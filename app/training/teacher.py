@@ -5,7 +5,7 @@ Hinton, Vinyals, Dean 2015, "Distilling the Knowledge in a Neural Network", arXi
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,13 +15,16 @@ from upath import UPath
 from app.config import Recipe
 from app.data.examples import Input
 from app.data.labelled import LabelledData, LabelledDataset
-from app.data.prepared import Batch, PreparedData
+from app.data.prepared import Batch, Dataset, PreparedData
 from app.data.targets import LABELS_FILE, Classes, load_labels
 from app.errors import RecipeError
 from app.repository.repository import Repository
 from app.serving.model.loaded import LoadedModel, load_model
 from app.storage import open_storage
 from app.tasks import find_served_task
+
+if TYPE_CHECKING:  # it imports pyarrow
+    from app.data.sharded import ShardedRows
 
 
 def with_resolved_teacher(recipe: Recipe, data: PreparedData, storage: UPath) -> Recipe:
@@ -81,7 +84,7 @@ def taught(data: PreparedData, recipe: Recipe) -> PreparedData:
 
 
 @dataclass
-class TaughtDataset:
+class TaughtDataset(Dataset):
     """A split with the teacher's logits. The teacher runs once on each row, when a batch first has it.
 
     Each process that reads batches has a teacher of its own, because engines do not survive a fork.
@@ -107,6 +110,11 @@ class TaughtDataset:
     def lengths(self) -> NDArray[np.int64] | Sequence[int]:
         """Those of the split."""
         return self.split.lengths
+
+    @property
+    def shards(self) -> "ShardedRows | None":
+        """Those of the split."""
+        return self.split.shards
 
     @property
     def groups(self) -> NDArray[np.str_] | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from app.config import Recipe, load_recipe
-from app.data.prepared import PreparedData, padded_lengths_of
+from app.data.prepared import PreparedData
 from app.models.factory import blueprint_of
 from app.tasks import find_task, prepare
 from app.tasks.objective import objective_of
@@ -83,7 +83,7 @@ def main() -> None:
 
 def _with_budget(recipe: Recipe, data: PreparedData) -> Recipe:
     """Return the recipe with batches of tokens, of about as many samples as the others' on average."""
-    lengths = padded_lengths_of(data.train)
+    lengths = data.train.padded_lengths
     assert lengths is not None
     tokens = {"global_batch_size": None, "tokens_per_batch": int(_SAMPLES * lengths.mean())}
     return recipe.with_plan(recipe.train.plan, **tokens)

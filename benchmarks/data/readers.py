@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from app.data.sharded import ShardReference
 from app.training.data.batches import DataRank
-from app.training.data.streams import StreamOrder
+from app.training.data.shard_order import ShardOrder
 
 RANKS, BATCH = 2, 128
 _TIMEOUT_S = 280.0
@@ -46,7 +46,7 @@ Texts = Iterator[list[str]]
 def our_texts(source: Source, rank: int) -> Texts:
     """The rank's part of each batch of an epoch, from canonical streams."""
     rows = source.shards.open("train")
-    order = StreamOrder(rows, BATCH, 0)
+    order = ShardOrder(rows, BATCH, 0)
     for number in range(source.seek_to, order.num_batches(1)):
         yield rows.read(order.share(1, number, DataRank(rank, RANKS)))["input"].to_pylist()
 

@@ -14,7 +14,7 @@ import torch
 from app.config import Layout, TrainConfig
 from app.config.layout import lay_out
 from app.config.plan import PlanConfig
-from app.data.prepared import Batch
+from app.data.prepared import Batch, Dataset
 from app.training.activity import Activity
 from app.training.data.batches import order_of
 from app.training.data.feed import Feed
@@ -24,7 +24,7 @@ SAMPLES, BATCH = 64, 16
 
 
 @dataclass(frozen=True)
-class Noise:
+class Noise(Dataset):
     """Samples of random numbers, with the id of the reading process as target."""
 
     size: int

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from app.config import Recipe, load_recipe
-from app.data.prepared import Batch, PreparedData
+from app.data.prepared import Batch, Dataset, PreparedData
 from app.tasks import prepare
 from app.telemetry.record import NO_TIME, ReadAhead, ReadingRecord, ReadTime, bound_of
 from app.training.activity import Activity
@@ -171,13 +171,15 @@ def test_large_photographs_are_decoded_in_other_processes_and_come_in_the_same_o
 
 
 @dataclass(frozen=True)
-class Slow:
+class Slow(Dataset):
     """Samples that take long to read. Their target is the id of the process that read them."""
 
-    lengths: list[int] = field(default_factory=lambda: [0] * 40)
-
     def __len__(self) -> int:
-        return len(self.lengths)
+        return 40
+
+    @property
+    def lengths(self) -> list[int]:
+        return [0] * len(self)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         time.sleep(0.02)

@@ -22,7 +22,7 @@ from app.data.shards import Shard, ShardIndex, ShardWriter
 from app.errors import RecipeError, StorageError
 from app.storage import to_path
 from app.training.data.batches import DataRank
-from app.training.data.streams import StreamOrder, sharded_validation_batches
+from app.training.data.shard_order import ShardOrder, sharded_validation_batches
 
 SCHEMA = pa.schema({"input": pa.string(), "class": pa.int32(), "length": pa.int32()})
 ROWS, BATCH = 3001, 24
@@ -167,8 +167,8 @@ def test_a_torn_copy_in_the_cache_is_downloaded_again(s3: dict[str, str], monkey
     assert not cached.exists()
 
 
-def order_of(rows: ShardedRows, seed: int = 0, batch: int = BATCH) -> StreamOrder:
-    return StreamOrder(rows, batch, seed)
+def order_of(rows: ShardedRows, seed: int = 0, batch: int = BATCH) -> ShardOrder:
+    return ShardOrder(rows, batch, seed)
 
 
 @pytest.mark.parametrize("batch", [24, 7, 64, 3001])

@@ -13,7 +13,6 @@ from upath import UPath
 
 from app.config import Recipe, load_recipe
 from app.data.labelled import LabelledData
-from app.data.prepared import padded_lengths_of
 from app.errors import RecipeError, TrainingError
 from app.storage import to_path
 from app.tasks import load_prepared, prepare
@@ -119,7 +118,7 @@ def test_every_sample_has_the_same_weight_on_any_number_of_workers(tmp_path: Pat
             ) as feed:
                 parts = [part for part, _ in feed._parts(1, number)]
                 batches = list(feed.train(1, [number]))
-            lengths = padded_lengths_of(data.train)
+            lengths = data.train.padded_lengths
             assert lengths is not None
             assert [len(batch.targets) for batch in batches] == [len(part) for part in parts]
             assert all(len(part) * lengths[part].max() <= 512 + 2 * lengths[part].max() for part in parts)

@@ -12,7 +12,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.prepared import IGNORED, Batch
+from app.data.prepared import IGNORED, Batch, Dataset
 from app.engines.base import Signature
 from app.errors import DataError
 from app.tensors import Tensor, TensorSpec
@@ -25,17 +25,22 @@ _MAX_LENGTHS = 8
 
 
 @dataclass(frozen=True)
-class TensorRows:
+class TensorRows(Dataset):
     """Rows of tensors, in memory, with the class of each if it is known."""
 
     rows: Mapping[str, Sequence[NDArray[Any]]]
     """The rows of each input, without the axis of the rows."""
 
-    lengths: Sequence[int]
+    row_lengths: Sequence[int]
     classes: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.row_lengths)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """The length of each row."""
+        return self.row_lengths
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the rows of ``indices``, which have one length."""

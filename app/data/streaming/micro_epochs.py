@@ -53,11 +53,6 @@ class MicroEpoch(BaseModel):
         """Training samples."""
         return sum(shard.rows for shard in self.shards)
 
-    @property
-    def messages(self) -> int:
-        """Offsets in the range. A broker may have deleted or hidden some."""
-        return sum(self.stop.values()) - sum(self.start.values())
-
 
 @dataclass(frozen=True)
 class MicroEpochStore:

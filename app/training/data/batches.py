@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.config import StreamConfig, TrainConfig
-from app.data.prepared import Dataset, PreparedData, ShardedSamples
+from app.data.prepared import PreparedData
 from app.errors import TrainingError
 
 if TYPE_CHECKING:  # it builds on this module
@@ -18,7 +18,7 @@ Indices = NDArray[np.int64]
 Lengths = NDArray[np.int64] | Sequence[int]
 EPOCH_ORDER = "numpy-1"
 """Name of the sample order of ``train_batches``. A change of the order needs a new name."""
-PAIRED = 64
+PARTNER_BLOCK = 64
 """Block of ``partners_of`` for samples in memory: a rank has every n-th sample of a batch."""
 BATCHES_PER_SORT = 32
 """Number of batches whose samples are sorted by length together. More pad less, fewer mix better."""
@@ -102,16 +102,16 @@ def order_of(
             f"train.global_batch_size is {config.global_batch_size}, the training split has {num_samples} samples: "
             "lower the batch size or give more data"
         )
-    shards = shards_of(data.train)
+    shards = data.train.shards
     if shards and mixture:
-        from app.training.data.mixed_shards import MixedStreamOrder  # it builds on this module
+        from app.training.data.mixed_shards import MixedShardOrder  # it builds on this module
 
-        return MixedStreamOrder(shards, config.global_batch_size, config.seed, mixture)
+        return MixedShardOrder(shards, config.global_batch_size, config.seed, mixture)
     if shards:
-        from app.training.data.streams import StreamOrder  # it builds on this module
+        from app.training.data.shard_order import ShardOrder  # it builds on this module
 
-        return StreamOrder(shards, config.global_batch_size, config.seed)
-    if (groups := groups_of(data.train)) is not None:
+        return ShardOrder(shards, config.global_batch_size, config.seed)
+    if (groups := data.train.groups) is not None:
         from app.training.data.groups import grouped_order  # so does this
 
         return grouped_order(data.train.lengths, groups, config.global_batch_size, config.seed)
@@ -125,18 +125,6 @@ def order_of(
 
         return MixedOrder(data.train.lengths, config.global_batch_size, config.seed, mixture=mixture)
     return MemoryOrder(data.train.lengths, config.global_batch_size, config.seed, classes)
-
-
-def shards_of(dataset: Dataset) -> ShardedSamples | None:
-    """Return the shards that a dataset lies in; None if it is in memory."""
-    shards: ShardedSamples | None = getattr(dataset, "shards", None)
-    return shards
-
-
-def groups_of(dataset: Dataset) -> NDArray[np.str_] | None:
-    """Return the group of each sample, if a batch may have samples of one group only; None if it may have any."""
-    groups: NDArray[np.str_] | None = getattr(dataset, "groups", None)
-    return groups
 
 
 def count_steps(config: TrainConfig, order: SampleOrder, stream: StreamConfig | None = None) -> int:
@@ -188,7 +176,7 @@ class MemoryOrder:
 
     def partners(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
         """Return the sample that each one of ``share`` is mixed with."""
-        return partners_of(self.batch(epoch, number), PAIRED)[data_rank.rank :: data_rank.size]
+        return partners_of(self.batch(epoch, number), PARTNER_BLOCK)[data_rank.rank :: data_rank.size]
 
 
 def train_batches(

@@ -15,14 +15,14 @@ from torch.utils.data import Dataset as TorchDataset
 from app.config import Layout, TrainConfig
 from app.data.augmentation import Augmentation, augmentation_of
 from app.data.labelled import LabelledDataset
-from app.data.prepared import IGNORED, Batch, Dataset, PreparedData, padded_lengths_of
+from app.data.prepared import IGNORED, Batch, Dataset, PreparedData
 from app.models.precision import TORCH_DTYPES
-from app.telemetry.record import NO_TIME, ReadAhead, ReadingRecord, ReadTime, Source
+from app.telemetry.record import NO_TIME, Medium, ReadAhead, ReadingRecord, ReadTime
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
-from app.training.data.batches import DataRank, Indices, SampleOrder, groups_of, order_of, shards_of, validation_batches
+from app.training.data.batches import DataRank, Indices, SampleOrder, order_of, validation_batches
 from app.training.data.reading import ReadingControl
-from app.training.data.streams import sharded_validation_batches
+from app.training.data.shard_order import sharded_validation_batches
 from app.training.worker import Worker, seed_random
 
 Split = Literal["train", "validation"]
@@ -131,7 +131,7 @@ class Feed:
         """Return this rank's batches of the validation split, each with the sample that stands in if it is empty."""
         split = self.data.validation
         # Twice the size of training: without a backward pass a batch takes less memory.
-        size, shards, groups = 2 * self._max_micro_batch, shards_of(split), groups_of(split)
+        size, shards, groups = 2 * self._max_micro_batch, split.shards, split.groups
         if rows is not None:
             from app.training.data.mixture import validation_batches_of  # most runs validate all rows
 
@@ -154,7 +154,7 @@ class Feed:
         Then the loss of a step is the mean over all its targets, however they are shared out. Where batches differ in
         size and samples have one target each, it weighs by samples.
         """
-        num_targets = getattr(self.data.train, "num_targets", None)
+        num_targets = self.data.train.num_targets
         parts = self.layout.gradient_accumulation * self.layout.data
         if num_targets is None and self.config.tokens_per_batch is None:
             return lambda indices, number: None  # noqa: ARG005
@@ -172,7 +172,7 @@ class Feed:
         """Maximum samples of a micro-batch of the longest samples."""
         if self.config.tokens_per_batch is None:
             return self.layout.micro_batch
-        lengths = padded_lengths_of(self.data.train)
+        lengths = self.data.train.padded_lengths
         assert lengths is not None
         return max(1, self.layout.micro_batch // int(lengths.max()))
 
@@ -224,9 +224,9 @@ class Loader:
     def _read_splits(self, data: PreparedData) -> None:
         augmentation = augmentation_of(self._config, data) if self._config.augment else None
         self._reader = _Reader(data, augmentation, self._config.plan.takes_partial_steps)
-        self._shards = [shards for split in (data.train, data.validation) if (shards := shards_of(split))]
-        sources: list[Source] = ["disk" if shards.is_local else "network" for shards in self._shards]
-        self._source: Source = sources[0] if sources else "memory"
+        self._shards = [shards for split in (data.train, data.validation) if (shards := split.shards)]
+        sources: list[Medium] = ["disk" if shards.is_local else "network" for shards in self._shards]
+        self._source: Medium = sources[0] if sources else "memory"
 
     def _open(self) -> DataLoader[MicroBatch]:
         processes, prefetch = self._setting

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from app.data.prepared import ShardedSamples
 from app.errors import TrainingError
-from app.training.data.batches import PAIRED, DataRank, Indices, partners_of
+from app.training.data.batches import PARTNER_BLOCK, DataRank, Indices, partners_of
 from app.training.data.mixture import Mixture
-from app.training.data.streams import StreamOrder
+from app.training.data.shard_order import ShardOrder
 
 
 @dataclass
@@ -38,11 +38,6 @@ class SourceShards:
         return int(self.first_rows[-1])
 
     @property
-    def is_local(self) -> bool:
-        """Whether the shards lie on this machine."""
-        return self.samples.is_local
-
-    @property
     def window_rows(self) -> int:
         """This source's part of the window, by its share of all rows."""
         return max(1, self.samples.window_rows * len(self) // max(1, len(self.samples)))
@@ -52,12 +47,6 @@ class SourceShards:
         """Whether all rows, of other sources too, have the same length."""
         return self.samples.has_one_length
 
-    @property
-    def longest(self) -> int:
-        """Index of a row with the greatest length."""
-        lengths = np.concatenate([self.lengths_of(place) for place in range(len(self.shards))])
-        return int(lengths.argmax())
-
     def lengths_of(self, shard: int) -> NDArray[np.int32]:
         """Return the length of each row of a shard."""
         return self.samples.lengths_of(self.shards[shard])
@@ -65,10 +54,6 @@ class SourceShards:
     def prefetch(self, shards: Sequence[int]) -> None:
         """Have these shards downloaded in the background."""
         self.samples.prefetch([self.shards[shard] for shard in shards])
-
-    def close(self) -> None:
-        """Drop downloads that have not begun."""
-        self.samples.close()
 
     def rows(self, indices: Indices) -> Indices:
         """Return the numbers that these rows have among the rows of all sources."""
@@ -79,7 +64,7 @@ class SourceShards:
 
 
 @dataclass
-class MixedStreamOrder:
+class MixedShardOrder:
     """The global batches of several sources in shards, each of ``size`` samples."""
 
     name: ClassVar[str] = "mixed-streams-1"
@@ -88,7 +73,7 @@ class MixedStreamOrder:
     size: int
     seed: int
     mixture: Mixture
-    _sources: list[tuple[SourceShards, StreamOrder]] = field(default_factory=list, init=False)
+    _sources: list[tuple[SourceShards, ShardOrder]] = field(default_factory=list, init=False)
     _batch: tuple[tuple[int, int], Indices] | None = field(default=None, init=False)
     """Epoch and number of the last batch that was asked for, and its samples."""
 
@@ -102,7 +87,7 @@ class MixedStreamOrder:
                     f"data.sources {name} has {len(shards):,} training rows, and a batch takes {count:,}: lower its "
                     "weight or train.global_batch_size"
                 )
-            self._sources.append((shards, StreamOrder(shards, count, self.seed + place)))
+            self._sources.append((shards, ShardOrder(shards, count, self.seed + place)))
 
     def num_batches(self, epoch: int) -> int:  # noqa: ARG002
         """Return the number of batches that have as many samples as all sources together."""
@@ -131,10 +116,10 @@ class MixedStreamOrder:
 
     def partners(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
         """Return the sample that each one of ``share`` is mixed with."""
-        return partners_of(self.batch(epoch, number), PAIRED)[data_rank.rank :: data_rank.size]
+        return partners_of(self.batch(epoch, number), PARTNER_BLOCK)[data_rank.rank :: data_rank.size]
 
 
-def _batch_of(order: StreamOrder, passed: int) -> Indices:
+def _batch_of(order: ShardOrder, passed: int) -> Indices:
     """Return the batch of a source after so many of the run. Its epochs end at other batches than the run's."""
     epoch, number = divmod(passed, order.num_batches(1))
     return order.batch(epoch + 1, number)

@@ -21,7 +21,6 @@ from app.training.data.batches import (
     DataRank,
     Indices,
     MemoryOrder,
-    shards_of,
     sorted_batches,
     validation_batches,
 )
@@ -39,7 +38,7 @@ class Mixture:
     @classmethod
     def of(cls, config: DataConfig, data: PreparedData) -> "Mixture | None":
         """Return the mixture of ``data.sources``; None if there is one source."""
-        origins: Origins | None = getattr(data, "origins", None)
+        origins = data.origins
         if not config.sources or origins is None:
             return None
         sizes = np.bincount(origins.train, minlength=len(config.sources)).astype(np.float64)
@@ -77,7 +76,7 @@ def validation_batches_of(dataset: Dataset, rows: Indices, data_rank: DataRank, 
 
 def _lengths_of(dataset: Dataset, rows: Indices) -> NDArray[np.int64]:
     """Return the lengths of some rows, ascending, of shape (rows,). Of shards, only those of these rows are opened."""
-    shards = shards_of(dataset)
+    shards = dataset.shards
     if shards is None:
         return np.asarray(dataset.lengths, np.int64)[rows]
     if shards.has_one_length:

@@ -14,7 +14,7 @@ from typing import Literal, Self
 import psutil
 import torch
 
-from app.telemetry.record import BOUNDS, NO_TIME, ReadAhead, ReadTime, Source, bound_of, describe_readers
+from app.telemetry.record import BOUNDS, NO_TIME, Medium, ReadAhead, ReadTime, bound_of, describe_readers
 
 MAX_STALL = 0.02
 """Share of the time that training may wait for data."""
@@ -95,7 +95,7 @@ class ReadingControl:
     """Raises the number of processes, or how far each reads ahead. The order of the samples stays the same."""
 
     resources: Resources
-    source: Source
+    source: Medium
     setting: ReadAhead
     """How to read from now on."""
     limit: Literal["cores", "memory"] | None = None
@@ -107,7 +107,7 @@ class ReadingControl:
     _has_told: bool = False
 
     @classmethod
-    def of_worker(cls, device: torch.device, source: Source, setting: ReadAhead) -> Self:
+    def of_worker(cls, device: torch.device, source: Medium, setting: ReadAhead) -> Self:
         """Return the control of a worker that begins with ``setting``."""
         # torch advises against more processes than cores, whatever they wait for.
         warnings.filterwarnings("ignore", "This DataLoader will create")

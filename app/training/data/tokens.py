@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.config import TrainConfig
-from app.data.prepared import PreparedData, padded_lengths_of
+from app.data.prepared import PreparedData
 from app.errors import RecipeError, TrainingError
-from app.training.data.batches import PAIRED, DataRank, Indices, partners_of, shards_of
+from app.training.data.batches import PARTNER_BLOCK, DataRank, Indices, partners_of
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -33,13 +33,13 @@ def token_order_of(config: TrainConfig, data: PreparedData) -> "TokenOrder":
         TrainingError: the longest sample does not fit into a batch, or a batch has too few samples for all workers.
     """
     assert config.tokens_per_batch is not None
-    lengths = padded_lengths_of(data.train)
+    lengths = data.train.padded_lengths
     if lengths is None:
         raise RecipeError(
             "train.tokens_per_batch is for texts and tokens, and the samples of this task have no length in tokens: "
             "set train.global_batch_size in its place"
         )
-    shards = shards_of(data.train)
+    shards = data.train.shards
     rows = shards.shard_rows if shards else [len(lengths)]
     per_window = max(1, round(shards.window_rows * len(rows) / max(1, len(lengths)))) if shards else 1
     prefetch = shards.prefetch if shards else None
@@ -114,7 +114,7 @@ class TokenOrder:
 
     def partners(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
         """Return the sample that each one of ``share`` is mixed with."""
-        return partners_of(self.batch(epoch, number), PAIRED)[data_rank.rank :: data_rank.size]
+        return partners_of(self.batch(epoch, number), PARTNER_BLOCK)[data_rank.rank :: data_rank.size]
 
     @cached_property
     def _bounds(self) -> NDArray[np.int32]:

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from app.config import AugmentAudioConfig, MixConfig, Recipe, load_recipe
 from app.data.augmentation import augmentation_of
-from app.data.mixing import Mask, Mix
 from app.data.prepared import Batch, PreparedData
+from app.data.tensor_augmentation import Mask, Mix
 from app.errors import RecipeError
 from app.reports.augmentation import AugmentedSamples
 from app.reports.training import training_page

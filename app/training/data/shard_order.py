@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from app.data.prepared import ShardedSamples
 from app.training.data.batches import BATCHES_PER_SORT, DataRank, Indices, partners_of, validation_batches
 
-STREAM_ORDER = "streams-1"
-"""Name of the sample order of ``StreamOrder``. A change of the order needs a new name."""
+SHARD_ORDER = "streams-1"
+"""Name of the sample order of ``ShardOrder``. A change of the order needs a new name."""
 _MAX_STREAMS = 16
 _NEIGHBOURS = 2
 """Block of ``partners_of``: a rank has consecutive samples of a batch."""
@@ -32,10 +32,10 @@ Segment = tuple[int, int, int]
 
 
 @dataclass
-class StreamOrder:
+class ShardOrder:
     """The global batches of sharded samples, each of ``size`` samples."""
 
-    name: ClassVar[str] = STREAM_ORDER
+    name: ClassVar[str] = SHARD_ORDER
 
     samples: ShardedSamples
     size: int
