@@ -2,7 +2,6 @@
 
 import bisect
 import hashlib
-import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from app.data.prepared import IGNORED, Batch, Dataset
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 from app.pretrained import open_pretrained
-from app.storage import write_atomically
+from app.storage import stream_atomically, write_atomically
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _ARRAYS = ("tokens", "learned", "chats", "blocks")
@@ -100,9 +99,8 @@ class ChatBlocks(Dataset):
 
     def save(self, file: UPath) -> None:
         """Write the arrays for ``load``."""
-        buffer = io.BytesIO()
-        np.savez(buffer, allow_pickle=False, **{name: getattr(self, name) for name in _ARRAYS})
-        write_atomically(file, buffer.getvalue())
+        with stream_atomically(file) as opened:
+            np.savez(opened, allow_pickle=False, **{name: getattr(self, name) for name in _ARRAYS})
 
     @classmethod
     def load(cls, file: UPath, block_length: int | None) -> Self:

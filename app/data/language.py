@@ -1,7 +1,6 @@
 """Data of language modelling: documents, split, as arrays of tokens that are cut into blocks."""
 
 import hashlib
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from app.data.prepared import Batch, Dataset
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 from app.pretrained import open_pretrained
-from app.storage import is_local, write_atomically
+from app.storage import is_local, stream_atomically
 
 Document = TypeVar("Document")
 Tokens = NDArray[np.unsignedinteger[Any]]
@@ -103,9 +102,8 @@ class LanguageData:
         """Write the tokens as .npy, the report as JSON, and the tokenizer's own files."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, blocks in (("train", self.train), ("validation", self.validation)):
-            buffer = io.BytesIO()
-            np.save(buffer, blocks.tokens, allow_pickle=False)
-            write_atomically(folder / f"{name}.npy", buffer.getvalue())
+            with stream_atomically(folder / f"{name}.npy") as file:
+                np.save(file, blocks.tokens, allow_pickle=False)
         if self.origins:
             self.origins.save(folder)
         self.save_codec(folder)

@@ -11,7 +11,7 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.errors import DataError
-from app.storage import write_atomically
+from app.storage import stream_atomically
 
 if TYPE_CHECKING:  # it imports pyarrow
     from app.data.shards import Shard
@@ -55,9 +55,8 @@ class Origins:
 
     def save(self, folder: UPath) -> None:
         """Write them for ``load``."""
-        buffer = io.BytesIO()
-        np.savez(buffer, train=self.train, validation=self.validation)
-        write_atomically(folder / _FILE, buffer.getvalue())
+        with stream_atomically(folder / _FILE) as file:
+            np.savez(file, train=self.train, validation=self.validation)
 
     @classmethod
     def load(cls, folder: UPath) -> Self | None:

@@ -19,7 +19,7 @@ from app.data.examples import CleaningReport
 from app.data.origins import Origins
 from app.data.processor import Processor
 from app.data.targets import Outputs
-from app.storage import write_atomically
+from app.storage import stream_atomically, write_atomically
 from app.tensors import Tensors
 
 if TYPE_CHECKING:  # it imports pyarrow
@@ -129,9 +129,8 @@ class ShardedSamples(Protocol):
 def save_padded_lengths(dataset: Dataset, folder: UPath) -> None:
     """Write the lengths of a dataset for ``load_padded_lengths``, if they are known."""
     if (lengths := vars(dataset).get("padded_lengths")) is not None:
-        buffer = io.BytesIO()
-        np.save(buffer, lengths, allow_pickle=False)
-        write_atomically(folder / _LENGTHS_FILE, buffer.getvalue())
+        with stream_atomically(folder / _LENGTHS_FILE) as file:
+            np.save(file, lengths, allow_pickle=False)
 
 
 def load_padded_lengths(dataset: Dataset, folder: UPath) -> None:
@@ -280,9 +279,8 @@ class SplitData(ABC):
 
         folder.mkdir(parents=True, exist_ok=True)
         for name, split in self._splits.items():
-            buffer = io.BytesIO()
-            parquet.write_table(pa.table(dict(split.columns)), buffer)
-            write_atomically(folder / f"{name}.parquet", buffer.getvalue())
+            with stream_atomically(folder / f"{name}.parquet") as file:
+                parquet.write_table(pa.table(dict(split.columns)), file)
         save_padded_lengths(self.train, folder)
         if self.origins:
             self.origins.save(folder)

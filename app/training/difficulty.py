@@ -15,7 +15,7 @@ from app.data.prepared import PreparedData
 from app.data.sources import TABLE_SUFFIXES, Source, open_source
 from app.data.targets import Classes
 from app.errors import DataError, RecipeError
-from app.storage import ProgressCallback, no_op, open_storage, write_atomically
+from app.storage import ProgressCallback, no_op, open_storage, stream_atomically
 
 _FILE = "difficulty.npy"
 _ROWS_AT_ONCE = 256
@@ -35,10 +35,9 @@ def recorded_difficulty(
     if (run_folder / _FILE).exists():
         recorded: NDArray[np.float32] = np.load(io.BytesIO((run_folder / _FILE).read_bytes()), allow_pickle=False)
         return recorded
-    found, buffer = find_difficulty(recipe, data, on_progress), io.BytesIO()
-    np.save(buffer, found, allow_pickle=False)
-    run_folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(run_folder / _FILE, buffer.getvalue())
+    found = find_difficulty(recipe, data, on_progress)
+    with stream_atomically(run_folder / _FILE) as file:
+        np.save(file, found, allow_pickle=False)
     return found
 
 

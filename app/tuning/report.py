@@ -1,6 +1,5 @@
 """The report of a search: a table of all trials, and a page with Optuna's plots."""
 
-import io
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from upath import UPath
 from app.config import Objective
 from app.pages.content import State
 from app.pages.page import REPORT_FILE, Page
-from app.storage import write_atomically
+from app.storage import stream_atomically
 from app.tuning.outcome import TuneMetrics
 from app.tuning.trials import (
     CAUSE,
@@ -39,9 +38,8 @@ def write_trials(study: Study, objectives: list[Objective], folder: UPath) -> UP
     # Nothing here changes a trial, and deep copies of thousands take seconds.
     begun = [trial for trial in study.get_trials(deepcopy=False) if trial.state != TrialState.WAITING]
     rows = [_row(trial, objectives) for trial in begun]
-    buffer = io.BytesIO()
-    pd.DataFrame(rows).to_parquet(buffer, index=False)
-    write_atomically(folder / TRIALS_FILE, buffer.getvalue())
+    with stream_atomically(folder / TRIALS_FILE) as file:
+        pd.DataFrame(rows).to_parquet(file, index=False)
     return folder / TRIALS_FILE
 
 

@@ -7,7 +7,6 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
 from typing import BinaryIO
 
 import numpy as np
@@ -21,7 +20,7 @@ from app.data.images import is_readable
 from app.data.preparation.rows import Rows
 from app.data.preparation.slices import Arrays, Slices
 from app.errors import DataError
-from app.storage import write_atomically
+from app.storage import stream_atomically
 
 Hashes = NDArray[np.uint64]
 _MAX_LABELS = 100_000
@@ -100,11 +99,9 @@ class Sample:
         """Write the sample for ``load``."""
         is_text = all(isinstance(item, str) for item in self.inputs)
         inputs = pa.array(self.inputs, pa.string() if is_text else pa.binary())
-        buffer = BytesIO()
         table = pa.table({"rows": pa.array(self.rows), "inputs": inputs})
-        with pa.ipc.new_stream(buffer, table.schema) as stream:
+        with stream_atomically(path) as file, pa.ipc.new_stream(file, table.schema) as stream:
             stream.write_table(table)
-        write_atomically(path, buffer.getvalue())
 
     @classmethod
     def load(cls, path: UPath) -> "Sample":
