@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from upath import UPath
 
-from app.checksums import write_checksums
 from app.config import DataConfig
 from app.data.conversations import ChatEncoder, EncodedChat, fingerprint_of, read_conversations
 from app.data.examples import CleaningReport, Reason
 from app.data.language import split_documents
-from app.data.prepared import IGNORED, Batch, Dataset
+from app.data.prepared import IGNORED, TRAIN, VALIDATION, Batch, Dataset, finish_saving
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 from app.pretrained import open_pretrained
@@ -160,7 +159,7 @@ class ChatData:
     @property
     def rows(self) -> Mapping[str, int]:
         """The blocks of each split."""
-        return {"train": len(self.train), "validation": len(self.validation)}
+        return {TRAIN: len(self.train), VALIDATION: len(self.validation)}
 
     @property
     def summary(self) -> str:
@@ -175,11 +174,9 @@ class ChatData:
     def save(self, folder: UPath) -> None:
         """Write the blocks, the report as JSON, and the tokenizer's own files with the template."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.train.save(folder / "train.npz")
-        self.validation.save(folder / "validation.npz")
-        self.save_codec(folder)
-        self.report.save(folder)
-        write_checksums(folder)
+        self.train.save(folder / f"{TRAIN}.npz")
+        self.validation.save(folder / f"{VALIDATION}.npz")
+        finish_saving(self, folder)
 
     def save_codec(self, folder: UPath) -> None:
         """Write the tokenizer's own files, and the template."""
@@ -191,8 +188,8 @@ class ChatData:
         """Return the data that ``save`` wrote."""
         length = config.block_length if config.chat.packing else None
         return cls(
-            ChatBlocks.load(folder / "train.npz", length),
-            ChatBlocks.load(folder / "validation.npz", length),
+            ChatBlocks.load(folder / f"{TRAIN}.npz", length),
+            ChatBlocks.load(folder / f"{VALIDATION}.npz", length),
             LanguageTokenizer.load(folder),
             (folder / _TEMPLATE_FILE).read_text(encoding="utf-8"),
             CleaningReport.load(folder),

@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from upath import UPath
 
-from app.checksums import write_checksums
 from app.config import DataConfig
 from app.data.documents import load_documents
 from app.data.examples import CleaningReport
 from app.data.origins import Origins
-from app.data.prepared import Batch, Dataset
+from app.data.prepared import TRAIN, VALIDATION, Batch, Dataset, finish_saving
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 from app.pretrained import open_pretrained
@@ -89,7 +88,7 @@ class LanguageData:
     @property
     def rows(self) -> Mapping[str, int]:
         """The blocks of each split."""
-        return {"train": len(self.train), "validation": len(self.validation)}
+        return {TRAIN: len(self.train), VALIDATION: len(self.validation)}
 
     @property
     def summary(self) -> str:
@@ -101,14 +100,12 @@ class LanguageData:
     def save(self, folder: UPath) -> None:
         """Write the tokens as .npy, the report as JSON, and the tokenizer's own files."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, blocks in (("train", self.train), ("validation", self.validation)):
+        for name, blocks in ((TRAIN, self.train), (VALIDATION, self.validation)):
             with stream_atomically(folder / f"{name}.npy") as file:
                 np.save(file, blocks.tokens, allow_pickle=False)
         if self.origins:
             self.origins.save(folder)
-        self.save_codec(folder)
-        self.report.save(folder)
-        write_checksums(folder)
+        finish_saving(self, folder)
 
     def save_codec(self, folder: UPath) -> None:
         """Write the tokenizer's own files."""
@@ -120,7 +117,7 @@ class LanguageData:
         tokenizer = LanguageTokenizer.load(folder)
         train, validation = (
             TokenBlocks(_load_tokens(folder / f"{name}.npy"), tokenizer.facts["max_length"])
-            for name in ("train", "validation")
+            for name in (TRAIN, VALIDATION)
         )
         return cls(train, validation, tokenizer, CleaningReport.load(folder), Origins.load(folder))
 

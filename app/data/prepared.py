@@ -195,6 +195,13 @@ class PreparedData(Protocol):
         ...
 
 
+def finish_saving(data: PreparedData, folder: UPath) -> None:
+    """Write what is kept beside the splits: the codec and the report, then the checksums of all files."""
+    data.save_codec(folder)
+    data.report.save(folder)
+    write_checksums(folder)
+
+
 Columns = Mapping[str, list[Any]]
 """The columns of a table, by name."""
 
@@ -284,9 +291,7 @@ class SplitData(ABC):
         save_padded_lengths(self.train, folder)
         if self.origins:
             self.origins.save(folder)
-        self.save_codec(folder)
-        self.report.save(folder)
-        write_checksums(folder)
+        finish_saving(self, folder)
 
     def save_codec(self, folder: UPath) -> None:
         """Write the files of the targets and of the processor."""

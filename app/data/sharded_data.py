@@ -6,11 +6,11 @@ from typing import Self, cast
 
 from upath import UPath
 
-from app.checksums import sha256_of, write_checksums
+from app.checksums import sha256_of
 from app.data.examples import CleaningReport
 from app.data.labelled import LabelledData, LabelledDataset
 from app.data.origins import Origins
-from app.data.prepared import TEST, TRAIN, VALIDATION, load_padded_lengths, save_padded_lengths
+from app.data.prepared import TEST, TRAIN, VALIDATION, finish_saving, load_padded_lengths, save_padded_lengths
 from app.data.processor import Processor
 from app.data.sharded import ShardedBlocks, ShardedRows, ShardedSplit, ShardReference
 from app.data.targets import Outputs, Targets
@@ -51,9 +51,7 @@ class ShardedLabelledData(LabelledData):
         folder.mkdir(parents=True, exist_ok=True)
         self.reference.save(folder)
         save_padded_lengths(self.train, folder)
-        self.save_codec(folder)
-        self.report.save(folder)
-        write_checksums(folder)
+        finish_saving(self, folder)
 
     @classmethod
     def load(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> Self:
@@ -132,9 +130,7 @@ class ShardedLanguageData:
         """Write the reference, the report and the tokenizer's own files."""
         folder.mkdir(parents=True, exist_ok=True)
         self.reference.save(folder)
-        self.save_codec(folder)
-        self.report.save(folder)
-        write_checksums(folder)
+        finish_saving(self, folder)
 
     def save_codec(self, folder: UPath) -> None:
         """Write the tokenizer's own files."""
