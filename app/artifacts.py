@@ -19,3 +19,6 @@ FAILURE_FILE = "failure.txt"
 
 WEIGHTS_FILE, ARCHITECTURE_FILE, RECIPE_FILE = "model.safetensors", "config.json", "recipe.yaml"
 """Files of the weights folder."""
+
+TRIALS = "trials"
+"""In the folder of a search: a folder for each trial."""

@@ -8,6 +8,7 @@ from functools import partial
 import psutil
 from pydantic import BaseModel
 
+from app.artifacts import DATA
 from app.cluster.state import MARK, read_state
 from app.compile.variants import requested_variants
 from app.config import Recipe, load_recipe
@@ -21,7 +22,6 @@ from app.storage import write_atomically
 from app.tasks import find_served_task
 from app.training.resume import newest_unfinished, start_or_resume
 from app.training.stop_request import read_stop_request
-from app.tuning.trial_actor import DATA
 from app.tuning.trial_data import find_data
 from jobs._runner import main
 from jobs.compile import compile_on_node

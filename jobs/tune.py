@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+from app.artifacts import DATA
 from app.config import Recipe, TuneConfig, load_stored_recipe
 from app.errors import RecipeError
 from app.heartbeat import run_lock
@@ -21,7 +22,6 @@ from app.tuning.snapshots import keep_snapshots, scratch_folder
 from app.tuning.space import Space, load_space
 from app.tuning.storage import StudyLocation, locate_study
 from app.tuning.study import SearchStudy
-from app.tuning.trial_actor import DATA
 from app.tuning.trial_config import trial_recipe
 from app.tuning.trial_data import add_plans, keep_data, prepare_trials
 from jobs._cluster import connect, may_grow, require, require_dashboard, training_cluster

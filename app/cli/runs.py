@@ -13,9 +13,8 @@ from app.conditional import read
 from app.config import load_stored_recipe
 from app.errors import RequestError, StorageError
 from app.pages.page import REPORT_FILE
-from app.pages.words import duration, number
+from app.pages.words import MISSING, duration, number
 from app.reports.catalog import (
-    MISSING,
     RunSummary,
     compared_figures,
     delete_run,

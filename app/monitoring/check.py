@@ -12,6 +12,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 from upath import UPath
 
+from app.artifacts import METRICS_FILE
 from app.config import load_stored_recipe
 from app.errors import StorageError
 from app.runs import CONFIG_FILE, RESULT_FILE, Result, newest_first, runs_folder
@@ -19,7 +20,6 @@ from app.storage import list_names
 from app.telemetry.record import ReadingRecord
 
 _SUMMARY = "profile/summary.json"
-_METRICS = "metrics.jsonl"
 _RECENT = "15m"
 """Of a model's requests."""
 
@@ -188,7 +188,7 @@ def _profile(folder: UPath) -> _Profile | None:
 
 
 def _steps(folder: UPath) -> Iterator[dict[str, Any]]:
-    file = folder / _METRICS
+    file = folder / METRICS_FILE
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         entry = json.loads(line)
         if "data_stall" in entry:

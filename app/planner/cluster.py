@@ -22,7 +22,7 @@ from app.config.section import Section
 from app.errors import PlanError
 from app.import_string import did_you_mean
 
-_GIB = 2**30
+GIB = 2**30
 Rate = Annotated[float, Field(gt=0.0)]
 
 
@@ -93,7 +93,7 @@ class Cluster:
 
 def _gpu(name: str, memory: float, bandwidth: float, half: float, single: float, units: int) -> Device:
     """Return a GPU from GiB, GB/s, teraFLOP/s and multiprocessors."""
-    return Device(name, "gpu", int(memory * _GIB), bandwidth * 1e9, half * 1e12, single * 1e12, _GPU_LAUNCH_S, units)
+    return Device(name, "gpu", int(memory * GIB), bandwidth * 1e9, half * 1e12, single * 1e12, _GPU_LAUNCH_S, units)
 
 
 _GPU_LAUNCH_S = 10e-6
@@ -177,7 +177,7 @@ def _named(name: str, devices: int) -> Cluster:
         devices_per_node=min(machine.devices_per_node, devices),
         node_link=Link(machine.node_link * 1e9, _NODE_LATENCY_S),
         network=Link(machine.network * 1e9, _NETWORK_LATENCY_S),
-        host_memory=int(machine.host_memory * _GIB),
+        host_memory=int(machine.host_memory * GIB),
         host_link=Link(machine.host_link * 1e9, _HOST_LATENCY_S),
         disk_bandwidth=machine.disk * 1e9,
     )
@@ -264,7 +264,7 @@ class _DeviceFile(Section):
         return Device(
             name=self.name,
             kind=self.kind,
-            memory=int(self.memory_gib * _GIB),
+            memory=int(self.memory_gib * GIB),
             memory_bandwidth=self.memory_gigabytes_per_s * 1e9,
             half_flops=self.half_teraflops * 1e12,
             float_flops=self.float_teraflops * 1e12,
@@ -328,7 +328,7 @@ def _from_file(file: ClusterFile, path: Path) -> Cluster:
         devices_per_node=per_node,
         node_link=link("node_link", base.node_link if base else None, per_node > 1),
         network=link("network", base.network if base else None, file.devices > per_node),
-        host_memory=int(file.host_memory_gib * _GIB) if file.host_memory_gib else base.host_memory if base else 0,
+        host_memory=int(file.host_memory_gib * GIB) if file.host_memory_gib else base.host_memory if base else 0,
         host_link=link("host_link", base.host_link if base else Link(16e9, _HOST_LATENCY_S), is_needed=True),
         disk_bandwidth=file.disk_gigabytes_per_s * 1e9
         if file.disk_gigabytes_per_s

@@ -8,7 +8,6 @@ from app.planner.profile import ModelProfile, SavedActivations
 from app.planner.stages import Stage
 from app.planner.traffic import Stack, held_parameters
 
-_GIB = 2**30
 _BUCKET = 5e8
 """Elements that DeepSpeed reduces at once by default (https://www.deepspeed.ai/docs/config-json)."""
 OPTIMIZER_NUMBERS = {"adamw": 2, "sgd": 1}

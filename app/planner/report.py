@@ -6,10 +6,10 @@ from pydantic import BaseModel
 
 from app.config.plan import PlanConfig
 from app.planner.advice import what_would_help
+from app.planner.cluster import GIB
 from app.planner.search import Candidate, Findings, Problem, fewest_devices
 from app.planner.validation import validation_of
 
-_GIB = 2**30
 _SHOWN_KEYS = ("tensor", "pipeline", "zero_stage", "offload", "micro_batch", "activation_checkpointing")
 
 
@@ -90,7 +90,7 @@ class PlanReport(BaseModel):
     def _help(self) -> list[str]:
         """Return the lines about options that are faster, or that fit where no plan does."""
         return [
-            f"would help: {row.option}, {_seconds(row.step_s)} not validated, {row.memory_bytes / _GIB:.1f} GiB "
+            f"would help: {row.option}, {_seconds(row.step_s)} not validated, {row.memory_bytes / GIB:.1f} GiB "
             f"({row.needs})"
             for row in self.would_help
         ]
@@ -176,7 +176,7 @@ def _table(rows: list[PlanRow]) -> list[str]:
             [
                 _plan_text(row),
                 f"{_seconds(row.step_s)} {error}",
-                f"{row.memory_bytes / _GIB:.1f} GiB",
+                f"{row.memory_bytes / GIB:.1f} GiB",
                 f"{row.communication:.0%}",
                 f"{row.bubble:.0%}",
                 f"{row.samples_per_s:,.1f}",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from app.config.plan import PlanConfig
 from app.config.plan_rules import Setting
 from app.errors import PlanError
-from app.planner.cluster import Cluster
+from app.planner.cluster import GIB, Cluster
 from app.planner.enumeration import Refusals, divisors, enumerate_plans, without_options
 from app.planner.memory import GPU_PROCESS, MemoryEstimate, ProcessMemory, memory
 from app.planner.plan import ParallelPlan
@@ -18,7 +18,6 @@ from app.planner.stages import stages_of
 from app.planner.step_time import StepEstimate, step_time
 from app.planner.traffic import RAYLOOM, Stack
 
-_GIB = 2**30
 _MAX_DEVICES = 65536
 
 
@@ -152,12 +151,12 @@ def _priced(problem: Problem, config: PlanConfig, plan: ParallelPlan, refusals: 
     if fullest.total > device.memory:
         refusals.add(
             "the device's memory",
-            f"needs {fullest.total / _GIB:.1f} GiB, and {device.name} has {device.memory / _GIB:.1f}",
+            f"needs {fullest.total / GIB:.1f} GiB, and {device.name} has {device.memory / GIB:.1f}",
         )
         return None
     host = fullest.host * problem.cluster.devices_per_node
     if host > problem.cluster.host_memory:
-        refusals.add("the node's memory", f"offload needs {host / _GIB:.0f} GiB of a node")
+        refusals.add("the node's memory", f"offload needs {host / GIB:.0f} GiB of a node")
         return None
 
     rates = problem.rates or rates_of(device)

@@ -10,6 +10,7 @@ from upath import UPath
 
 from app.conditional import map_concurrently
 from app.errors import StorageError
+from app.pages.words import MISSING
 from app.reports.curves import Curves
 from app.reports.run_folder import RunFolder, Status, headline
 from app.repository.manifest import Manifest
@@ -158,9 +159,6 @@ class Difference:
     key: str
     values: tuple[Any, ...]
     """One for each recipe; ``MISSING`` where a recipe has no such key."""
-
-
-MISSING = "–"
 
 
 def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> list[Difference]:

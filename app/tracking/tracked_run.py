@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from upath import UPath
 
+from app.artifacts import TRIALS
 from app.conditional import read
 from app.storage import list_names, to_path
 from app.telemetry.record import flatten, numbers
@@ -17,7 +18,7 @@ from app.tracking.copies import RunCopy, read_progress
 from app.tracking.process import PARENT_FILE
 from app.tracking.tracker import PublishedVersion, RunEnd, RunFacts, Status, Tracker
 
-TRIALS, TRIAL_FILE = "trials", "trial.json"
+TRIAL_FILE = "trial.json"
 
 
 class TrialNote(BaseModel):

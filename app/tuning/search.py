@@ -12,6 +12,7 @@ from ray.tune.schedulers import TrialScheduler
 from ray.util import metrics as ray_metrics
 from upath import UPath
 
+from app.artifacts import TRIALS
 from app.config import Recipe, TrainConfig, TuneConfig
 from app.errors import RayloomError, TuningError
 from app.telemetry.metrics import Publisher
@@ -26,7 +27,7 @@ from app.tuning.space import PLAN
 from app.tuning.study import SearchStudy
 from app.tuning.study_callback import StudyCallback
 from app.tuning.table import Table
-from app.tuning.trial_actor import TRIALS, TrialActor, remove_checkpoints
+from app.tuning.trial_actor import TrialActor, remove_checkpoints
 from app.tuning.trial_config import trial_recipe
 from app.tuning.trial_notes import TrialNotes
 from app.tuning.trials import VALUES

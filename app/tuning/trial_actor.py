@@ -9,7 +9,7 @@ from ray import tune
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 from upath import UPath
 
-from app.artifacts import CHECKPOINTS
+from app.artifacts import CHECKPOINTS, DATA, TRIALS
 from app.checksums import CHECKSUMS_FILE
 from app.config import Recipe
 from app.errors import ActorBusyError, TrainingError
@@ -23,9 +23,6 @@ from app.tuning.trial_config import LAST_REPORTED_EPOCH, NUMBER, VALUES, EpochRe
 from app.tuning.trial_data import DataCache
 from app.tuning.trial_training import TrialThread, train_here, train_with_workers
 from app.warnings import warn
-
-TRIALS, DATA = "trials", "data"
-"""Subfolders of the run's folder: a folder for each trial, and the prepared data that trials read."""
 
 _WRITE_TIMEOUT_S = 60.0
 

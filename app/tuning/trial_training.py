@@ -16,6 +16,7 @@ from upath import UPath
 from app.config import Recipe
 from app.errors import StorageError
 from app.heartbeat import HEARTBEAT_FILE, require_not_running
+from app.run_log import LOG_FILE
 from app.telemetry.mirror import Mirror
 from app.training.ray_worker import fit
 from app.training.records import Ending, EpochRecord
@@ -26,7 +27,6 @@ from app.training.worker import start_worker
 from app.tuning.ray_internals import CONTINUE, STOP, WaitAfterReport
 from app.tuning.trial_data import DataCache, prepare_data
 
-LOG_FILE = "log.txt"
 STOP_TIMEOUT_S = 30.0
 
 _POLL_S = 0.2

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from upath import UPath
 
 from app.pages.page import REPORT_FILE
+from app.pages.words import MISSING
 from app.reports.catalog import (
-    MISSING,
     RunSummary,
     compared_figures,
     find_run,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from upath import UPath
 
-from app.artifacts import CHECKPOINTS
+from app.artifacts import CHECKPOINTS, TRIALS
 from app.checksums import CHECKSUMS_FILE
 from app.config import load_recipe
 from app.errors import ActorBusyError, RecipeError, TrainingError, UnsharedStorageError
@@ -24,7 +24,7 @@ from app.training.checkpoints.writer import CheckpointWriter
 from app.training.coordination.shared_folder import marked
 from app.training.stop_request import StopRequest, read_stop_request, request_stop
 from app.tuning import trial_actor, trial_training
-from app.tuning.trial_actor import TRIALS, TrialActor
+from app.tuning.trial_actor import TrialActor
 from app.tuning.trial_config import LAST_REPORTED_EPOCH, NUMBER, VALUES
 from tests.helpers import ROOT, run
 

@@ -16,11 +16,10 @@ from app.compile.imported.natural import with_processor
 from app.compile.imported.program import ModuleEngine
 from app.engines.base import Engine
 from app.errors import CompileError
-from app.pretrained import IMAGE_FILE, TOKENIZER_FILE
+from app.pretrained import CONFIG_FILE, IMAGE_FILE, TOKENIZER_FILE
 from app.repository.manifest import ImportedFrom
 from app.tensors import Tensors, TensorSpec
 
-CONFIG_FILE = "config.json"
 _WEIGHTS = "*.safetensors"
 _OUTPUTS = ("logits", "last_hidden_state", "pooler_output")
 """Outputs of transformers' models that are kept, in this order."""
