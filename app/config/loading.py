@@ -12,14 +12,13 @@ from pydantic_core import ErrorDetails
 from app.config.alert_rules import TIMES
 from app.config.overrides import apply_overrides, parse_yaml, set_value
 from app.config.reading import read_text, title_of
-from app.config.recipe import Recipe
+from app.config.recipe import BUILT_IN_TASKS, Recipe
 from app.config.section import STORED
 from app.errors import RecipeError
 from app.import_string import did_you_mean
 
 _PATTERNS = {
-    "task": "text-classification, image-classification, language-modeling, chat, or an import string, "
-    "package.module:name",
+    "task": f"{', '.join(BUILT_IN_TASKS)}, or an import string, package.module:name",
     "model.factory": "an import string, package.module:name",
     **dict.fromkeys(("alerts.no_improvement_for", "alerts.for", "alerts.nothing_reported_for"), TIMES),
     "alerts.fallen_by": "a share such as 50 %",

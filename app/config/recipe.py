@@ -26,6 +26,7 @@ LABELLED = (
 )
 """The built-in tasks whose models can be compiled and served."""
 SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION = "sentence-embedding", "token-classification"
+BUILT_IN_TASKS = (*LABELLED, SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION, LANGUAGE_MODELING, CHAT)
 TENSORS = "tensors"
 """The task of an imported model without a processor: tensors in, tensors out. It is not trained here."""
 _BYTE_TOKENS = 257  # one for each byte and one for the end of a document
@@ -136,15 +137,8 @@ class Recipe(Section):
     """One task, its data and its model, from training to the endpoint."""
 
     name: Name = Field(description="name of the recipe, and of the model that it publishes")
-    task: Annotated[
-        str,
-        Field(
-            pattern=rf"^({'|'.join(LABELLED)}|{SENTENCE_EMBEDDING}|{TOKEN_CLASSIFICATION}|{LANGUAGE_MODELING}|{CHAT}|"
-            rf"{TENSORS}|{IMPORT_STRING})$"
-        ),
-    ] = Field(
-        description=f"{', '.join(LABELLED)}, {SENTENCE_EMBEDDING}, {TOKEN_CLASSIFICATION}, {LANGUAGE_MODELING} or "
-        f"{CHAT}; or the import path of a task or a processor of your own"
+    task: Annotated[str, Field(pattern=rf"^({'|'.join(BUILT_IN_TASKS)}|{TENSORS}|{IMPORT_STRING})$")] = Field(
+        description=f"{', '.join(BUILT_IN_TASKS)}; or the import string of a task or a processor of your own"
     )
     storage: str | None = Field(
         default=None, description="URI or absolute path; default: $RAYLOOM_STORAGE, else ~/.rayloom/storage"

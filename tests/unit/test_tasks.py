@@ -375,3 +375,10 @@ def test_the_task_of_the_guide_is_complete(monkeypatch: pytest.MonkeyPatch) -> N
     assert objective.values(objective.sums(outputs, targets)) == pytest.approx(
         {"val_loss": torch.nn.functional.cross_entropy(outputs, targets).item(), "val_top2": 0.5}
     )
+
+
+def test_a_task_that_is_unknown_is_answered_with_the_names_of_all_built_in_ones() -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(DIGITS, ["task=image-clasification"])
+    expected = str(refused.value).split(": expected ")[1]
+    assert set(expected.split(", ")[: len(TASKS)]) == set(TASKS)
