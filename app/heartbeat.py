@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 from upath import UPath
 
-from app.background import repeat_in_background
 from app.conditional import change, read
 from app.errors import StorageError
 from app.storage import write_atomically
-from app.warnings import BestEffort, best_effort
+from app.warnings import BestEffort, best_effort, repeat_in_background
 
 HEARTBEAT_FILE = "heartbeat"
 _INTERVAL_S = 2.0

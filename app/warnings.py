@@ -1,7 +1,10 @@
-"""Failures that work does not depend on: they are printed as warnings, and the work goes on."""
+"""What a job does beside its work: optional actions, whose failures are warnings, and repetition in the background."""
 
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 def warn(message: str) -> None:
@@ -37,3 +40,33 @@ class BestEffort:
 def best_effort(action: Callable[[], object], failure: str, work: str = "training") -> bool:
     """Run ``action``, which ``work`` does not depend on. Return whether it succeeded; if not, warn of ``failure``."""
     return BestEffort(failure, work)(action)
+
+
+@contextmanager
+def repeat_in_background(
+    action: Callable[[], object], interval_s: float, *, name: str, max_share: float = 1.0
+) -> Iterator[None]:
+    """Repeat ``action`` in a thread until the block ends. The first repetition comes after one interval.
+
+    Args:
+        action: must not raise; an exception ends the repetition.
+        interval_s: minimum pause between two repetitions.
+        name: the thread's name.
+        max_share: maximum share of the time that ``action`` takes. If it is slow, the pauses become longer.
+    """
+    stopped = threading.Event()
+
+    def repeat() -> None:
+        pause_s = interval_s
+        while not stopped.wait(pause_s):
+            began_s = time.monotonic()
+            action()
+            pause_s = max(interval_s, (time.monotonic() - began_s) * (1 / max_share - 1))
+
+    thread = threading.Thread(target=repeat, daemon=True, name=name)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()

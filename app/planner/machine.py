@@ -35,8 +35,8 @@ from app.storage import to_path
 from app.tasks import find_task, load_prepared
 from app.tasks.objective import objective_of
 from app.training.activity import Activity
-from app.training.data.batches import order_of
 from app.training.data.feed import Feed
+from app.training.data.orders import order_of
 from app.training.engine import create_engine
 from app.training.worker import Worker, keep_freed_memory, leave_process_group, seed_random, start_worker
 
@@ -243,7 +243,7 @@ def _measure_steps(recipe: Recipe, folder: str, count: int) -> _Steps:
     layout = config.layout(worker.size)
     seed_random(config.seed)
     blueprint = blueprint_of(recipe.model, data.facts)
-    order = order_of(config, data)
+    order = order_of(recipe, data)
     steps = min(count, order.num_batches(1))
     engine = create_engine(blueprint, config, layout, steps, objective_of(find_task(recipe.task), config, data))
 

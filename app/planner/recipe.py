@@ -22,7 +22,7 @@ from app.planner.profile import ModelProfile
 from app.planner.report import PlanReport, plan_keys, report
 from app.planner.search import Candidate, Findings, Problem, price_plan, search
 from app.tasks import prepare
-from app.training.data.batches import count_steps, order_of
+from app.training.data.orders import count_steps, order_of
 
 CPU_CONTEXT_BYTES = 345e6
 """Resident memory of a process that trains, beside its tensors: Python, torch and DeepSpeed. Measured."""
@@ -70,7 +70,7 @@ def subject_of(recipe: Recipe, model: nn.Module, data: PreparedData) -> Subject:
     """
     inputs = longest_inputs(data)
     profile = measure(model, inputs, recipe.train.precision)
-    steps = count_steps(recipe.train, order_of(recipe.train, data), recipe.data.stream)
+    steps = count_steps(recipe, order_of(recipe, data))
     name = subject_name(recipe, sum(parameter.numel() for parameter in model.parameters()), data)
     return Subject(recipe, profile, tuple(inputs), steps, name, _sample_tokens(recipe.train, data))
 

@@ -12,11 +12,10 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from upath import UPath
 
-from app.background import repeat_in_background
 from app.conditional import read
 from app.storage import to_path, write_atomically
 from app.telemetry.mirror import Mirror
-from app.warnings import BestEffort
+from app.warnings import BestEffort, repeat_in_background
 
 USAGE_FILE = "usage.json"
 _INTERVAL_S = 10.0

@@ -18,7 +18,7 @@ from app.training.activity import Activity
 from app.training.checkpoints.manager import CheckpointManager
 from app.training.checkpoints.state import Position
 from app.training.coordination.sync import LocalStep, StepSync
-from app.training.data.batches import Indices, MixingOrder
+from app.training.data.batches import Indices
 from app.training.data.feed import Feed, MicroBatch
 from app.training.engine import TrainingEngine
 from app.training.engine.engine import average_buffers, sums_to_add
@@ -49,8 +49,6 @@ class Loop:
     profiler: StepProfiler
     activity: Activity
     events: EventLog
-    mixed: MixingOrder | None = None
-    """The feed's order, if it mixes several sources."""
     stream: "MicroEpochs | None" = None
     """Gives each epoch its samples. None: all epochs have the same."""
     position: Position = field(default_factory=Position)
@@ -221,9 +219,8 @@ class Loop:
         with self.activity.timed("validation"):
             validation = self._validate()
         record = self.recorder.make_epoch(position, validation, self.activity.take_totals())
-        if self.mixed:
-            trained = [n for n in range(position.batches_done) if (position.epoch, n) not in position.left_out]
-            seen = self.mixed.source_samples(position.epoch, trained)
+        trained = [n for n in range(position.batches_done) if (position.epoch, n) not in position.left_out]
+        if seen := self.feed.order.source_samples(position.epoch, trained):
             record = record.model_copy(update={"source_samples": seen})
         self.records.append(record)
         self.position = Position(step=position.step, epoch=position.epoch + 1, left_out=position.left_out)
@@ -237,9 +234,9 @@ class Loop:
     def _validate(self) -> dict[str, float]:
         """Return ``val_loss`` and the metrics, after averaging the buffers of all workers. Each sample counts once."""
         average_buffers(self.engine)
-        if self.mixed is None:
+        if (mixture := self.feed.order.mixture) is None:
             return self.engine.objective.values(self._validation_sums())
-        rows_of = self.mixed.mixture.validation_rows()
+        rows_of = mixture.validation_rows()
         parts = {name: self._validation_sums(rows) for name, rows in rows_of.items() if len(rows)}
         losses = {name: self.engine.objective.values(part)["val_loss"] for name, part in parts.items()}
         of_sources = {f"val_loss_{name}": loss for name, loss in losses.items()}

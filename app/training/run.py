@@ -36,8 +36,7 @@ from app.telemetry.profiler import PROFILE
 from app.training.augmented_samples import augmented_samples
 from app.training.baseline import baseline_of, texts_of
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
-from app.training.data.batches import order_of
-from app.training.data.groups import require_grouped_order
+from app.training.data.orders import check_order
 from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
 from app.training.engine.deepspeed_engine import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
@@ -76,7 +75,11 @@ def prepare_run(
     print(f"data {recipe.data.source}: {f'as prepared in {prepared}' if prepared else data.summary}", flush=True)
     blueprint = _blueprint_of(recipe, data, reads_folder)
     # This, ``augmentation_of``, ``_texts_of`` and ``objective_of`` are called for their errors only.
-    _check_order(recipe, data, run.folder)
+    check_order(recipe, data)
+    if recipe.train.curriculum:
+        from app.training.difficulty import require_difficulty  # other runs do not need it
+
+        require_difficulty(recipe, data, run.folder)
     if isinstance(recipe.train.plan, AutoPlan):
         chosen = choose_plan(recipe, blueprint, data, partial(find_cluster, recipe.train))
         print(f"train.plan auto: {chosen.reason}", flush=True)
@@ -97,35 +100,6 @@ def prepare_run(
         texts_of(recipe, data)
     objective_of(find_task(recipe.task), recipe.train, data)
     return data
-
-
-def _check_order(recipe: Recipe, data: PreparedData, run_folder: UPath) -> None:
-    """Check that the data can be read in the recipe's order, and log how it differs from the default.
-
-    Raises:
-        RecipeError, DataError, TrainingError: as ``prepare_run``.
-    """
-    if data.train.groups is not None:
-        require_grouped_order(recipe)
-    mixture = None
-    if recipe.data.sources:
-        from app.training.data.mixture import Mixture  # most runs have one source
-
-        mixture = Mixture.of(recipe.data, data)
-        if mixture is None:
-            raise RecipeError(
-                f"data.sources are not for task {recipe.task}, which prepares its data itself: give one source"
-            )
-        print(f"data.sources: {mixture} of an epoch", flush=True)
-    order = order_of(recipe.train, data, mixture=mixture)
-    if tokens := recipe.train.tokens_per_batch:
-        batches = order.num_batches(1)
-        mean = len(data.train) / batches
-        print(f"train.tokens_per_batch {tokens:,}: {batches:,} batches of {mean:.1f} samples on average", flush=True)
-    if recipe.train.curriculum:
-        from app.training.difficulty import require_difficulty  # other runs do not need it
-
-        require_difficulty(recipe, data, run_folder)
 
 
 def _describe_pretrained(run: Run) -> bool:

@@ -13,7 +13,6 @@ from upath import UPath
 from app.artifacts import CHECKPOINTS, FAILURE_FILE
 from app.config import Layout, Recipe, TrainConfig
 from app.config.alerts import Act
-from app.data.labelled import LabelledData
 from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import blueprint_of
@@ -33,8 +32,9 @@ from app.training.checkpoints.state import Position
 from app.training.checkpoints.store import CheckpointStore
 from app.training.coordination.sync import StepSync
 from app.training.coordination.watchdog import Watchdog, note_failure, read_failure
-from app.training.data.batches import MixingOrder, SampleOrder, count_steps, order_of
+from app.training.data.batches import SampleOrder
 from app.training.data.feed import Feed
+from app.training.data.orders import count_steps, order_of
 from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.deepspeed_internals import restore_linear
 from app.training.loop import Loop
@@ -169,7 +169,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     run_folder, config, layout = attempt.run_folder, recipe.train, recipe.train.layout(worker.size)
     activity = Activity(watchdog.beat, watchdog.report_progress)
     order = _order_of(recipe, data, run_folder, activity)
-    total_steps = count_steps(config, order, recipe.data.stream)
+    total_steps = count_steps(recipe, order)
     # One process looks for a checkpoint, so that all build the model in the same way.
     is_resumed = bool(on_first(CheckpointStore(run_folder / CHECKPOINTS).committed))
     stack.callback(restore_linear)
@@ -207,7 +207,6 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
         profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank, metrics.profiled)),
         activity=activity,
         events=events,
-        mixed=order if isinstance(order, MixingOrder) else None,
         stream=_open_stream(attempt, feed) if recipe.data.stream else None,
     )
 
@@ -221,20 +220,13 @@ def _open_stream(attempt: _Attempt, feed: Feed) -> "MicroEpochs":
 
 def _order_of(recipe: Recipe, data: PreparedData, run_folder: UPath, activity: Activity) -> SampleOrder:
     """Return the order of the training samples. Collective."""
-    classes, difficulty, mixture = None, None, None
-    if recipe.data.sampling != "natural":
-        assert isinstance(data, LabelledData)  # recipes of other tasks are refused
-        classes = data.train.split.classes
+    difficulty = None
     if recipe.train.curriculum:
         from app.training.difficulty import recorded_difficulty  # other runs do not need it
 
         activity.begin("measuring how hard samples are")
         difficulty = on_first(partial(recorded_difficulty, recipe, data, run_folder, activity.report_progress))
-    if recipe.data.sources:
-        from app.training.data.mixture import Mixture
-
-        mixture = Mixture.of(recipe.data, data)
-    return order_of(recipe.train, data, classes, difficulty, mixture)
+    return order_of(recipe, data, difficulty)
 
 
 def _with_teacher(data: PreparedData, recipe: Recipe) -> PreparedData:

@@ -20,8 +20,9 @@ from app.models.factory import blueprint_of
 from app.tasks import find_task, prepare
 from app.tasks.objective import objective_of
 from app.training.activity import Activity
-from app.training.data.batches import Indices, MemoryOrder, SampleOrder, count_steps, order_of
+from app.training.data.batches import Indices, MemoryOrder, SampleOrder
 from app.training.data.feed import Feed
+from app.training.data.orders import count_steps, order_of
 from app.training.engine import create_engine
 from app.training.worker import Worker, seed_random, start_worker
 from benchmarks.machine import load_average, machine, today, versions
@@ -97,12 +98,12 @@ def _train(recipe: Recipe, data: PreparedData, worker: Worker, name: str) -> Tra
     """Train, and validate at the end."""
     config, layout, activity = recipe.train, recipe.train.layout(1), Activity()
     seed_random(config.seed)
-    order: SampleOrder = order_of(config, data)
+    order: SampleOrder = order_of(recipe, data)
     if name == RANDOM:
         order = RandomOrder(data.train.lengths, _SAMPLES, config.seed)
     objective = objective_of(find_task(recipe.task), config, data)
     blueprint = copy.deepcopy(blueprint_of(recipe.model, data.facts))
-    engine = create_engine(blueprint, config, layout, count_steps(config, order), objective)
+    engine = create_engine(blueprint, config, layout, count_steps(recipe, order), objective)
     feed = Feed(data, config, layout, worker, activity, order)
     tokens, seconds, steps = 0, 0.0, 0
     for epoch in range(1, config.epochs + 1):

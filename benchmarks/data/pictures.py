@@ -28,8 +28,8 @@ from app.engines.architecture import usable_cores
 from app.storage import to_path
 from app.tasks import prepare
 from app.training.activity import Activity
-from app.training.data.batches import order_of
 from app.training.data.feed import Feed
+from app.training.data.orders import order_of
 from app.training.worker import Worker
 from benchmarks.data.corpus import s3_of
 from benchmarks.machine import load_average, machine, today, versions
@@ -98,7 +98,7 @@ def _prepared(folder: Path, cores: int) -> tuple[Recipe, ShardedLabelledData]:
 def _read(recipe: Recipe, data: LabelledData, cache: Path) -> float:
     """Read an epoch from the S3 with an empty cache. Return pictures a second from the first batch on."""
     shutil.rmtree(cache, ignore_errors=True)
-    order, worker = order_of(recipe.train, data), Worker(0, 1, torch.device("cpu"))
+    order, worker = order_of(recipe, data), Worker(0, 1, torch.device("cpu"))
     with closing(Feed(data, recipe.train, recipe.train.layout(1), worker, Activity(), order)) as feed:
         batches = feed.train(1, range(order.num_batches(1)))
         next(batches)

@@ -8,7 +8,7 @@ import torch
 
 from app.config import load_recipe
 from app.tasks import prepare
-from app.training.data.batches import order_of
+from app.training.data.orders import order_of
 from tests.faults.models import fingerprints, text_fingerprints
 
 RECIPE = "recipes/digits.yaml"
@@ -23,7 +23,7 @@ def expected(epochs: int, overrides: Sequence[str] = (), recipe_file: str = RECI
     """How often each picture or text is in the batches of so many epochs: an incomplete last batch is left out."""
     recipe = load_recipe(recipe_file, list(overrides))
     data = prepare(recipe)
-    samples, order = data.train, order_of(recipe.train, data)
+    samples, order = data.train, order_of(recipe, data)
     inputs = {name: torch.from_numpy(rows) for name, rows in samples.batch(range(len(samples))).inputs.items()}
     names = fingerprints(**inputs) if "pixel_values" in inputs else text_fingerprints(**inputs)
     numbers = [(epoch, number) for epoch in range(1, epochs + 1) for number in range(order.num_batches(epoch))]

@@ -18,8 +18,8 @@ from app.reports.training import training_page
 from app.runs import Run
 from app.tasks import prepare
 from app.training.activity import Activity
-from app.training.data.batches import order_of
 from app.training.data.feed import Feed
+from app.training.data.orders import order_of
 from app.training.run import open_run, prepare_run
 from app.training.worker import Worker
 from tests.helpers import ROOT
@@ -38,7 +38,7 @@ def pictures(recipe: Recipe, data: PreparedData, workers: int, epoch: int) -> li
     for rank in range(workers):
         layout = recipe.train.layout(workers)
         worker = Worker(rank, workers, torch.device("cpu"))
-        with closing(Feed(data, recipe.train, layout, worker, Activity(), order_of(recipe.train, data))) as feed:
+        with closing(Feed(data, recipe.train, layout, worker, Activity(), order_of(recipe, data))) as feed:
             read += [
                 row.numpy().tobytes() for batch in feed.train(epoch, [0, 1]) for row in batch.inputs["pixel_values"]
             ]
@@ -104,7 +104,7 @@ def test_a_run_shows_samples_before_and_after_and_validates_on_the_samples_as_th
     assert isinstance(data.validation, LabelledDataset)
     config = run.recipe.train
     with closing(
-        Feed(data, config, config.layout(1), Worker(0, 1, torch.device("cpu")), Activity(), order_of(config, data))
+        Feed(data, config, config.layout(1), Worker(0, 1, torch.device("cpu")), Activity(), order_of(run.recipe, data))
     ) as feed:
         batch = next(feed.validation())
     first = data.validation.batch([0]).inputs["pixel_values"][0]

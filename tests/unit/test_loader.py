@@ -16,7 +16,7 @@ from app.config.layout import lay_out
 from app.config.plan import PlanConfig
 from app.data.prepared import Batch, Dataset
 from app.training.activity import Activity
-from app.training.data.batches import order_of
+from app.training.data.batches import MemoryOrder
 from app.training.data.feed import Feed
 from app.training.worker import Worker
 
@@ -57,7 +57,7 @@ def feed(rank: int = 0, num_workers: int = 2, seed: int = 0) -> Iterator[Feed]:
     layout: Layout = lay_out(PlanConfig(micro_batch=4), BATCH, workers=2)
     worker = Worker(rank, 2, torch.device("cpu"))
     data: Any = NoiseData()
-    with closing(Feed(data, config, layout, worker, Activity(), order_of(config, data))) as opened:
+    with closing(Feed(data, config, layout, worker, Activity(), MemoryOrder([0] * SAMPLES, BATCH, seed))) as opened:
         yield opened
 
 

@@ -21,8 +21,8 @@ from app.tasks import prepare
 from app.telemetry.record import NO_TIME, ReadAhead, ReadingRecord, ReadTime, bound_of
 from app.training.activity import Activity
 from app.training.data import reading as reading_module
-from app.training.data.batches import order_of
 from app.training.data.feed import Feed
+from app.training.data.orders import order_of
 from app.training.data.reading import ReadingControl, Resources
 from app.training.worker import Worker
 from tests.helpers import ROOT
@@ -136,7 +136,7 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(recipe: Recipe, data: PreparedData) -> Feed:
     worker = Worker(0, 1, torch.device("cpu"))
-    return Feed(data, recipe.train, recipe.train.layout(1), worker, Activity(), order_of(recipe.train, data))
+    return Feed(data, recipe.train, recipe.train.layout(1), worker, Activity(), order_of(recipe, data))
 
 
 def train_on(feed: Feed, epochs: Iterable[int]) -> Iterator[bytes]:

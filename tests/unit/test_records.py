@@ -35,8 +35,8 @@ from app.runs import Run
 from app.serving.protocol.natural import PredictRequest
 from app.tasks import find_served_task, load_with_test, prepare
 from app.tensors import OUTPUT, Tensors, TensorSpec, check_tensors
-from app.training.data.batches import DataRank, order_of
-from app.training.data.groups import grouped_validation_batches
+from app.training.data.batches import DataRank, validation_share
+from app.training.data.orders import order_of
 from app.training.run import prepare_run
 
 FIELDS = {
@@ -173,7 +173,7 @@ def test_a_missing_field_is_empty_and_named(table: Path) -> None:
 def test_batches_never_mix_fields_on_any_number_of_ranks(table: Path) -> None:
     recipe = recipe_of(table)
     data: Any = prepare(recipe)
-    order = order_of(recipe.train, data)
+    order = order_of(recipe, data)
     seen: list[int] = []
     for number in range(order.num_batches(1)):
         batch = order.batch(1, number)
@@ -185,7 +185,7 @@ def test_batches_never_mix_fields_on_any_number_of_ranks(table: Path) -> None:
     sizes = np.unique(data.train.groups, return_counts=True)[1]
     assert order.num_batches(1) == sum(size // 4 for size in sizes)
     assert [order.batch(2, number).tolist() for number in range(3)] != [order.batch(1, n).tolist() for n in range(3)]
-    again = order_of(recipe.train, data)
+    again = order_of(recipe, data)
     assert again.batch(2, 1).tolist() == order.batch(2, 1).tolist()
 
 
@@ -193,9 +193,7 @@ def test_batches_never_mix_fields_on_any_number_of_ranks(table: Path) -> None:
 def test_ranks_validate_the_same_fields_at_the_same_time(table: Path, ranks: int) -> None:
     data: Any = prepare(recipe_of(table))
     split = data.validation
-    shares = [
-        grouped_validation_batches(split.lengths, split.groups, DataRank(rank, ranks), 2) for rank in range(ranks)
-    ]
+    shares = [list(validation_share(split, DataRank(rank, ranks), 2)) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
     seen: list[int] = []
     for parts in zip(*shares, strict=True):
@@ -209,7 +207,7 @@ def test_a_group_that_fills_no_batch_is_refused(table: Path) -> None:
     table.write_text("\n".join([*lines, ",only this,,,,shoe", ",only that,,,,bag"]), encoding="utf-8")
     recipe = recipe_of(table)
     with pytest.raises(TrainingError, match=r"global_batch_size is 4, and . training samples have only note: .* lower"):
-        order_of(recipe.train, prepare(recipe))
+        order_of(recipe, prepare(recipe))
 
 
 def test_the_model_computes_only_the_fields_that_are_there(table: Path) -> None:

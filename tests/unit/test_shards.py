@@ -17,12 +17,12 @@ from app.config import ShardsConfig, load_recipe
 from app.config.layout import lay_out
 from app.config.plan import PlanConfig
 from app.data.shard_cache import ShardCache, cache_folder
-from app.data.sharded import ShardColumn, ShardedRows, ShardedSplit, ShardLengths
+from app.data.sharded import ShardColumn, ShardedBlocks, ShardedRows, ShardedSplit, ShardLengths
 from app.data.shards import Shard, ShardIndex, ShardWriter
 from app.errors import RecipeError, StorageError
 from app.storage import to_path
-from app.training.data.batches import DataRank
-from app.training.data.shard_order import ShardOrder, sharded_validation_batches
+from app.training.data.batches import DataRank, validation_share
+from app.training.data.shard_order import ShardOrder
 
 SCHEMA = pa.schema({"input": pa.string(), "class": pa.int32(), "length": pa.int32()})
 ROWS, BATCH = 3001, 24
@@ -250,10 +250,11 @@ def test_the_first_batch_of_any_step_reads_one_window(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_validate_each_sample_once_in_as_many_batches(tmp_path: Path, size: int) -> None:
     rows = rows_of(str(tmp_path))
-    shares = [list(sharded_validation_batches(rows, DataRank(rank, size), 5)) for rank in range(size)]
-    assert len({len(share) for share in shares}) == 1
-    seen = Counter(index for share in shares for batch in share for index in batch.tolist())
-    assert seen == Counter(range(ROWS))
+    for some in (None, np.arange(1, ROWS, 3)):  # all rows, and those of one source
+        shares = [list(validation_share(ShardedBlocks(rows, 1), DataRank(rank, size), 5, some)) for rank in range(size)]
+        assert len({len(share) for share in shares}) == 1
+        seen = Counter(index for share in shares for batch, _ in share for index in batch.tolist())
+        assert seen == Counter(range(ROWS) if some is None else some.tolist())
 
 
 def test_every_plan_shares_out_a_sharded_batch(tmp_path: Path) -> None:

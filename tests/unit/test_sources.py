@@ -12,8 +12,10 @@ from app.data.origins import Origins
 from app.errors import DataError, RecipeError
 from app.runs import Run
 from app.tasks import load_prepared, prepare
-from app.training.data.batches import DataRank, order_of
-from app.training.data.mixture import MixedOrder, Mixture
+from app.training.data.batches import DataRank
+from app.training.data.mixed_orders import MixedOrder
+from app.training.data.mixture import Mixture
+from app.training.data.orders import order_of
 from app.training.records import EpochRecord
 from app.training.run import prepare_run
 from app.training.session import train
@@ -175,7 +177,7 @@ def test_batches_from_shards_have_the_same_part_of_each_source(tmp_path: Path) -
     assert mixture is not None
     texts = [text.split()[0] for text in data.train.split.inputs]  # type: ignore[attr-defined]
     assert [mixture.names[place] for place in mixture.origins.train] == [{"small": "little"}.get(t, t) for t in texts]
-    order = order_of(recipe.train, data, mixture=mixture)
+    order = order_of(recipe, data)
     batches = order.num_batches(1)
     counts = Counter[int]()
     for epoch in (1, 2, 3, 4):
@@ -189,7 +191,7 @@ def test_batches_from_shards_have_the_same_part_of_each_source(tmp_path: Path) -
         seen = [counts[row] for row in rows.tolist()]
         assert min(seen) >= int(passes) - 2  # a pass leaves out a row that fills no batch, by chance the same one twice
         assert max(seen) <= int(passes) + 1
-    again = order_of(recipe.train, data, mixture=mixture)
+    again = order_of(recipe, data)
     shares = [again.share(3, 5, DataRank(rank, 4)) for rank in range(4)]
     assert sorted(np.concatenate(shares)) == sorted(order.batch(3, 5))
 

@@ -20,8 +20,9 @@ from app.tasks import prepare, require_keys
 from app.tasks.objective import CrossEntropy
 from app.tensors import TensorSpec
 from app.training.activity import Activity
-from app.training.data.batches import order_of, partners_of
+from app.training.data.batches import partners_of
 from app.training.data.feed import Feed
+from app.training.data.orders import order_of
 from app.training.run import open_run, prepare_run
 from app.training.worker import Worker
 from tests.helpers import ROOT
@@ -45,7 +46,7 @@ def read(recipe: Recipe, data: PreparedData, workers: int, epoch: int = 1, first
     samples = []
     for rank in range(workers):
         layout, worker = recipe.train.layout(workers), Worker(rank, workers, torch.device("cpu"))
-        with closing(Feed(data, recipe.train, layout, worker, Activity(), order_of(recipe.train, data))) as feed:
+        with closing(Feed(data, recipe.train, layout, worker, Activity(), order_of(recipe, data))) as feed:
             for batch in feed.train(epoch, range(first, 3)):
                 pixels = batch.inputs["pixel_values"].numpy()
                 samples += [

@@ -17,8 +17,9 @@ from app.errors import RecipeError, TrainingError
 from app.storage import to_path
 from app.tasks import load_prepared, prepare
 from app.training.activity import Activity
-from app.training.data.batches import DataRank, count_steps, order_of
+from app.training.data.batches import DataRank
 from app.training.data.feed import Feed
+from app.training.data.orders import count_steps, order_of
 from app.training.data.tokens import TokenOrder, batch_sizes
 from app.training.session import train
 from app.training.teacher import TaughtDataset
@@ -107,7 +108,7 @@ def test_batch_sizes_by_hand(counts: list[int], sizes: list[int]) -> None:
 def test_every_sample_has_the_same_weight_on_any_number_of_workers(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, "train.workers=2", "train.plan={micro_batch: 512}")
     data = prepare(recipe)
-    order = order_of(recipe.train, data)
+    order = order_of(recipe, data)
     for number in range(3):
         total, weights = np.zeros(len(data.train)), []
         for rank in (0, 1):
@@ -133,9 +134,9 @@ def test_every_sample_has_the_same_weight_on_any_number_of_workers(tmp_path: Pat
 def test_steps_are_counted_before_the_run_and_trained(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     data, worker = prepare(recipe), start_worker(recipe.train)
-    order = order_of(recipe.train, data)
+    order = order_of(recipe, data)
     ending = train(recipe, data, worker, UPath(tmp_path / "run"))
-    assert ending.step == count_steps(recipe.train, order) == order.num_batches(1) + order.num_batches(2)
+    assert ending.step == count_steps(recipe, order) == order.num_batches(1) + order.num_batches(2)
     assert [record.step for record in ending.records] == [order.num_batches(1), ending.step]
 
 
@@ -145,7 +146,7 @@ def test_samples_of_a_teacher_are_validated(tmp_path: Path) -> None:
     assert isinstance(data, LabelledData)
     # Validation asks no teacher.
     taught: Any = TaughtDataset(data.train, data.labels, "teacher/1", UPath(tmp_path))
-    order = order_of(recipe.train, data)
+    order = order_of(recipe, data)
     with closing(
         Feed(replace(data, train=taught), recipe.train, recipe.train.layout(1), worker, Activity(), order)
     ) as feed:
@@ -156,12 +157,12 @@ def test_lengths_are_kept_with_the_data(tmp_path: Path) -> None:
     for key in ([], ["data.shards={size: 5KB, window: 15KB}"]):
         recipe = recipe_of(tmp_path, *key)
         data = prepare(recipe)
-        order = order_of(recipe.train, data)
+        order = order_of(recipe, data)
         folder = to_path(tmp_path / f"saved{len(key)}")
         data.save(folder)
         kept: Any = load_prepared(recipe, folder).train
         assert "padded_lengths" in vars(kept)
-        again = order_of(recipe.train, load_prepared(recipe, folder))
+        again = order_of(recipe, load_prepared(recipe, folder))
         assert np.array_equal(order.batch(2, 3), again.batch(2, 3))
         inputs = data.train.batch(order.batch(1, 0).tolist()).inputs["input_ids"]
         assert inputs.shape[1] == kept.padded_lengths[order.batch(1, 0)].max()
@@ -184,7 +185,7 @@ def test_wrong_keys_are_refused(keys: list[str], told: str) -> None:
 def test_a_budget_that_is_too_small_and_samples_without_tokens_are_refused(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, "train.tokens_per_batch=200", "train.workers=[1, 4]")
     with pytest.raises(TrainingError, match=r"tokens_per_batch is 200, and the longest sample has 128 .* 4 micro-b"):
-        order_of(recipe.train, prepare(recipe))
+        order_of(recipe, prepare(recipe))
     digits = load_recipe(ROOT / "recipes/digits.yaml", TOKENS)
     with pytest.raises(RecipeError, match=r"tokens_per_batch is for texts and tokens.*set train\.global_batch_size"):
-        order_of(digits.train, prepare(digits))
+        order_of(digits, prepare(digits))

@@ -19,11 +19,10 @@ from app.training.data.batches import (
     EPOCH_ORDER,
     DataRank,
     MemoryOrder,
-    count_steps,
-    order_of,
     train_batches,
-    validation_batches,
+    validation_share,
 )
+from app.training.data.orders import count_steps, order_of
 from app.training.engine.batch_norm import synchronize_batch_norm
 from app.training.engine.deepspeed_engine import Factors, StepResult
 from app.training.engine.optimizer import lr_factor
@@ -87,10 +86,12 @@ def test_batches_are_of_similar_length() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_validation_sees_each_sample_once(world_size: int) -> None:
-    seen = [
-        i for rank in range(world_size) for b in validation_batches(LENGTHS, DataRank(rank, world_size), 7) for i in b
-    ]
-    assert sorted(seen) == list(range(1000))
+    split: Any = SimpleNamespace(lengths=LENGTHS, shards=None, groups=None)
+    for rows in (np.arange(1000), np.arange(0, 1000, 3)):
+        ranks = [DataRank(rank, world_size) for rank in range(world_size)]
+        shares = [[batch for batch, _ in validation_share(split, rank, 7, rows)] for rank in ranks]
+        assert len({len(share) for share in shares}) == 1
+        assert sorted(np.concatenate([batch for share in shares for batch in share])) == rows.tolist()
 
 
 @pytest.mark.parametrize(
@@ -181,11 +182,11 @@ def test_batch_norm_over_workers_validates_with_float32_statistics(dtype: torch.
 
 
 def test_too_few_samples_for_a_batch_are_refused() -> None:
-    config = load_recipe(ROOT / "recipes/digits.yaml").train
-    assert count_steps(config, MemoryOrder([0] * 200, 64, seed=0)) == 3 * config.epochs
+    recipe = load_recipe(ROOT / "recipes/digits.yaml")
+    assert count_steps(recipe, MemoryOrder([0] * 200, 64, seed=0)) == 3 * recipe.train.epochs
     few: Any = SimpleNamespace(train=[0] * 10)
     with pytest.raises(TrainingError, match="global_batch_size is 64, the training split has 10 samples"):
-        order_of(config, few)
+        order_of(recipe, few)
 
 
 @pytest.mark.parametrize(

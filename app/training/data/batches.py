@@ -1,18 +1,15 @@
 """The samples of each batch. Global batches are the same for any number of workers."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.config import StreamConfig, TrainConfig
-from app.data.prepared import PreparedData
-from app.errors import TrainingError
-
-if TYPE_CHECKING:  # it builds on this module
-    from app.training.data.mixture import Mixture
+from app.data.prepared import Dataset, ShardedSamples
+from app.training.data.mixture import Mixture
 
 Indices = NDArray[np.int64]
 Lengths = NDArray[np.int64] | Sequence[int]
@@ -32,112 +29,54 @@ class DataRank:
     size: int
 
 
-class SampleOrder(Protocol):
+class SampleOrder(ABC):
     """The global batches of every epoch. They depend on the data, the recipe and the seed, not on the workers."""
 
-    @property
-    def name(self) -> str:
-        """Name of the order, which checkpoints record. A change of the order needs a new name."""
-        ...
+    name: ClassVar[str]
+    """Name of the order, which checkpoints record. A change of the order needs a new name."""
+    size: int
+    """Samples of a global batch, unless ``batch_size`` says otherwise."""
+    seed: int
+    mixture: Mixture | None = None
+    """The sources, if there are several."""
 
+    @abstractmethod
     def num_batches(self, epoch: int) -> int:
         """Return the number of global batches of an epoch. Epochs begin at 1."""
-        ...
 
-    def batch_size(self, epoch: int, number: int) -> int:
-        """Return the number of samples of a global batch."""
-        ...
-
+    @abstractmethod
     def batch(self, epoch: int, number: int) -> Indices:
         """Return global batch ``number`` of an epoch, as indices into the split, of shape (samples,)."""
-        ...
+
+    def batch_size(self, epoch: int, number: int) -> int:  # noqa: ARG002
+        """Return the number of samples of a global batch."""
+        return self.size
 
     def share(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
         """Return a rank's part of a global batch. The parts of all ranks are the batch."""
-        ...
+        return self.batch(epoch, number)[data_rank.rank :: data_rank.size]
 
     def partners(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
         """Return the sample that each one of ``share`` is mixed with."""
-        ...
+        return partners_of(self.batch(epoch, number), PARTNER_BLOCK)[data_rank.rank :: data_rank.size]
+
+    def source_samples(self, epoch: int, numbers: Sequence[int]) -> dict[str, int]:  # noqa: ARG002
+        """Return how many samples of each source are in these batches of an epoch. Empty: there is one source."""
+        return {}
+
+    def _generator(self, *numbers: int) -> np.random.Generator:
+        """Return random numbers of their own for an epoch, and for what else ``numbers`` say."""
+        return generator_of(self.seed, *numbers)
 
 
-@runtime_checkable
-class MixingOrder(SampleOrder, Protocol):
-    """An order of several sources."""
-
-    mixture: "Mixture"
-
-    def source_samples(self, epoch: int, numbers: Sequence[int]) -> dict[str, int]:
-        """Return how many samples of each source are in these batches of an epoch."""
-        ...
-
-
-def order_of(
-    config: TrainConfig,
-    data: PreparedData,
-    classes: Sequence[int] | None = None,
-    difficulty: NDArray[np.float32] | None = None,
-    mixture: "Mixture | None" = None,
-) -> SampleOrder:
-    """Return the order of a recipe's training samples.
-
-    Args:
-        config: the section ``train``.
-        data: the prepared data.
-        classes: the class of each sample, if all classes should come equally often.
-        difficulty: how hard each sample is, for a curriculum. Without it, batches have other samples, but as many.
-        mixture: the sources and their shares, for several sources. The same holds without it.
-
-    Raises:
-        RecipeError: batches are sized in tokens, and the samples have no length in tokens.
-        TrainingError: there are fewer samples than one batch takes.
-    """
-    if config.tokens_per_batch is not None:
-        from app.training.data.tokens import token_order_of  # it builds on this module
-
-        return token_order_of(config, data)
-    assert config.global_batch_size is not None
-    if (num_samples := len(data.train)) < config.global_batch_size:
-        raise TrainingError(
-            f"train.global_batch_size is {config.global_batch_size}, the training split has {num_samples} samples: "
-            "lower the batch size or give more data"
-        )
-    shards = data.train.shards
-    if shards and mixture:
-        from app.training.data.mixed_shards import MixedShardOrder  # it builds on this module
-
-        return MixedShardOrder(shards, config.global_batch_size, config.seed, mixture)
-    if shards:
-        from app.training.data.shard_order import ShardOrder  # it builds on this module
-
-        return ShardOrder(shards, config.global_batch_size, config.seed)
-    if (groups := data.train.groups) is not None:
-        from app.training.data.groups import grouped_order  # so does this
-
-        return grouped_order(data.train.lengths, groups, config.global_batch_size, config.seed)
-    if config.curriculum and difficulty is not None:
-        from app.training.data.curriculum import CurriculumOrder  # it builds on this module
-
-        lengths, size, seed = data.train.lengths, config.global_batch_size, config.seed
-        return CurriculumOrder(lengths, size, seed, difficulty=difficulty, config=config.curriculum)
-    if mixture:
-        from app.training.data.mixture import MixedOrder  # it builds on this module
-
-        return MixedOrder(data.train.lengths, config.global_batch_size, config.seed, mixture=mixture)
-    return MemoryOrder(data.train.lengths, config.global_batch_size, config.seed, classes)
-
-
-def count_steps(config: TrainConfig, order: SampleOrder, stream: StreamConfig | None = None) -> int:
-    """Return the number of optimizer steps of the whole run. For a stream, return the maximum."""
-    if stream:
-        total = config.epochs * (stream.samples // config.batch_size)
-    else:
-        total = sum(order.num_batches(epoch) for epoch in range(1, config.epochs + 1))
-    return min(total, config.max_steps or total)
+def generator_of(seed: int, *numbers: int) -> np.random.Generator:
+    """Return the random numbers of a seed, and of the epoch and whatever else ``numbers`` say."""
+    # NumPy takes no negative seeds.
+    return np.random.default_rng((seed % 2**64, *numbers))
 
 
 @dataclass
-class MemoryOrder:
+class MemoryOrder(SampleOrder):
     """The order of samples in memory: ``train_batches`` of each epoch, of which one is kept."""
 
     name: ClassVar[str] = EPOCH_ORDER
@@ -159,24 +98,12 @@ class MemoryOrder:
         """Return the number of full batches. Samples that do not fill a last one are left out of this epoch."""
         return len(self.lengths) // self.size
 
-    def batch_size(self, epoch: int, number: int) -> int:  # noqa: ARG002
-        """Return the number of samples of each batch."""
-        return self.size
-
     def batch(self, epoch: int, number: int) -> Indices:
         """Return a global batch, as indices of shape (size,)."""
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, self.make_batches(epoch)
         batch: Indices = self._epoch[1][number]
         return batch
-
-    def share(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
-        """Return a rank's part of a global batch."""
-        return self.batch(epoch, number)[data_rank.rank :: data_rank.size]
-
-    def partners(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
-        """Return the sample that each one of ``share`` is mixed with."""
-        return partners_of(self.batch(epoch, number), PARTNER_BLOCK)[data_rank.rank :: data_rank.size]
 
 
 def train_batches(
@@ -188,8 +115,7 @@ def train_batches(
     An incomplete last batch is left out of this epoch, whatever the lengths of its samples. With ``classes``, the class
     of each sample, all classes come equally often: samples of rare ones are repeated, some of frequent ones left out.
     """
-    # NumPy takes no negative seeds.
-    generator = np.random.default_rng((seed % 2**64, epoch))
+    generator = generator_of(seed, epoch)
     shuffled = generator.permutation(len(lengths)) if classes is None else _balanced(np.asarray(classes), generator)
     return sorted_batches(shuffled[: len(lengths) // batch_size * batch_size], lengths, batch_size, generator)
 
@@ -229,12 +155,48 @@ def partners_of(batch: Indices, block: int) -> Indices:
     return np.concatenate([np.roll(samples, -(len(samples) // 2)) for samples in blocks])
 
 
-def validation_batches(lengths: Lengths, data_rank: DataRank, size: int) -> list[Indices]:
-    """Return this rank's share of a split, in batches of ``size`` and similar length. Each sample is in one rank.
+def validation_share(
+    split: Dataset, data_rank: DataRank, size: int, rows: Indices | None = None
+) -> Iterator[tuple[Indices, int]]:
+    """Yield this rank's batches of a split, or of some of its rows, ascending. Each sample is in one rank.
 
-    Every rank gets the same number of batches, because ranks under ZeRO 3 and in a pipeline compute together. When the
-    samples have run out, the batch is empty.
+    A batch has up to ``size`` samples of similar length and of one group. Every rank gets the same number of batches,
+    because ranks under ZeRO 3 and in a pipeline compute together. When the samples have run out, the batch is empty.
+    The sample that comes with a batch stands in for it then.
     """
-    share = np.argsort(lengths, kind="stable")[data_rank.rank :: data_rank.size]
-    largest_share = -(-len(lengths) // data_rank.size)
-    return [share[start : start + size] for start in range(0, largest_share, size)]
+    for part, lengths in _parts_of(split, rows, data_rank.size * size * BATCHES_PER_SORT):
+        share = part[np.argsort(lengths, kind="stable")[data_rank.rank :: data_rank.size]]
+        largest_share = -(-len(part) // data_rank.size)
+        yield from ((share[start : start + size], int(part[0])) for start in range(0, largest_share, size))
+
+
+def _parts_of(split: Dataset, rows: Indices | None, count: int) -> Iterator[tuple[Indices, Lengths]]:
+    """Yield the rows that are sorted together, with their lengths: a group, or ``count`` rows in shards."""
+    shards, groups = split.shards, split.groups
+    if shards is None:
+        lengths = np.asarray(split.lengths)
+        rows = np.arange(len(split)) if rows is None else rows
+        parts = [rows] if groups is None else [rows[groups[rows] == group] for group in np.unique(groups)]
+        yield from ((part, lengths[part]) for part in parts)
+        return
+    total = len(split) if rows is None else len(rows)
+    for start in range(0, total, count):
+        # The next part is downloaded while this one is read.
+        both = slice(start, min(start + 2 * count, total))
+        found = np.arange(both.start, both.stop) if rows is None else rows[both]
+        shards.prefetch(np.unique(_places(shards, found)).tolist())
+        yield found[:count], _lengths_in(shards, found[:count])
+
+
+def _lengths_in(shards: ShardedSamples, rows: Indices) -> Lengths:
+    """Return the lengths of rows, ascending. Only their shards are opened."""
+    if shards.has_one_length:
+        return np.zeros(len(rows), np.int64)
+    places, starts = np.unique(_places(shards, rows), return_index=True)
+    parts = zip(places.tolist(), np.split(rows, starts[1:]), strict=True)
+    return np.concatenate([shards.lengths_of(place)[part - shards.first_rows[place]] for place, part in parts])
+
+
+def _places(shards: ShardedSamples, rows: Indices) -> Indices:
+    """Return the number of the shard that each row lies in."""
+    return np.searchsorted(shards.first_rows, rows, side="right") - 1

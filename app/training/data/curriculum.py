@@ -33,8 +33,7 @@ class CurriculumOrder(MemoryOrder):
         """Return the batches of an epoch, of shape (batches, size). After the curriculum they are ``train_batches``."""
         if self.config.competence(epoch - 1) >= 1.0:
             return train_batches(self.lengths, self.size, self.seed, epoch)
-        # NumPy takes no negative seeds.
-        generator = np.random.default_rng((self.seed % 2**64, epoch))
+        generator = self._generator(epoch)
         lengths, groups = np.asarray(self.lengths), []
         for group in self._groups(epoch, generator.permutation(len(lengths))):
             by_length = group[np.argsort(lengths[group], kind="stable")]

@@ -20,9 +20,8 @@ from app.models.precision import TORCH_DTYPES
 from app.telemetry.record import NO_TIME, Medium, ReadAhead, ReadingRecord, ReadTime
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
-from app.training.data.batches import DataRank, Indices, SampleOrder, order_of, validation_batches
+from app.training.data.batches import DataRank, Indices, SampleOrder, validation_share
 from app.training.data.reading import ReadingControl
-from app.training.data.shard_order import sharded_validation_batches
 from app.training.worker import Worker, seed_random
 
 Split = Literal["train", "validation"]
@@ -97,9 +96,9 @@ class Feed:
     def __post_init__(self) -> None:
         self.loader = Loader(self.data, self.config, self.worker, self.activity)
 
-    def read_from(self, data: PreparedData) -> None:
-        """Read other data from now on, in the same kind of order."""
-        self.data, self.order = data, order_of(self.config, data)
+    def read_from(self, data: PreparedData, order: SampleOrder) -> None:
+        """Read other data from now on, in their order."""
+        self.data, self.order = data, order
         self.loader.read_from(data)
 
     def train(self, epoch: int, batch_numbers: Sequence[int]) -> Iterator[MicroBatch]:
@@ -121,28 +120,13 @@ class Feed:
         return list(zip(parts, np.array_split(self.order.partners(epoch, number, self._rank), count), strict=True))
 
     def validation(self, rows: Indices | None = None) -> Iterator[MicroBatch]:
-        """Yield the validation split, or these rows of one in memory, each sample once over all workers."""
+        """Yield the validation split, or these rows of it, ascending, each sample once over all workers."""
+        # Twice the size of training: without a backward pass a batch takes less memory.
+        batches = validation_share(self.data.validation, self._rank, 2 * self._max_micro_batch, rows)
         return self.loader.read(
             replace(self._request("validation", _VALIDATION_EPOCH, number, indices), stand_in=stand_in)
-            for number, (indices, stand_in) in enumerate(self._validation_batches(rows))
+            for number, (indices, stand_in) in enumerate(batches)
         )
-
-    def _validation_batches(self, rows: Indices | None) -> Iterable[tuple[Indices, int]]:
-        """Return this rank's batches of the validation split, each with the sample that stands in if it is empty."""
-        split = self.data.validation
-        # Twice the size of training: without a backward pass a batch takes less memory.
-        size, shards, groups = 2 * self._max_micro_batch, split.shards, split.groups
-        if rows is not None:
-            from app.training.data.mixture import validation_batches_of  # most runs validate all rows
-
-            return ((indices, 0) for indices in validation_batches_of(split, rows, self._rank, size))
-        if groups is not None:
-            from app.training.data.groups import grouped_validation_batches  # most data have no groups
-
-            return grouped_validation_batches(split.lengths, groups, self._rank, size)
-        if shards:
-            return ((indices, 0) for indices in sharded_validation_batches(shards, self._rank, size))
-        return ((indices, 0) for indices in validation_batches(split.lengths, self._rank, size))
 
     def close(self) -> None:
         """End the loader's processes, and drop downloads of shards that have not begun."""

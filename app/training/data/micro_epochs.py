@@ -12,6 +12,7 @@ from app.data.streaming.messages import Offsets
 from app.data.streaming.micro_epochs import Collection, MicroEpoch, MicroEpochStore
 from app.storage import to_path
 from app.training.data.feed import Feed
+from app.training.data.orders import order_of
 from app.training.worker import Worker, on_first
 from app.warnings import best_effort
 
@@ -62,7 +63,8 @@ class MicroEpochs:
         found, self.has_ended = on_first(partial(self._find, number, start))
         if found is not None and found != self._current:
             self._current = found
-            self.feed.read_from(self._sharded.with_train(self._store.open(found)))
+            data = self._sharded.with_train(self._store.open(found))
+            self.feed.read_from(data, order_of(self.recipe, data))
             if self.worker.is_first:
                 self._begin(found)
         return found is not None

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.data.prepared import ShardedSamples
-from app.training.data.batches import BATCHES_PER_SORT, DataRank, Indices, partners_of, validation_batches
+from app.training.data.batches import BATCHES_PER_SORT, DataRank, Indices, SampleOrder, partners_of
 
 SHARD_ORDER = "streams-1"
 """Name of the sample order of ``ShardOrder``. A change of the order needs a new name."""
@@ -32,7 +32,7 @@ Segment = tuple[int, int, int]
 
 
 @dataclass
-class ShardOrder:
+class ShardOrder(SampleOrder):
     """The global batches of sharded samples, each of ``size`` samples."""
 
     name: ClassVar[str] = SHARD_ORDER
@@ -55,10 +55,6 @@ class ShardOrder:
     def num_batches(self, epoch: int) -> int:  # noqa: ARG002
         """Return the number of full batches. Other rows are left out of each epoch."""
         return self._num_batches
-
-    def batch_size(self, epoch: int, number: int) -> int:  # noqa: ARG002
-        """Return the number of samples of each batch."""
-        return self.size
 
     @cached_property
     def _num_batches(self) -> int:
@@ -146,10 +142,6 @@ class ShardOrder:
             self._epochs = {**dict([*self._epochs.items()][-1:]), epoch: _Epoch(self.samples, shards, offset)}
         return self._epochs[epoch]
 
-    def _generator(self, *numbers: int) -> np.random.Generator:
-        # NumPy takes no negative seeds.
-        return np.random.default_rng((self.seed % 2**64, *numbers))
-
 
 class _Epoch:
     """The rows of all shards, laid end to end in the epoch's order of shards, from a row within it."""
@@ -174,18 +166,3 @@ class _Epoch:
             if end > start:
                 yield int(self._shards[place]), start - first, end - first
             start, place = end, place + 1
-
-
-def sharded_validation_batches(samples: ShardedSamples, data_rank: DataRank, size: int) -> Iterator[Indices]:
-    """Yield this rank's share of a split, as ``validation_batches`` does, without a list of all rows."""
-    count = data_rank.size * size * BATCHES_PER_SORT
-    order = _Epoch(samples, np.arange(len(samples.shard_rows)), 0)
-    for start in range(0, len(samples), count):
-        segments = order.segments(start, min(start + count, len(samples)))
-        samples.prefetch([shard for shard, _, _ in order.segments(start, min(start + 2 * count, len(samples)))])
-        if samples.has_one_length:
-            lengths = np.zeros(min(count, len(samples) - start), np.int64)
-        else:
-            parts = [samples.lengths_of(shard)[first:last] for shard, first, last in segments]
-            lengths = np.concatenate(parts).astype(np.int64)
-        yield from (start + batch for batch in validation_batches(lengths, data_rank, size))

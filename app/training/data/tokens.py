@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from app.config import TrainConfig
 from app.data.prepared import PreparedData
 from app.errors import RecipeError, TrainingError
-from app.training.data.batches import PARTNER_BLOCK, DataRank, Indices, partners_of
+from app.training.data.batches import Indices, SampleOrder
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -63,7 +63,7 @@ def _require_room(config: TrainConfig, order: "TokenOrder") -> None:
 
 
 @dataclass
-class TokenOrder:
+class TokenOrder(SampleOrder):
     """The global batches of samples with a length."""
 
     name: ClassVar[str] = "tokens-1"
@@ -107,14 +107,6 @@ class TokenOrder:
             self._windows = {**_last(self._windows), (epoch, window): self._batches(epoch, window)}
             self._fetch_after(epoch, window)
         return self._windows[epoch, window][number - int(plan.starts[window])]
-
-    def share(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
-        """Return a rank's part of a global batch."""
-        return self.batch(epoch, number)[data_rank.rank :: data_rank.size]
-
-    def partners(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
-        """Return the sample that each one of ``share`` is mixed with."""
-        return partners_of(self.batch(epoch, number), PARTNER_BLOCK)[data_rank.rank :: data_rank.size]
 
     @cached_property
     def _bounds(self) -> NDArray[np.int32]:
@@ -170,10 +162,6 @@ class TokenOrder:
             is_last = window + 1 == len(self._epoch(epoch).windows)
             following = self._epoch(epoch + 1).windows[0] if is_last else self._epoch(epoch).windows[window + 1]
             self.prefetch(following.tolist())
-
-    def _generator(self, *numbers: int) -> np.random.Generator:
-        # NumPy takes no negative seeds.
-        return np.random.default_rng((self.seed % 2**64, *numbers))
 
 
 def _last(kept: dict[Key, Value]) -> dict[Key, Value]:

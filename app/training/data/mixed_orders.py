@@ -1,9 +1,9 @@
-"""Several sources in shards: each global batch has the same number of samples of each source.
+"""Several sources in one order: an epoch has as many samples as all of them, each source its share by weight.
 
-Each source has canonical streams of its own, over its own epochs. So its rows come equally often. A batch consists of
-the next batch of each source, and a rank takes every n-th sample. Ranks therefore read the shards of all streams.
+The samples of a source come equally often, give or take one.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -13,9 +13,51 @@ from numpy.typing import NDArray
 
 from app.data.prepared import ShardedSamples
 from app.errors import TrainingError
-from app.training.data.batches import PARTNER_BLOCK, DataRank, Indices, partners_of
+from app.training.data.batches import Indices, MemoryOrder, SampleOrder, sorted_batches
 from app.training.data.mixture import Mixture
 from app.training.data.shard_order import ShardOrder
+
+
+@dataclass
+class MixedOrder(MemoryOrder):
+    """The order of samples in memory from several sources.
+
+    Each source is read in permutations of its own, one after the other, over all epochs. The shares of an epoch are
+    exact to a sample.
+    """
+
+    name: ClassVar[str] = "mixed-1"
+
+    mixture: Mixture = field(kw_only=True)
+    _counts: list[int] = field(default_factory=list, init=False)
+    """Samples of each source in an epoch."""
+
+    def __post_init__(self) -> None:
+        self._counts = self.mixture.counts(len(self.lengths) // self.size * self.size).tolist()
+
+    def make_batches(self, epoch: int) -> Indices:
+        """Return the batches of an epoch, of shape (batches, size)."""
+        drawn = [self._draw(place, (epoch - 1) * count, count) for place, count in enumerate(self._counts)]
+        # Each source is spread evenly over the epoch.
+        times = np.concatenate([(np.arange(count) + 0.5) / count for count in self._counts])
+        order = np.concatenate(drawn)[np.argsort(times, kind="stable")]
+        return sorted_batches(order, self.lengths, self.size, self._generator(epoch))
+
+    def source_samples(self, epoch: int, numbers: Sequence[int]) -> dict[str, int]:
+        """Return how many samples of each source are in these batches of an epoch."""
+        seen = np.zeros(len(self._counts), np.int64)
+        for number in numbers:
+            seen += np.bincount(self.mixture.origins.train[self.batch(epoch, number)], minlength=len(seen))
+        return dict(zip(self.mixture.names, seen.tolist(), strict=True))
+
+    def _draw(self, place: int, start: int, count: int) -> Indices:
+        """Return samples of a source, from the ``start``-th that the run reads of it."""
+        members = np.flatnonzero(self.mixture.origins.train == place)
+        key = zlib.crc32(self.mixture.names[place].encode())
+        first, last = start // len(members), (start + count - 1) // len(members)
+        rounds = [self._generator(key, number).permutation(members) for number in range(first, last + 1)]
+        skipped = start - first * len(members)
+        return np.concatenate(rounds)[skipped : skipped + count]
 
 
 @dataclass
@@ -64,15 +106,19 @@ class SourceShards:
 
 
 @dataclass
-class MixedShardOrder:
-    """The global batches of several sources in shards, each of ``size`` samples."""
+class MixedShardOrder(SampleOrder):
+    """The order of samples in shards from several sources: each batch has the same number of samples of each.
+
+    Each source has canonical streams of its own, over its own epochs. A batch consists of the next batch of each
+    source, and a rank takes every n-th sample. Ranks therefore read the shards of all streams.
+    """
 
     name: ClassVar[str] = "mixed-streams-1"
 
     samples: ShardedSamples
     size: int
     seed: int
-    mixture: Mixture
+    mixture: Mixture = field(kw_only=True)
     _sources: list[tuple[SourceShards, ShardOrder]] = field(default_factory=list, init=False)
     _batch: tuple[tuple[int, int], Indices] | None = field(default=None, init=False)
     """Epoch and number of the last batch that was asked for, and its samples."""
@@ -93,10 +139,6 @@ class MixedShardOrder:
         """Return the number of batches that have as many samples as all sources together."""
         return len(self.samples) // self.size
 
-    def batch_size(self, epoch: int, number: int) -> int:  # noqa: ARG002
-        """Return the number of samples of each batch."""
-        return self.size
-
     def batch(self, epoch: int, number: int) -> Indices:
         """Return a global batch, as indices of shape (size,)."""
         if self._batch is None or self._batch[0] != (epoch, number):
@@ -109,14 +151,6 @@ class MixedShardOrder:
         """Return how many samples of each source are in these batches: the same number in each."""
         counts = [order.size * len(numbers) for _, order in self._sources]
         return dict(zip(self.mixture.names, counts, strict=True))
-
-    def share(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
-        """Return a rank's part of a global batch."""
-        return self.batch(epoch, number)[data_rank.rank :: data_rank.size]
-
-    def partners(self, epoch: int, number: int, data_rank: DataRank) -> Indices:
-        """Return the sample that each one of ``share`` is mixed with."""
-        return partners_of(self.batch(epoch, number), PARTNER_BLOCK)[data_rank.rank :: data_rank.size]
 
 
 def _batch_of(order: ShardOrder, passed: int) -> Indices:
