@@ -20,6 +20,7 @@ from upath import UPath
 
 from app.config import load_recipe
 from app.data.preparation import prepare as preparing
+from app.data.preparation import sample as sampling
 from app.data.preparation.formats import read_unit
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.rows import Columns
@@ -387,7 +388,7 @@ def test_a_large_text_is_read_in_parts_without_losing_a_line(tmp_path: Path, mon
 def test_a_tokenizer_is_learned_from_parts_of_few_large_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preparing, "SAMPLE_BYTES", 60_000)
+    monkeypatch.setattr(sampling, "SAMPLE_SIZE", 60_000)
     folder = tmp_path / "texts"
     folder.mkdir()
     lines = [text(number) for number in range(6000)]
@@ -399,8 +400,8 @@ def test_a_tokenizer_is_learned_from_parts_of_few_large_documents(
     assert "a sample of" in (told := capsys.readouterr().out)
     assert 2 < int(told.partition("a sample of ")[2].split()[0]) < 30
 
-    monkeypatch.setattr(preparing, "SAMPLE_BYTES", 1)
-    with pytest.raises(DataError, match=r"has no training row in the sample of 1 bytes .*: give more or shorter rows"):
+    monkeypatch.setattr(sampling, "SAMPLE_SIZE", 1)
+    with pytest.raises(DataError, match=r"has no training row in the sample .*: give more or shorter rows"):
         prepare(language_recipe(folder, "data.validation_fraction=0.3", "data.seed=1"))
 
 

@@ -10,12 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from app.data.preparation import signatures
+from app.data.preparation import sample, signatures
 from app.data.preparation.formats import read_unit
 from app.data.preparation.rows import Columns
 from app.data.preparation.signatures import signatures_of
-from app.data.preparation.units import Kind, Piece, Unit
-from tests.preparing import WORDS
+from app.data.preparation.units import Kind, Piece, Unit, cut_units, list_files
+from app.data.preparation.work import UnitWork
+from tests.preparing import WORDS, language_recipe
 
 
 def peak_of(work: Callable[[], object]) -> int:
@@ -66,3 +67,17 @@ def test_the_signature_of_a_text_does_not_depend_on_its_pieces(monkeypatch: pyte
 def test_the_signature_of_a_long_text_takes_little_memory() -> None:
     for text in (words * 8 for words in long_texts()):
         assert peak_of(lambda text=text: signatures_of([text])) < 16 * len(text)  # type: ignore[misc]
+
+
+def test_the_sample_of_a_compressed_source_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of a file does not tell how much text is in it."""
+    monkeypatch.setattr(sample, "SAMPLE_SIZE", 200_000)
+    texts = [f"{number} {WORDS[number % 10] * 1000}" for number in range(2000)]
+    pa.parquet.write_table(pa.table({"text": texts}), tmp_path / "texts.parquet", compression="zstd")
+    recipe = language_recipe(tmp_path / "texts.parquet")
+    files = list_files(recipe.data, "language-modeling")
+    work = UnitWork(
+        str(tmp_path), recipe.data, tuple(cut_units(files, 10**9)), "language-modeling", sample_fraction=1.0
+    )
+    work.survey(0)
+    assert 100_000 < work.sample_file(0).stat().st_size < 300_000

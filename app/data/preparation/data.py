@@ -5,8 +5,8 @@ from dataclasses import replace
 from app.config import Recipe
 from app.data.examples import CleaningReport
 from app.data.origins import Origins
-from app.data.preparation.prepare import SAMPLE_FILE, Preparer, RunUnits
-from app.data.preparation.survey import Sample
+from app.data.preparation.prepare import Preparer, RunUnits
+from app.data.preparation.sample import SAMPLE_FILE, Sample
 from app.data.preparation.units import Contents
 from app.data.prepared import TRAIN, VALIDATION, PreparedData
 from app.data.processor import Processor, fit_processor

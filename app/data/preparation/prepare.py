@@ -14,7 +14,8 @@ from app.data.examples import MAX_EXAMPLES, CleaningReport, Input, Reason
 from app.data.preparation.decision import decide
 from app.data.preparation.fingerprint import fingerprint_of, settings_of
 from app.data.preparation.progress import UnitProgress
-from app.data.preparation.survey import KEPT, SPLITS, Sample
+from app.data.preparation.sample import SAMPLE_FILE, Sample, SampleBuilder, fraction_for
+from app.data.preparation.survey import KEPT, SPLITS
 from app.data.preparation.units import (
     TABLE_KINDS,
     Contents,
@@ -36,9 +37,6 @@ from app.pretrained import open_pretrained
 SHARDS = "data"
 """Folder of storage that has the shards of each source and way to prepare it."""
 _OF_TEXTS = ("near_duplicates", "min_length", "max_length", "max_symbol_share", "languages")
-SAMPLE_FILE = "sample.arrow"
-SAMPLE_BYTES = 16_000_000
-"""Bytes of texts, about, of which a tokenizer is learned."""
 _UNIT_SHARDS = 8
 
 RunUnits = Callable[[Callable[[int], int], Sequence[int]], Iterable[int]]
@@ -100,7 +98,7 @@ class Preparer:
             )
         units = cut_sources(sources, _UNIT_SHARDS * config.shards.size)
         _require_memory(units, config.shards.memory)
-        fraction = min(1.0, SAMPLE_BYTES / max(1, sum(unit.bytes for unit in units)))
+        fraction = fraction_for(sum(unit.bytes for unit in units))
         work = UnitWork(str(folder), config, tuple(units), self.contents, fraction)
         self._run("reading", work, work.survey, "facts-")
         report, labels = decide(work)
@@ -135,13 +133,13 @@ class Preparer:
     def _save_codec(self, work: UnitWork, labels: list[str]) -> None:
         """Save what the shards are written with, and the sample that a processor is fitted on."""
         folder = work.work.parent
-        sample, is_whole = self._sample(work)
+        sample = self._sample(work)
         if not sample.inputs and self.recipe.model.pretrained is None:
             raise DataError(
-                f"data.source {self.recipe.data.source!r} has no training row in the sample of {SAMPLE_BYTES:,} bytes "
-                "that a tokenizer is learned from: give more or shorter rows, or another data.seed"
+                f"data.source {self.recipe.data.source!r} has no training row in the sample that a "
+                "tokenizer is learned from: give more or shorter rows, or another data.seed"
             )
-        if not is_whole:
+        if sample.fraction < 1.0:
             what = "parts of documents" if self.contents == "language-modeling" else "examples"
             print(f"tokenizers are learned from a sample of {len(sample.inputs):,} training {what}", flush=True)
         if self.contents != "language-modeling":
@@ -150,18 +148,18 @@ class Preparer:
         elif not (folder / SETTINGS_FILE).exists():  # it is written last
             self._fit_tokenizer(sample.inputs).save(folder)
 
-    def _sample(self, work: UnitWork) -> tuple[Sample, bool]:
-        """Return a sample of the training rows that are kept, and whether it has all of them."""
-        inputs: list[Input] = []
+    def _sample(self, work: UnitWork) -> Sample:
+        """Return a sample of the training rows that are kept. Compressed files may have more text than they say."""
+        builder = SampleBuilder(work.sample_fraction)
         for unit in work.units:
             sample = Sample.load(work.sample_file(unit.number))
             codes = np.frombuffer(work.codes_file(unit.number).read_bytes(), np.uint8)
             is_kept = (codes == KEPT) & (work.splits(unit.number) == SPLITS.index("train"))
-            inputs += [item for row, item in zip(sample.rows, sample.inputs, strict=True) if is_kept[row]]
-        # The texts of a compressed file take more than the file.
-        step = max(1, -(-sum(map(len, inputs)) // SAMPLE_BYTES))
-        inputs = inputs[::step]
-        return Sample(np.arange(len(inputs)), inputs), work.sample_fraction == 1.0 and step == 1
+            builder.limit(sample.fraction)
+            for row, item, fraction in zip(sample.rows, sample.inputs, sample.fractions.tolist(), strict=True):
+                if is_kept[row]:
+                    builder.keep(row, item, fraction)
+        return builder.build()
 
     def _fit_tokenizer(self, documents: Sequence[Input]) -> LanguageTokenizer:
         config, pretrained = self.recipe.data, self.recipe.model.source

@@ -1,4 +1,4 @@
-"""The first pass over the data: a hash, a label and a split for each row, and a sample of the texts.
+"""The first pass over the data: a hash, a label and a split for each row.
 
 The rows themselves are not kept. What is dropped is decided afterwards, from the hashes of all units.
 """
@@ -18,20 +18,16 @@ from app.config import CleanConfig
 from app.data.examples import REASONS, Input, Reason, refuse
 from app.data.images import is_readable
 from app.data.preparation.rows import Rows
+from app.data.preparation.sample import Hashes, SampleBuilder, fractions_of
 from app.data.preparation.slices import Arrays, Slices
 from app.errors import DataError
-from app.storage import stream_atomically
 
-Hashes = NDArray[np.uint64]
 _MAX_LABELS = 100_000
 """Number of different labels of a unit above which the column is taken for something else."""
 KEPT = 0
 """Code of a row that is kept. Others are 1 + the place of the reason in ``REASONS``."""
 SPLITS = ("train", "validation", "test")
-_SPLIT_SALT, _SAMPLE_SALT = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
-"""Odd numbers, by which the same hash gives unrelated fractions."""
-_SLICE = 4096
-"""Characters of a document that are in the sample together, or not."""
+_SALT = 0x9E3779B97F4A7C15
 
 
 def code_of(reason: Reason) -> int:
@@ -49,7 +45,7 @@ class SplitRule:
 
     def split(self, keys: Hashes) -> NDArray[np.uint8]:
         """Return the place in ``SPLITS`` of each key."""
-        fractions = fractions_of(keys, _SPLIT_SALT ^ (self.seed % 2**64))
+        fractions = fractions_of(keys, _SALT ^ (self.seed % 2**64))
         splits = np.zeros(len(keys), np.uint8)
         splits[fractions < self.validation_fraction + self.test_fraction] = SPLITS.index("test")
         splits[fractions < self.validation_fraction] = SPLITS.index("validation")
@@ -86,28 +82,6 @@ SURVEY_SCHEMA = pa.schema(
     {"high": pa.uint64(), "low": pa.uint64(), "splits": pa.uint8(), "codes": pa.uint8(), "labels": pa.int32()}
 )
 """The columns of a unit's survey."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Some rows of a unit, of which a tokenizer can be learned."""
-
-    rows: NDArray[np.int64]
-    inputs: list[Input]
-
-    def save(self, path: UPath) -> None:
-        """Write the sample for ``load``."""
-        is_text = all(isinstance(item, str) for item in self.inputs)
-        inputs = pa.array(self.inputs, pa.string() if is_text else pa.binary())
-        table = pa.table({"rows": pa.array(self.rows), "inputs": inputs})
-        with stream_atomically(path) as file, pa.ipc.new_stream(file, table.schema) as stream:
-            stream.write_table(table)
-
-    @classmethod
-    def load(cls, path: UPath) -> "Sample":
-        """Return what ``save`` wrote."""
-        table = pa.ipc.open_stream(pa.BufferReader(path.read_bytes())).read_all()
-        return cls(table["rows"].to_numpy(), table["inputs"].to_pylist())
 
 
 @dataclass(frozen=True)
@@ -150,15 +124,11 @@ class Cleaner:
 class Surveyor:
     """Surveys the rows of one unit, of which it holds a slice in memory."""
 
-    def __init__(self, cleaner: Cleaner, rule: SplitRule, sample_fraction: float, file: BinaryIO) -> None:
-        """Survey into ``file``.
-
-        ``sample_fraction`` is the share of the rows, or of the text of documents, that is kept as a sample.
-        """
-        self._cleaner, self._rule, self._sample_fraction = cleaner, rule, sample_fraction
+    def __init__(self, cleaner: Cleaner, rule: SplitRule, sample: SampleBuilder, file: BinaryIO) -> None:
+        """Survey into ``file``, and add the rows that are not dropped by themselves to ``sample``."""
+        self._cleaner, self._rule, self._sample = cleaner, rule, sample
         self._file, self._slices = pa.ipc.new_file(file, SURVEY_SCHEMA), Slices()
         self._labels: dict[str, int] = {}
-        self._sample: list[tuple[int, Input]] = []
         self.num_rows = 0
         """Number of rows that were added."""
 
@@ -182,7 +152,8 @@ class Surveyor:
                 "name the column of the class"
             )
         splits = self._rule.split(self._keys(rows.groups, low))
-        self._keep_sample(cleaned, codes, low)
+        usable = [item if code == KEPT else None for item, code in zip(cleaned, codes.tolist(), strict=True)]
+        self._sample.add(self.num_rows, usable, low)
         self._write(self._slices.add(high, low, splits, codes, np.array(labels, np.int32)))
         self.num_rows += len(cleaned)
         return cleaned
@@ -195,36 +166,14 @@ class Surveyor:
         own = low.tolist()
         return np.array([key_of(group) if group else own[row] for row, group in enumerate(groups)], np.uint64)
 
-    def _keep_sample(self, cleaned: Sequence[Input | None], codes: NDArray[np.uint8], low: Hashes) -> None:
-        is_sampled = fractions_of(low, _SAMPLE_SALT) < self._sample_fraction
-        for place, item in enumerate(cleaned):
-            if item is None or codes[place] != KEPT:
-                continue
-            if self._is_sliced(item):
-                self._sample += [(self.num_rows + place, part) for part in self._slices_of(item, low[place])]
-            elif is_sampled[place]:
-                self._sample.append((self.num_rows + place, item))
-
     def _write(self, slices: Iterable[Arrays]) -> None:
         for columns in slices:
             self._file.write_batch(pa.record_batch([pa.array(column) for column in columns], SURVEY_SCHEMA))
 
-    def _is_sliced(self, item: Input) -> bool:
-        """Return whether the sample has parts of an input: of a long document, unless it has all."""
-        return self._sample_fraction < 1.0 and not self._cleaner.strips and len(item) > _SLICE
-
-    def _slices_of(self, item: Input, low: np.uint64) -> Iterator[Input]:
-        """Yield the slices of a document that are in the sample. A few whole documents may be too many or none."""
-        keys = low ^ np.arange(-(-len(item) // _SLICE), dtype=np.uint64)
-        for place in np.flatnonzero(fractions_of(keys, _SAMPLE_SALT) < self._sample_fraction).tolist():
-            yield item[place * _SLICE : (place + 1) * _SLICE]
-
-    def close(self) -> Sample:
-        """Write what is left, and return the sample."""
+    def close(self) -> None:
+        """Write what is left."""
         self._write(self._slices.rest())
         self._file.close()
-        rows = np.array([row for row, _ in self._sample], np.int64)
-        return Sample(rows, [item for _, item in self._sample])
 
 
 def key_of(group: str) -> int:
@@ -236,13 +185,3 @@ def digest_of(item: Input | None) -> bytes:
     """Return the hash of a cleaned input, of 16 bytes."""
     content = b"" if item is None else item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
     return hashlib.blake2b(content, digest_size=16).digest()
-
-
-def fractions_of(keys: Hashes, salt: int) -> NDArray[np.float64]:
-    """Return a number from 0 to 1 for each key (the mix of splitmix64, Steele et al. 2014)."""
-    with np.errstate(over="ignore"):
-        mixed = keys ^ np.uint64(salt)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed ^= mixed >> np.uint64(31)
-    return mixed.astype(np.float64) / 2.0**64

@@ -13,6 +13,7 @@ from app.config import DataConfig
 from app.data.examples import MAX_EXAMPLES, REASONS, Input, Reason
 from app.data.preparation.formats import read_unit
 from app.data.preparation.rows import CellType, Columns, Rows, RowsDigest, merge_types
+from app.data.preparation.sample import SampleBuilder
 from app.data.preparation.signatures import SignatureFiles
 from app.data.preparation.survey import KEPT, SPLITS, Cleaner, SplitRule, Survey, Surveyor
 from app.data.preparation.units import Contents, Unit
@@ -117,7 +118,8 @@ class UnitWork:
         facts, digest = UnitFacts(rows=0, label_names=[], types={}, unreadable=None), RowsDigest()
         with ExitStack() as stack:
             file = stack.enter_context(stream_atomically(self.survey_file(number)))
-            surveyor = Surveyor(self._cleaner, rule, self.sample_fraction, file)
+            sample = SampleBuilder(self.sample_fraction, cuts=not self._cleaner.strips)
+            surveyor = Surveyor(self._cleaner, rule, sample, file)
             near = self.config.clean.near_duplicates is not None
             signatures = stack.enter_context(self.signature_files(number).writer()) if near else None
             for rows in read_unit(self.units[number], self._columns(number)):
@@ -128,7 +130,8 @@ class UnitWork:
                     facts.unreadable = _shown(rows, cleaned.index(None))
                 if signatures and cleaned:
                     signatures.add(cleaned)
-            surveyor.close().save(self.sample_file(number))
+            surveyor.close()
+            sample.build().save(self.sample_file(number))
         facts.rows, facts.label_names = surveyor.num_rows, surveyor.label_names
         write_atomically(self.digest_file(number), digest.digest())
         write_atomically(self.facts_file(number), facts.model_dump_json().encode())  # marks the unit as done

@@ -19,7 +19,8 @@ from app.checksums import sha256_of
 from app.conditional import read
 from app.config import Recipe, ShardsConfig
 from app.data.examples import CleaningReport
-from app.data.preparation.prepare import SAMPLE_BYTES, SHARDS
+from app.data.preparation.prepare import SHARDS
+from app.data.preparation.sample import SAMPLE_SIZE
 from app.data.preparation.writers import LabelledWriter, labelled_schema
 from app.data.prepared import TRAIN, VALIDATION
 from app.data.processor import Processor, fit_processor
@@ -208,5 +209,5 @@ def _first(recipe: Recipe, clock: Callable[[], float]) -> ChosenRows:
 
 
 def _sample(texts: Sequence[str]) -> Sequence[str]:
-    """Return evenly spread texts of about ``SAMPLE_BYTES`` at most."""
-    return texts[:: max(1, -(-sum(map(len, texts)) // SAMPLE_BYTES))]
+    """Return evenly spread texts of about ``SAMPLE_SIZE`` at most."""
+    return texts[:: max(1, -(-sum(map(len, texts)) // SAMPLE_SIZE))]
