@@ -4,7 +4,6 @@ import fcntl
 import os
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,6 +19,8 @@ from app.storage import is_local, to_path
 
 _MAX_OPEN = 256
 """Memory-mapped shards of a process. They take address space, and pages that the kernel takes back."""
+_MIN_READS = 8
+"""Reads of each open shard, on average, before all are closed for others. A new window needs others."""
 _DOWNLOADS = 4
 _LOCK_FILE = ".lock"
 _MAX_DOWNLOAD_S = 3600
@@ -55,7 +56,9 @@ class ShardCache:
     def _forget(self) -> None:
         self._process = os.getpid()
         self._root = to_path(self._location)
-        self._open: OrderedDict[int, pa.RecordBatch] = OrderedDict()
+        self._open: dict[int, pa.RecordBatch] = {}
+        self._reads = 0
+        """Reads since all shards were closed."""
         self._verified: set[str] = set()
         self._downloads: ThreadPoolExecutor | None = None
 
@@ -66,8 +69,8 @@ class ShardCache:
             StorageError: the shard is missing, torn or was changed.
         """
         self._notice_fork()
+        self._reads += 1
         if number in self._open:
-            self._open.move_to_end(number)
             return self._open[number]
         shard = self._shards[number]
         path = self._local_file(shard)
@@ -75,15 +78,24 @@ class ShardCache:
             with pa.memory_map(str(path)) as mapped, pa.ipc.open_file(mapped) as file:
                 rows = file.get_batch(0)
         except FileNotFoundError:
-            # Another process has made room in between.
+            # Another process has made room in between, or the shard is gone.
+            self._verified.discard(shard.sha256)
             return self.open(number)
         except pa.ArrowInvalid as error:
             raise StorageError(f"shard {str(path)!r} cannot be read ({error}): prepare the data again") from error
         self._unmap_evicted()
+        self._unmap_read()
         self._open[number] = rows
-        if len(self._open) > _MAX_OPEN:
-            self._open.popitem(last=False)
         return rows
+
+    def _unmap_read(self) -> None:
+        """Close all shards once they were read often: the pages that were read stay in the memory of this process.
+
+        Those that are still needed are opened again, without a look at their checksums.
+        """
+        if self._reads > _MIN_READS * len(self._open) or len(self._open) >= _MAX_OPEN:
+            self._open.clear()
+            self._reads = 0
 
     def _unmap_evicted(self) -> None:
         """Close shards whose files have left the cache: while mapped, they still take disk space."""
@@ -125,9 +137,11 @@ class ShardCache:
         if is_local(self._root):
             path = Path(source.path)
             try:
-                require_intact(str(source), shard, sha256_of_file(path))
+                if shard.sha256 not in self._verified:
+                    require_intact(str(source), shard, sha256_of_file(path))
             except FileNotFoundError as error:
                 raise _missing(str(source)) from error
+            self._verified.add(shard.sha256)
             return path
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)

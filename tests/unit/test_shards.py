@@ -129,6 +129,21 @@ def test_a_missing_shard_and_another_index_are_refused(location: str) -> None:
         ShardIndex.load(folder)
 
 
+def test_shards_of_earlier_windows_are_closed(tmp_path: Path) -> None:
+    rows = rows_of(str(tmp_path), window=20_000)
+    order = ShardOrder(rows, BATCH, 0)
+    mapped = []
+    for number in range(order.num_batches(1)):
+        rows.read(order.batch(1, number))
+        mapped.append(Path("/proc/self/maps").read_text().count(str(tmp_path)))
+    assert max(mapped) <= 2 * order.num_streams < len(rows.shard_rows)
+    last = Path("/proc/self/maps").read_text()
+    gone = next(path for path in sorted(tmp_path.glob("*.arrow")) if str(path) not in last)
+    gone.unlink()
+    with pytest.raises(StorageError, match=f"{gone.name}' is missing"):
+        rows.read(range(len(rows)))
+
+
 def test_the_cache_stays_within_its_size(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in s3.items():
         monkeypatch.setenv(name, value)
