@@ -23,7 +23,7 @@ help:
 	@echo "make bench-planning  the planner beside published runs and this machine, into benchmarks/planning/RESULTS.md; the machine must be quiet"
 	@echo "make bench-finetuning  fine-tuning beside its peers, after pruning and by a teacher, and every built-in task, into pages of benchmarks/finetuning; the machine must be quiet"
 	@echo "make bench-many      the cost of many runs, trials, versions and models, into benchmarks/many/RESULTS.md"
-	@echo "make bench-data      preparing and reading shards beside Hugging Face datasets and Ray Data, into benchmarks/data/RESULTS.md; the machine must be quiet"
+	@echo "make bench-data      data that do not fit into memory: prepared, read, trained on, killed; into pages of benchmarks/data; takes 30 GB of disk; the machine must be quiet"
 	@echo "make bench-monitoring  what metrics and traces cost, into benchmarks/monitoring/RESULTS.md; needs Prometheus and wrk; the machine must be quiet"
 	@echo "make docs            the documentation as a site, into build/docs; a warning or a page of long sentences is an error"
 	@echo "make lint            ruff, mypy and the rules between the parts"
@@ -106,6 +106,8 @@ bench-many: $(INSTALLED_BENCH)
 bench-data: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.data
 	@$(BIN)/python -m benchmarks.data.pictures
+	@$(BIN)/python -m benchmarks.data.batches
+	@$(BIN)/python -m benchmarks.data.kills
 
 bench-monitoring: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.monitoring

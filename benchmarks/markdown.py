@@ -20,6 +20,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def goals_table(goals: Sequence[Goal]) -> str:
+    """Goals as the first table of a page."""
+    rows = [(goal.what, goal.goal, goal.reached, goal.verdict) for goal in goals]
+    return table(["what", "goal", "reached", ""], rows)
+
+
 def verdict(holds: bool) -> str:
     """Beside a goal."""
     return "reached" if holds else "**missed**"

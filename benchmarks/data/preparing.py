@@ -1,64 +1,94 @@
-"""Preparation beside the same steps in plain pyarrow and tokenizers, each in a new process."""
+"""Preparing texts on S3 as shards with two CPUs, and tokenising them beside plain pyarrow and tokenizers."""
 
-import json
-import resource
-import sys
-import time
-from pathlib import Path
+import shutil
+from collections.abc import Mapping, Sequence
+from statistics import median
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+from benchmarks.data.corpus import LARGE, SMALL, Corpora, s3_of, write_corpus
+from benchmarks.data.near_duplicates import measure_near_duplicates
+from benchmarks.data.steps import Prepared, prepare_once
+from benchmarks.markdown import Goal, table, verdict
+from benchmarks.rounds import turns
 
-from app.config import Recipe, load_recipe
-from app.data.tokenizer import LanguageTokenizer
-from app.tasks import prepare
+TITLE = "Preparing data that does not fit into memory"
+HEAD = """\
+The texts are made of 30,000 words by a power law. Each is one of 120,000, with a number of its own behind it, so
+that none is a duplicate. They lie in Parquet files without compression: a tenth in one file, and the rest in files of
+100 MB. `rclone serve s3` serves them on the same two cores. Shards are written to a disk.
 
-_SAMPLE_ROWS = 15_000
+Ray tasks prepare labelled examples on two CPUs, as `jobs.prepare` does. Memory is the sum over the process and its
+children (PSS), sampled five times a second. Ray's own services are its scheduler, object store and the like,
+without workers.
 
+Language modelling reads its texts from a disk. "Plain" learns the same tokenizer from as large a sample, encodes,
+and writes blocks as Arrow. It does not look for duplicates, split by content or write checksums. Both run in one
+process, in turns.
 
-def recipe_of(task: str, source: str, storage: str) -> Recipe:
-    """A recipe whose data lie in shards."""
-    recipe = "recipes/stdlib_gpt.yaml" if task == "language-modeling" else "recipes/reviews.yaml"
-    keys = [f"data.source={source}", f"storage={storage}", "data.shards={size: 32MB, window: 128MB}"]
-    return load_recipe(recipe, [*keys, *([] if task == "language-modeling" else ["train.linear_baseline=false"])])
-
-
-def plain(source: str, folder: str) -> None:
-    """Learn a tokenizer from some rows of a Parquet file, tokenise all, and write blocks as Arrow."""
-    config = load_recipe("recipes/stdlib_gpt.yaml", []).data
-    with pq.ParquetFile(source) as table:
-        sample = next(table.iter_batches(_SAMPLE_ROWS, columns=["text"]))["text"].to_pylist()
-        tokenizer = LanguageTokenizer.fit(sample, config)
-        size = config.block_length + 1
-        schema = pa.schema({"tokens": pa.list_(pa.uint16(), size)})
-        with pa.ipc.new_file(f"{folder}/plain.arrow", schema) as file:
-            for batch in table.iter_batches(4096, columns=["text"]):
-                tokens = tokenizer.join(batch["text"].to_pylist()).astype(np.uint16)
-                tokens = tokens[: len(tokens) // size * size]
-                blocks = pa.FixedSizeListArray.from_arrays(pa.array(tokens), size)
-                file.write_batch(pa.record_batch([blocks], schema))
+Near duplicates are planted among 20,000 texts of 60 to 180 words: 1,000 copies, in which one word in a hundred is
+another."""
+_ROUNDS = 2
 
 
-def main() -> None:
-    """Prepare as the arguments say, and print seconds and the peak of the resident memory."""
-    task, source, place = sys.argv[1:]
-    started, cpu_s = time.perf_counter(), time.process_time()
-    before = _peak_bytes()
+def measure(corpora: Corpora, tokenised_mb: int = 500) -> tuple[list[Goal], list[str]]:
+    """Measure, and return goals and tables."""
+    prepared = prepare_all(corpora, anew=True)
+    folder = corpora.folder / "tokenised"
+    source = next(iter(write_corpus(folder, tokenised_mb, in_files=False)))
+    runs: dict[str, list[Prepared]] = {"tokens": [], "plain": []}
+    for number, order in enumerate(turns([*runs], _ROUNDS)):
+        for way in order:
+            runs[way].append(prepare_once(way, str(source), folder / f"{way}{number}"))
+            shutil.rmtree(folder / f"{way}{number}")
+    near = measure_near_duplicates(folder)
+    shutil.rmtree(folder)
+    goals = [*_goals(prepared, runs, corpora, tokenised_mb), *near]
+    return goals, [_table(prepared, runs, corpora, tokenised_mb)]
+
+
+def prepare_all(corpora: Corpora, anew: bool = False) -> dict[str, Prepared]:
+    """Prepare both corpora from the S3, and return what that took. Those that are there are left, unless ``anew``."""
     found = {}
-    if task == "plain":
-        plain(source, place)
-    else:
-        data = prepare(recipe_of(task, source, place))
-        found = json.loads(data.reference.model_dump_json())  # type: ignore[attr-defined]
-    figures = {"wall_s": time.perf_counter() - started, "cpu_s": time.process_time() - cpu_s, "before": before}
-    print(json.dumps({**figures, "peak": _peak_bytes(), "reference": found}))
+    with s3_of(corpora.folder):
+        for name in (SMALL, LARGE):
+            storage = corpora.storage(name)
+            if anew:
+                shutil.rmtree(storage, ignore_errors=True)
+            if not (storage / "served").exists():
+                found[name] = prepare_once("cluster", corpora.uri(name), storage)
+    return found
 
 
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _goals(
+    prepared: Mapping[str, Prepared], runs: Mapping[str, Sequence[Prepared]], corpora: Corpora, tokenised_mb: int
+) -> list[Goal]:
+    peak = prepared[LARGE].peak / 2**30
+    shares = [plain.cpu_s / ours.cpu_s for ours, plain in zip(runs["tokens"], runs["plain"], strict=True)]
+    share, size = median(shares), corpora.megabytes[LARGE]
+    return [
+        Goal(
+            f"peak memory of preparing {size:,} MB, a file of {size // 10:,} MB among them", "≤ 2 GiB",
+            f"{peak:.2f} GiB", verdict(peak <= 2),
+        ),
+        Goal(
+            f"rate of tokenising {tokenised_mb:,} MB, to plain steps, by CPU time", "≥ 0.8",
+            f"{share:.2f} ({min(shares):.2f} to {max(shares):.2f})", verdict(share >= 0.8),
+        ),
+    ]  # fmt: skip
 
 
-if __name__ == "__main__":
-    Path(sys.argv[3]).mkdir(parents=True, exist_ok=True) if "://" not in sys.argv[3] else None
-    main()
+def _table(
+    prepared: Mapping[str, Prepared], runs: Mapping[str, Sequence[Prepared]], corpora: Corpora, tokenised_mb: int
+) -> str:
+    rows = [(f"{corpora.megabytes[name]:,} MB of examples, two tasks", run) for name, run in prepared.items()]
+    rows += [(f"{tokenised_mb:,} MB, tokenised", run) for run in runs["tokens"]]
+    rows += [(f"{tokenised_mb:,} MB, plain pyarrow and tokenizers", run) for run in runs["plain"]]
+    cells = [
+        [what, f"{run.wall_s:.0f}", f"{run.cpu_s:.0f}", *_megabytes(run.peak, run.peak_without_services, run.before)]
+        for what, run in rows
+    ]
+    header = ["preparation", "wall s", "CPU s of the process", "peak memory, MB", "without Ray's services", "at first"]
+    return table(header, cells)
+
+
+def _megabytes(*sizes: int) -> list[str]:
+    return [f"{size / 1e6:,.0f}" for size in sizes]

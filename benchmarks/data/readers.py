@@ -1,30 +1,34 @@
 """Readers of the same texts on S3, each in two processes, and what each takes."""
 
 import multiprocessing
-import threading
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from queue import Queue
 
-import psutil
 from pydantic import BaseModel
 
 from app.data.sharded import ShardReference
 from app.training.data.batches import DataRank
 from app.training.data.shard_order import ShardOrder
+from benchmarks.data.memory import PeakMemory
 
 RANKS, BATCH = 2, 128
-_TIMEOUT_S = 280.0
+_TIMEOUT_S = 590.0
 
 
 class Source(BaseModel):
-    """Where the texts lie: as one Parquet file, and as shards."""
+    """Where the texts lie: as Parquet files, and as shards."""
 
     parquet: str
+    """Folder of the files."""
     shards: ShardReference
     seek_to: int = 0
     """Step at which our reader begins."""
+    max_rows: int | None = None
+    """Rows after which a process stops. None: it reads an epoch."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,67 @@ class Share:
     rows: int
     characters: int
     wall_s: float
-    cpu_s: float
+    imports_s: float
+    """Seconds of the wall time that imports took."""
     first_batch_s: float
+    """Seconds from the start to the first batch, with the imports; infinite if there was none."""
+    first_rows: int
+    """Rows of the first batch."""
+    cpu_s: float
+    """Of this process and of those that it has started and waited for."""
     peak_bytes: int
     """Most private memory (USS) above what the process took before it read."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What all processes of a reader have read."""
+
+    shares: Sequence[Share]
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the start to the end of the last process."""
+        return max(share.wall_s for share in self.shares)
+
+    @property
+    def first_batch_s(self) -> float:
+        """Seconds until each process that reads had its first batch."""
+        return max(share.first_batch_s for share in self.shares if share.rows)
+
+    @property
+    def seek_s(self) -> float:
+        """The same after the imports."""
+        return max(share.first_batch_s - share.imports_s for share in self.shares if share.rows)
+
+    @property
+    def rate(self) -> float:
+        """Rows a second, with imports and the first batch."""
+        return sum(share.rows for share in self.shares) / self.wall_s
+
+    @property
+    def megabytes(self) -> float:
+        """Millions of characters a second, with imports and the first batch. All are ASCII."""
+        return sum(share.characters for share in self.shares) / self.wall_s / 1e6
+
+    @property
+    def steady_rate(self) -> float:
+        """Rows a second from the first batch on."""
+        return sum(
+            (share.rows - share.first_rows) / (share.wall_s - share.first_batch_s)
+            for share in self.shares
+            if share.rows
+        )
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of all processes."""
+        return sum(share.cpu_s for share in self.shares)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of the processes' peaks."""
+        return max(share.peak_bytes for share in self.shares)
 
 
 Texts = Iterator[list[str]]
@@ -45,10 +106,10 @@ Texts = Iterator[list[str]]
 
 def our_texts(source: Source, rank: int) -> Texts:
     """The rank's part of each batch of an epoch, from canonical streams."""
-    rows = source.shards.open("train")
-    order = ShardOrder(rows, BATCH, 0)
-    for number in range(source.seek_to, order.num_batches(1)):
-        yield rows.read(order.share(1, number, DataRank(rank, RANKS)))["input"].to_pylist()
+    with closing(source.shards.open("train")) as rows:
+        order = ShardOrder(rows, BATCH, 0)
+        for number in range(source.seek_to, order.num_batches(1)):
+            yield rows.read(order.share(1, number, DataRank(rank, RANKS)))["input"].to_pylist()
 
 
 def datasets_texts(source: Source, rank: int) -> Texts:
@@ -56,7 +117,8 @@ def datasets_texts(source: Source, rank: int) -> Texts:
     from datasets import load_dataset
     from datasets.distributed import split_dataset_by_node
 
-    stream = load_dataset("parquet", data_files=source.parquet, split="train", streaming=True)
+    files = f"{source.parquet}/*.parquet"
+    stream = load_dataset("parquet", data_files=files, split="train", streaming=True, columns=["text"])
     stream = split_dataset_by_node(stream.shuffle(seed=0, buffer_size=10_000), rank, RANKS)
     for batch in stream.iter(BATCH // RANKS):
         yield batch["text"]
@@ -81,53 +143,39 @@ READERS: dict[str, Callable[[Source, int], Texts]] = {
 }
 
 
-def read(reader: str, source: Source) -> list[Share]:
+def read(reader: str, source: Source) -> Reading:
     """Read the texts in two new processes. Raises queue.Empty if one does not end."""
     context = multiprocessing.get_context("spawn")
     queue: Queue[Share] = context.Queue()  # type: ignore[assignment]
-    processes = [context.Process(target=_read_share, args=(reader, source, rank, queue)) for rank in range(RANKS)]
+    started = time.time()
+    arguments = [(reader, source, rank, queue, started) for rank in range(RANKS)]
+    processes = [context.Process(target=_read_share, args=given) for given in arguments]
     for process in processes:
         process.start()
     try:
-        return [queue.get(timeout=_TIMEOUT_S) for _ in processes]
+        return Reading([queue.get(timeout=_TIMEOUT_S) for _ in processes])
     finally:
         for process in processes:
             process.join(20)
             process.terminate()
 
 
-def _read_share(reader: str, source: Source, rank: int, queue: "Queue[Share]") -> None:
-    started, cpu_s = time.perf_counter(), time.process_time()
-    rows = characters = 0
-    first_batch_s = 0.0
-    with _PeakMemory() as memory:
+def _read_share(reader: str, source: Source, rank: int, queue: "Queue[Share]", started: float) -> None:
+    """Read one rank's share. ``started`` is the time when the process was asked for."""
+    imports_s, cpu_s = time.time() - started, _cpu_s()
+    rows = characters = first_rows = 0
+    first_batch_s = float("inf")
+    with PeakMemory() as memory:
         for texts in READERS[reader](source, rank):
-            first_batch_s = first_batch_s or time.perf_counter() - started
+            if not rows:
+                first_batch_s, first_rows = time.time() - started, len(texts)
             rows, characters = rows + len(texts), characters + sum(map(len, texts))
-    wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_s
-    queue.put(Share(rows, characters, wall_s, cpu_s, first_batch_s, memory.growth))
+            if source.max_rows and rows >= source.max_rows:
+                break
+    wall_s = time.time() - started
+    queue.put(Share(rows, characters, wall_s, imports_s, first_batch_s, first_rows, _cpu_s() - cpu_s, memory.growth))
 
 
-class _PeakMemory:
-    """Samples the private memory of this process twenty times a second."""
-
-    def __init__(self) -> None:
-        self._process, self._done = psutil.Process(), threading.Event()
-        self._before = self._peak = self._process.memory_full_info().uss
-
-    @property
-    def growth(self) -> int:
-        return self._peak - self._before
-
-    def __enter__(self) -> "_PeakMemory":
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._done.wait(0.05):
-            self._peak = max(self._peak, self._process.memory_full_info().uss)
+def _cpu_s() -> float:
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system

@@ -1,0 +1,126 @@
+"""Training that is killed at random with 1, 2, 4 and again 1 process: python -m benchmarks.data.kills
+
+A model counts the texts that it was trained on. Its checkpoints keep the counts, so they tell what is in the weights.
+"""
+
+import argparse
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.data.counted import CountedRun, kill_one, write_digits
+from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.markdown import Goal, goals_table, table, verdict
+
+RESULTS = Path(__file__).with_name("KILLS.md")
+_WORLDS = (1, 2, 4, 1)
+_MAX_PAUSE_S = 1.0
+"""A process is killed up to so long after the first checkpoint of its life."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What happened with one number of processes."""
+
+    world: int
+    first: int
+    """Step of the checkpoint from which it went on."""
+    last: int
+    """Step of its newest checkpoint at the end."""
+    kills: tuple[tuple[int, int], ...]
+    """The rank that was killed, and the step of the newest checkpoint then."""
+    is_equal: bool
+    """Whether losses and norms of gradients are those of the undisturbed run, to the bit."""
+
+
+def main() -> None:
+    """Measure, and write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data.kills", description=__doc__)
+    parser.add_argument("--kills", type=int, default=5, help="with each number of processes")
+    parser.add_argument("--seed", type=int, default=0, help="of the random times and ranks")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file to write")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-kills-") as temporary:
+        folder = Path(temporary)
+        write_digits(folder / "digits.parquet")
+        run, choose = CountedRun(folder / "digits.parquet", folder / "killed"), np.random.default_rng(arguments.seed)
+        phases = [
+            _phase(run, world, arguments.kills, choose, is_last=place == len(_WORLDS) - 1)
+            for place, world in enumerate(_WORLDS)
+        ]
+        counts, expected = run.counts(), run.expected_counts()
+    lost = sum((expected - counts).values())
+    twice = sum((counts - expected).values())
+    text = _page(phases, int(sum(expected.values())), int(lost), int(twice), arguments.seed)
+    arguments.results.write_text(text, encoding="utf-8")
+    print(text)
+
+
+def _phase(run: CountedRun, world: int, kills: int, choose: np.random.Generator, is_last: bool) -> Phase:
+    """Kill a run so often with so many processes, and compare it with one that goes on undisturbed from there."""
+    first = run.step
+    undisturbed = CountedRun(run.source, run.storage.with_name(f"undisturbed-{first}"))
+    if run.storage.exists():
+        shutil.copytree(run.storage, undisturbed.storage)
+    killed: list[tuple[int, int]] = []
+    while len(killed) < kills:
+        process = run.start(world)
+        if not run.wait_for(run.step + 1, process):
+            raise RuntimeError(f"a run ended before it was killed: {run.log_end}")
+        time.sleep(choose.uniform(0, _MAX_PAUSE_S))
+        rank = kill_one(process, choose)
+        killed.append((rank, run.step))
+    if is_last:
+        run.finish(world)
+    last = run.step
+    undisturbed.finish(world, max_steps=last)
+    is_equal = run.losses(first, last) == undisturbed.losses(first, last)
+    if is_last:
+        is_equal = is_equal and run.counts() == undisturbed.counts()
+    return Phase(world, first, last, tuple(killed), is_equal)
+
+
+def _page(phases: list[Phase], total: int, lost: int, twice: int, seed: int) -> str:
+    kills, equal = sum(len(phase.kills) for phase in phases), sum(phase.is_equal for phase in phases)
+    goals = [
+        Goal(f"samples lost in {kills} kills", "0", f"{lost} of {total:,}", verdict(lost == 0)),
+        Goal("samples trained on twice", "0", f"{twice} of {total:,}", verdict(twice == 0)),
+        Goal(
+            "phases whose steps equal the undisturbed run's to the bit", f"{len(phases)}", f"{equal}",
+            verdict(equal == len(phases)),
+        ),
+    ]  # fmt: skip
+    rows = [
+        [
+            str(phase.world),
+            f"{phase.first:,} to {phase.last:,}",
+            ", ".join(f"{step:,} (rank {rank})" for rank, step in phase.kills),
+            "yes" if phase.is_equal else "**no**",
+        ]
+        for phase in phases
+    ]
+    return f"""# Training that is killed
+
+Written by `python -m benchmarks.data.kills --seed {seed}`. A small model trains on texts in shards, with a
+checkpoint every five steps. In each life a random rank gets SIGKILL, up to {_MAX_PAUSE_S:g} s after the first new
+checkpoint. The run goes on
+from its newest whole checkpoint. After five kills it goes on with another number of processes.
+
+The model counts its texts in a buffer that checkpoints keep, and the counts are compared with the batches of all
+epochs. The undisturbed run of a phase begins with a copy of the storage, and trains with as many processes without
+a kill. Losses and norms of gradients of all steps are compared.
+
+{machine()}; {versions(["torch", "deepspeed", "pyarrow"])}; {today()}, load average {load_average()}
+
+{goals_table(goals)}
+
+{table(["processes", "steps", "newest checkpoint at each kill", "equal to the bit"], rows)}
+"""
+
+
+if __name__ == "__main__":
+    main()
