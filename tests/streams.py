@@ -4,9 +4,11 @@ import asyncio
 import json
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ from upath import UPath
 
 from app.artifacts import WEIGHTS_FILE
 from app.cluster.ports import is_free, unused
+from app.config import Recipe, load_recipe
 from app.data.prepared import SHARDS_FILE
 from app.data.sharded import ShardReference
-from app.data.shards import ShardIndex
+from app.data.streaming.collector import Collector
+from app.data.streaming.messages import Offsets
 from app.data.streaming.micro_epochs import MicroEpoch
+from app.data.streaming.rows import ChosenRows, LabelledRows, LabelledTexts, Samples
 from app.data.text import TextProcessor
 from app.training.run import export_checkpoint
 from tests.faults.models import ledger_places
@@ -40,6 +45,11 @@ def text_of(number: int) -> str:
 def message(number: int) -> bytes:
     """A message of the stream that tests publish."""
     return json.dumps({"text": text_of(number), "label": LABELS[number % 10 >= 5]}).encode()
+
+
+def document(number: int) -> bytes:
+    """A message for language modelling, of one to eight lines."""
+    return json.dumps({"text": f"line {number} of a document\n" * (1 + number % 8)}).encode()
 
 
 @dataclass
@@ -152,6 +162,42 @@ def overrides(source: str, storage: Path, **stream: Any) -> list[str]:
     ]
 
 
+def recipe(source: str, tmp_path: Path, *keys: str, **stream: object) -> Recipe:
+    """Return a recipe of labelled texts on a stream."""
+    return load_recipe("recipes/reviews.yaml", [*overrides(source, tmp_path, **stream), *keys])
+
+
+def collector_of(
+    given: Recipe, start: Offsets, is_first: bool = False, clock: Callable[[], float] = time.monotonic
+) -> Collector:
+    """Return a collector of labelled texts."""
+    make_rows = partial(LabelledRows, given.data, frozenset())
+    return Collector(given, make_rows, start, is_first, clock)
+
+
+def collect(given: Recipe, start: Offsets, is_first: bool = False) -> ChosenRows:
+    """Return the first micro-epoch from these offsets on."""
+    with closing(collector_of(given, start, is_first)) as collector:
+        while True:
+            if (chosen := collector.poll()) is not None:
+                return chosen
+
+
+def texts_of(samples: Samples) -> Sequence[str]:
+    """Return the texts of labelled samples."""
+    assert isinstance(samples, LabelledTexts)
+    return samples.inputs
+
+
+def language_overrides(source: str, storage: Path) -> list[str]:
+    """Keys with which recipes/stdlib_gpt.yaml trains on micro-epochs of 16 blocks of a stream."""
+    return [
+        *(f"data.source={source}", "data.stream={samples: 16, idle_seconds: 1.0}", f"storage={storage}", "tune=null"),
+        *("data.tokenizer={vocab_size: 300}", "data.block_length=32", "train.global_batch_size=8"),
+        *("train.schedule={name: constant, warmup_fraction: 0.0}", "train.early_stopping=null"),
+    ]
+
+
 def times_trained(run_folder: Path, numbers: Sequence[int]) -> list[float]:
     """How often the newest checkpoint of a run was trained on each message."""
     with tempfile.TemporaryDirectory() as folder:
@@ -166,9 +212,12 @@ def times_trained(run_folder: Path, numbers: Sequence[int]) -> list[float]:
 
 def left_out(run_folder: Path, total: int) -> int:
     """How many of the messages a run held out, or did not come to."""
+    return total - micro_epochs_of(run_folder)[-1].total_rows
+
+
+def micro_epochs_of(run_folder: Path) -> list[MicroEpoch]:
+    """Return the micro-epochs that a run keeps, in order."""
     (folder,) = {
         UPath(ShardReference.model_validate_json(file.read_bytes()).location) for file in run_folder.rglob(SHARDS_FILE)
     }
-    last = MicroEpoch.model_validate_json(max(folder.glob("micro-epoch-*.json"), key=str).read_bytes())
-    validation = ShardIndex.load(folder).rows["validation"]
-    return total - (last.report.kept - validation)
+    return [MicroEpoch.model_validate_json(file.read_bytes()) for file in sorted(folder.glob("micro-epoch-*"), key=str)]

@@ -155,6 +155,12 @@ class DataConfig(Section):
         description="source of the test split, instead of test_fraction; of the same kind as source. "
         "builtin:fashion or a folder of IDX files: their test files",
     )
+    validation_source: str | None = Field(
+        default=None,
+        description="with stream: source of the validation split, in place of the validation_fraction of the first "
+        "messages; a csv, jsonl, parquet or Arrow file with the same columns, and for language modelling also a text "
+        "file or a folder; messages with a text that is in it are not trained on",
+    )
     seed: int = Field(default=0, description="seed of the split")
     sampling: Literal["natural", "balanced"] = Field(
         default="natural",
@@ -231,12 +237,21 @@ class DataConfig(Section):
         return [self.model_copy(update={"source": uri, "columns": own, "sources": []}) for uri, own in given]
 
     @property
+    def held_out_fraction(self) -> float:
+        """Share of a stream's messages that is held out for validation."""
+        return 0.0 if self.validation_source else self.validation_fraction
+
+    @property
     def is_sharded(self) -> bool:
         """Whether the data are read from shards. The micro-epochs of a stream are."""
         return self.shards is not None or self.stream is not None
 
     @model_validator(mode="after")
     def _stream_is_whole(self) -> Self:
+        if self.validation_source is not None and self.stream is None:
+            raise ValueError("validation_source is for a source that is a stream; others hold out validation_fraction")
+        if self.validation_source is not None and is_stream(self.validation_source):
+            raise ValueError(f"validation_source {self.validation_source!r} is a stream: give a file or a folder")
         if self.sources:
             if self.stream or any(is_stream(one.source) for one in self.sources):
                 raise ValueError("sources are mixed, and a stream is read alone: set source to it, or leave it out")

@@ -264,6 +264,8 @@ class Recipe(Section):
         stream, train = self.data.stream, self.train
         if stream is None:
             return self
+        if self.task == LANGUAGE_MODELING and stream.labels:
+            raise ValueError(f"data.stream.labels are for classes, and task {LANGUAGE_MODELING} has none: leave it out")
         if self.tune:
             raise ValueError("tune compares trials on the same data, which data.stream does not give: leave tune out")
         if train.tokens_per_batch is not None:

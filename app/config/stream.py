@@ -52,11 +52,14 @@ class StreamConfig(Section):
     """How a stream is cut into micro-epochs. Each is an epoch of training, and its messages are trained on once."""
 
     labels: Annotated[list[str], Field(min_length=2)] | None = Field(
-        default=None, description="all labels that messages may have, because part of a stream may lack some"
+        default=None,
+        description="all labels that messages may have, because part of a stream may lack some; left out for language "
+        "modelling",
     )
     samples: PositiveInt = Field(
         default=10_000,
-        description="maximum training samples of a micro-epoch; it has whole batches, and the rest begins the next one",
+        description="maximum training samples of a micro-epoch (blocks, for language modelling); it has whole batches, "
+        "and the rest begins the next one",
     )
     seconds: Annotated[float, Field(gt=0.0)] = Field(
         default=60.0,

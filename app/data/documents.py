@@ -11,10 +11,10 @@ from app.data.examples import CleaningReport, Reason, refuse
 from app.data.sources import TABLE_SUFFIXES, Source, find_builtin, open_source
 
 
-def load_documents(config: DataConfig) -> tuple[list[str], list[int], CleaningReport]:
+def load_documents(config: DataConfig, key: str = "data.source") -> tuple[list[str], list[int], CleaningReport]:
     """Read and clean every document of the recipe's sources, in the order of their names.
 
-    The second list has the index of each document's source.
+    The second list has the index of each document's source. ``key`` is the recipe's key of the source, for messages.
 
     Raises:
         DataError: the source does not exist, or a table cannot be read.
@@ -23,7 +23,7 @@ def load_documents(config: DataConfig) -> tuple[list[str], list[int], CleaningRe
 
     def read_all() -> Iterator[bytes | str]:
         for place, one in enumerate(config.each_source()):
-            for content in _read(one):
+            for content in _read(one, key):
                 if config.sources and (text := _decode(content)) is not None:
                     # Cleaning keeps the first of equal documents.
                     origin_of.setdefault(text, place)
@@ -64,8 +64,8 @@ def _decode(content: bytes | str) -> str | None:
         return None
 
 
-def _read(config: DataConfig) -> Iterator[bytes | str]:
-    source = Source(config.source)
+def _read(config: DataConfig, key: str) -> Iterator[bytes | str]:
+    source = Source(config.source, key)
     if (builtin := find_builtin(source, BUILTIN_DOCUMENTS)) is not None:
         yield from builtin()
         return

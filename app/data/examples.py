@@ -43,7 +43,7 @@ MAX_EXAMPLES = 10
 Reason = Literal[
     "not_text", "empty", "unlabelled", "duplicate", "conflicting", "in_test", "no_answer",
     "too_short", "too_long", "near_duplicate", "unreadable", "malformed", "unknown_label", "held_out", "symbols",
-    "language",
+    "language", "in_validation",
 ]  # fmt: skip
 REASONS: tuple[Reason, ...] = get_args(Reason)
 _WORDS: dict[Reason, str] = {
@@ -53,6 +53,7 @@ _WORDS: dict[Reason, str] = {
     "duplicate": "exact duplicates",
     "conflicting": "under several labels",
     "in_test": "also in data.test_source",
+    "in_validation": "also in data.validation_source",
     "no_answer": "without an answer in the first data.block_length tokens",
     "too_short": "shorter than data.clean.min_length",
     "too_long": "longer than data.clean.max_length",

@@ -126,6 +126,10 @@ class ShardedLanguageData:
             f"{self.reference.location}"
         )
 
+    def with_train(self, rows: ShardedRows) -> Self:
+        """Return the data with other training rows, such as those of a stream's next micro-epoch."""
+        return replace(self, train=ShardedBlocks(rows, self.train.block_length))
+
     def save(self, folder: UPath) -> None:
         """Write the reference, the report and the tokenizer's own files."""
         folder.mkdir(parents=True, exist_ok=True)

@@ -32,13 +32,18 @@ class Source:
         return f"{self.key} {self.uri!r}"
 
 
-def load_examples(config: DataConfig, modality: Modality = "text") -> Examples:
-    """Read every example of ``config.source``. ``modality`` is how a table is read: as texts, rows or records.
+def load_examples(config: DataConfig, modality: Modality = "text", key: str = "data.source") -> Examples:
+    """Read every example of ``config.source``.
+
+    Args:
+        config: names the source and its columns.
+        modality: how a table is read: as texts, rows or records.
+        key: the key of the recipe that names the source, for messages.
 
     Raises:
         DataError: the source does not exist, its format is unknown, a column is missing, or there are no rows.
     """
-    source = Source(config.source)
+    source = Source(config.source, key)
     examples = _read(source, BUILTIN, TRAIN_FILES, config.columns, modality)
     if not examples:
         raise DataError(f"{source} has no examples: give a source with at least two a class")

@@ -83,8 +83,8 @@ class Task(ABC):
     def prepare_stream(self, recipe: Recipe) -> PreparedData:  # noqa: ARG002
         """Return the data of a recipe with ``data.stream``: the first micro-epoch, with the validation split."""
         raise RecipeError(
-            f"task {self.name} cannot be trained on a stream: give a task of texts with one label each, such as "
-            "text-classification, or a source that is no stream"
+            f"task {self.name} cannot be trained on a stream: give language-modeling, or a task of texts with one "
+            "label each, such as text-classification; or give a source that is no stream"
         )
 
     def load_with_test(self, recipe: Recipe, folder: UPath) -> PreparedData:
@@ -169,9 +169,9 @@ class ServedTask(Task):
             or self.processor.modality != "text"
         ):
             return super().prepare_stream(recipe)
-        from app.data.streaming.micro_epochs import prepare_stream  # other recipes do not need pyarrow
+        from app.data.streaming.prepare import prepare_labelled_stream  # other recipes do not need pyarrow
 
-        return prepare_stream(recipe, self.processor)
+        return prepare_labelled_stream(recipe, self.processor)
 
     def kept_as(self, folder: UPath) -> type[SplitData]:
         """Return the type of the data that a run has saved in ``folder``: ``data``, or labelled data in shards."""

@@ -53,6 +53,11 @@ class LanguageModeling(Task):
 
         return prepare_sharded(recipe, None, run_units)
 
+    def prepare_stream(self, recipe: Recipe) -> PreparedData:
+        from app.data.streaming.prepare import prepare_document_stream
+
+        return prepare_document_stream(recipe)
+
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
         if not (folder / SHARDS_FILE).exists():
             return LanguageData.load(folder)

@@ -208,7 +208,7 @@ def test_train_on_large_data(reader: Reader) -> None:
 
 
 def test_train_on_a_stream(reader: Reader, tmp_path: Path) -> None:
-    (page,) = blocks(HOW_TO / "train_on_a_stream.md", "yaml")
+    page, _ = blocks(HOW_TO / "train_on_a_stream.md", "yaml")
     rows = (json.dumps({"text": f"book {number} is {number % 7}", "label": str(number % 2)}) for number in range(300))
     with nats_server(tmp_path) as server:
         server.publish(map(str.encode, rows), stream="REVIEWS", subject="reviews.all")

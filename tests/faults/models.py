@@ -67,6 +67,13 @@ class HangingCnn(DropoutCnn):
             time.sleep(1e6)
 
 
+def slow_gpt(vocab_size: int, max_length: int, pause_s: float) -> GPT:
+    """A small GPT that takes at least ``pause_s`` seconds for a batch."""
+    model = GPT(vocab_size, max_length, layers=1, width=16, heads=2)
+    model.norm.register_forward_pre_hook(lambda *_: time.sleep(pause_s))
+    return model
+
+
 def hanging_gpt(vocab_size: int, max_length: int, rank: int, call: int, once: str) -> GPT:
     """A GPT that never comes to its last layer on ``rank``, in one forward pass; as ``HangingCnn`` otherwise."""
     model, calls = GPT(vocab_size, max_length, layers=2, width=32, heads=2), count(1)

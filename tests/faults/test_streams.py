@@ -8,7 +8,16 @@ import pytest
 
 from tests.helpers import folder_of, steps_of, wait_until
 from tests.launch import Launch, Launched, newest_step
-from tests.streams import left_out, message, overrides, published, times_trained
+from tests.streams import (
+    document,
+    language_overrides,
+    left_out,
+    message,
+    micro_epochs_of,
+    overrides,
+    published,
+    times_trained,
+)
 from tests.tables import Faults
 
 MESSAGES = 500
@@ -54,3 +63,32 @@ def test_killed_in_a_micro_epoch_then_on_with_other_processes(
         ]
         assert [record["loss"] for record in steps] == pytest.approx([record["loss"] for record in reference], abs=1e-5)
         assert times_trained(folder_of(whole), range(MESSAGES)) == times
+
+
+def test_a_language_model_is_killed_in_a_micro_epoch(launch: Launch, tmp_path: Path, faults: Faults) -> None:
+    storage = tmp_path / "storage"
+
+    def start(name: str, processes: int = 1) -> Launched:
+        keeping = ["train.resume=latest", "train.checkpoint.every_steps=1", "train.checkpoint.background=false"]
+        model = ["model.factory=tests.faults.models:slow_gpt", "model.args={pause_s: 0.3}", "train.workers=1"]
+        keys = [*language_overrides(source, storage), *keeping, *model, f"name={name}", "train.epochs=4"]
+        arguments = ["-m", "app.training", "recipes/stdlib_gpt.yaml", *keys]
+        return launch.torchrun(*arguments, processes=processes) if processes > 1 else launch("python", *arguments)
+
+    with (
+        published("nats", tmp_path / "jetstream", map(document, range(400))) as source,
+        faults("T15", "SIGKILL in a micro-epoch of documents, on with 2 processes", "the same losses") as fault,
+    ):
+        run = start("parts")
+        wait_until(lambda: newest_step(storage, "parts") >= 3, timeout_s=300)
+        os.kill(run.pid, signal.SIGKILL)
+        run.ends()
+        killed = newest_step(storage, "parts")
+        parts, whole = start("parts", processes=2).result(), start("whole").result()
+        found, expected = ([one["loss"] for one in steps_of(folder_of(done))] for done in (parts, whole))
+        fault.saw(f"killed after step {killed} of {len(expected)}")
+        assert found[:killed] == expected[:killed]
+        assert found == pytest.approx(expected, abs=1e-5)
+        ranges = [(one.start, one.stop, one.rows) for one in micro_epochs_of(folder_of(parts))]
+        assert ranges == [(one.start, one.stop, one.rows) for one in micro_epochs_of(folder_of(whole))]
+        assert [start for start, _, _ in ranges] == [{0: 1}, *(stop for _, stop, _ in ranges[:-1])]

@@ -2,30 +2,31 @@
 
 import json
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from nats.js.api import RetentionPolicy
-from upath import UPath
 
-from app.config import Recipe, load_recipe
-from app.data.streaming.collector import Collector, open_reader
+from app.data.streaming.collector import open_reader
 from app.data.streaming.messages import Offsets
-from app.data.streaming.micro_epochs import Collection, MicroEpochStore, prepare_stream
-from app.data.streaming.rows import ChosenRows
-from app.data.text import TextProcessor
 from app.errors import BrokerUnreachableError, DataError, RecipeError
 from app.runs import Outcome, Run
-from app.storage import list_names, to_path
 from app.tasks import prepare
 from app.training.records import StoppedTrainMetrics
 from app.training.resume import start_or_resume
-from tests.helpers import wait_until
-from tests.streams import LABELS, NatsServer, kafka_broker, message, nats_server, overrides, text_of
+from tests.streams import (
+    NatsServer,
+    collect,
+    collector_of,
+    kafka_broker,
+    message,
+    nats_server,
+    recipe,
+    text_of,
+    texts_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +34,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     with nats_server(tmp_path_factory.mktemp("jetstream")) as server:
         server.publish(map(message, range(300)))
         yield server
-
-
-def recipe(source: str, tmp_path: Path, *keys: str, **stream: object) -> Recipe:
-    return load_recipe("recipes/reviews.yaml", [*overrides(source, tmp_path, **stream), *keys])
 
 
 class Clock:
@@ -126,6 +123,7 @@ def test_what_a_broker_refuses_is_told(server: NatsServer, tmp_path: Path, monke
         ("data.stream={labels: [a, a]}", "'a' is named twice"),
         ("data.test_fraction=0.1", "test_fraction is not read with stream"),
         ("data.shards={}", "shards is not read with stream"),
+        ("data.validation_source=nats://h:1/V", "is a stream: give a file or a folder"),
         ("data.clean={near_duplicates: 0.8}", "compares all rows"),
         ("train.schedule={name: cosine}", "set train.max_steps, or schedule"),
         ("train.schedule={name: constant}", "the number of steps of a stream is not known"),
@@ -164,22 +162,15 @@ def test_a_resumed_run_may_bear_more_bad_messages_but_no_other_labels(tmp_path: 
         start_or_resume("train", recipe(source, tmp_path, resume, labels=["low", "other"]))
 
 
-def collect(given: Recipe, start: Offsets, is_first: bool = False) -> ChosenRows:
-    with closing(Collector(given, start, is_first)) as collector:
-        while True:
-            if (chosen := collector.poll()) is not None:
-                return chosen
-
-
 def test_micro_epochs_follow_each_other_without_a_gap(server: NatsServer, tmp_path: Path) -> None:
     given = recipe(f"{server.url}/S", tmp_path)
     first = collect(given, {}, is_first=True)
     second = collect(given, first.stop)
     assert (first.start, second.start) == ({0: 1}, first.stop)
-    assert len(first.train.inputs) == len(second.train.inputs) == 96
-    assert first.validation.inputs
-    assert not second.validation.inputs
-    taken = [*first.train.inputs, *second.train.inputs, *first.validation.inputs]
+    assert len(texts_of(first.train)) == len(texts_of(second.train)) == 96
+    assert texts_of(first.validation)
+    assert not texts_of(second.validation)
+    taken = [*texts_of(first.train), *texts_of(second.train), *texts_of(first.validation)]
     held_out = second.report.dropped["held_out"]
     assert second.report.examples["held_out"]
     assert len(set(taken)) == len(taken) == second.stop[0] - 1 - held_out
@@ -191,15 +182,15 @@ def test_a_micro_epoch_ends_after_its_seconds_and_the_stream_when_it_is_idle(
 ) -> None:
     clock = Clock()
     given = recipe(f"{server.url}/S", tmp_path, samples=960, seconds=60.0, idle_seconds=90.0)
-    with closing(Collector(given, {0: 271}, is_first=False, clock=clock)) as collector:
+    with closing(collector_of(given, {0: 271}, clock=clock)) as collector:
         assert collector.poll() is None
         clock.now = 59.0
         assert collector.poll() is None
         clock.now = 60.0
         chosen = collector.poll()
     assert chosen is not None
-    assert len(chosen.train.inputs) == 16  # of 30 messages
-    with closing(Collector(given, chosen.stop, is_first=False, clock=clock)) as collector:
+    assert len(texts_of(chosen.train)) == 16  # of 30 messages
+    with closing(collector_of(given, chosen.stop, clock=clock)) as collector:
         assert collector.poll() is None
         clock.now += 89.0
         assert collector.poll() is None
@@ -214,7 +205,7 @@ def test_a_stream_that_goes_on_before_training_asks_has_not_ended(tmp_path: Path
         server.publish(map(message, range(10)))
         clock = Clock()
         given = recipe(f"{server.url}/S", tmp_path, seconds=60.0, idle_seconds=5.0)
-        with closing(Collector(given, {0: 1}, is_first=False, clock=clock)) as collector:
+        with closing(collector_of(given, {0: 1}, clock=clock)) as collector:
             assert collector.poll() is None
             clock.now = 5.0
             assert collector.poll() is None
@@ -222,7 +213,7 @@ def test_a_stream_that_goes_on_before_training_asks_has_not_ended(tmp_path: Path
             server.publish(map(message, range(10, 150)))
             while (chosen := collector.poll()) is None:
                 pass
-            assert (len(chosen.train.inputs), collector.has_ended) == (96, False)
+            assert (len(texts_of(chosen.train)), collector.has_ended) == (96, False)
 
 
 def test_a_server_that_hangs_is_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -230,7 +221,7 @@ def test_a_server_that_hangs_is_waited_for(tmp_path: Path, capfd: pytest.Capture
         server.publish(map(message, range(10)))
         clock = Clock()
         given = recipe(f"{server.url}/S", tmp_path, seconds=60.0)
-        with closing(Collector(given, {0: 1}, is_first=False, clock=clock)) as collector:
+        with closing(collector_of(given, {0: 1}, clock=clock)) as collector:
             assert collector.poll() is None
             assert server.process is not None
             server.process.send_signal(signal.SIGSTOP)
@@ -262,7 +253,7 @@ def test_duplicates_are_dropped_within_a_micro_epoch(server: NatsServer, tmp_pat
     server.publish([*map(message, range(40)), message(5), contrary, *map(message, range(40, 80))], "D", "d.a")
     chosen = collect(recipe(f"{server.url}/D", tmp_path, samples=64, max_bad=0.05), {}, is_first=True)
     assert chosen.report.dropped == {"duplicate": 2, "conflicting": 1}
-    assert text_of(3) not in chosen.train.inputs
+    assert text_of(3) not in texts_of(chosen.train)
 
 
 def test_a_server_that_comes_back_is_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +261,7 @@ def test_a_server_that_comes_back_is_waited_for(tmp_path: Path, capfd: pytest.Ca
         server.publish(map(message, range(60)))
         clock = Clock()
         given = recipe(f"{server.url}/S", tmp_path)
-        with closing(Collector(given, {0: 1}, is_first=False, clock=clock)) as collector:
+        with closing(collector_of(given, {0: 1}, clock=clock)) as collector:
             assert collector.poll() is None
             server.stop()
             assert collector.poll() is None
@@ -280,9 +271,9 @@ def test_a_server_that_comes_back_is_waited_for(tmp_path: Path, capfd: pytest.Ca
             server.publish(map(message, range(60, 120)))
             while (chosen := collector.poll()) is None:
                 pass
-            assert chosen.report.given == len({*chosen.train.inputs}) + chosen.report.dropped["held_out"]
+            assert chosen.report.given == len({*texts_of(chosen.train)}) + chosen.report.dropped["held_out"]
         # What counts is how long it does not answer, however long the stream was quiet before.
-        with closing(Collector(given, chosen.stop, is_first=False, clock=clock)) as collector:
+        with closing(collector_of(given, chosen.stop, clock=clock)) as collector:
             assert collector.poll() is None
             server.stop()
             for clock.now in (4.0, 6.9):
@@ -290,59 +281,3 @@ def test_a_server_that_comes_back_is_waited_for(tmp_path: Path, capfd: pytest.Ca
             clock.now = 7.0
             with pytest.raises(BrokerUnreachableError):
                 collector.poll()
-
-
-@pytest.mark.parametrize("place", ["disk", "s3"])
-def test_micro_epochs_are_shards_in_storage(
-    server: NatsServer, tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    for name, value in s3.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("RAYLOOM_CACHE", str(tmp_path / "cache"))
-    UPath("s3://micro-epochs").mkdir(exist_ok=True)
-    given = recipe(f"{server.url}/S", tmp_path, f"storage={tmp_path if place == 'disk' else 's3://micro-epochs'}")
-    data = prepare_stream(given, TextProcessor)
-    assert (len(data.train), data.labels) == (96, ["low", "high"])
-    assert data.rows["validation"] == len(data.validation) > 0
-    store = MicroEpochStore(to_path(data.reference.location))
-    first = store.find(1, {0: 1})
-    assert first is not None
-    assert [shard.name for shard in first.shards] == [f"train-{1:012d}-{first.stop[0]:012d}-000.arrow"]
-    assert store.find(1, {0: 2}) is None
-    # Another is written, read and deleted; the first one stays, since the data name its shards.
-    second = store.write(2, collect(given, first.stop), data.labels)
-    assert second.report.given == second.stop[0] - 1
-    assert len(data.with_train(store.open(second)).train) == 96
-    for number in (1, 2):
-        store.delete(number)
-    assert store.find(2, first.stop) is None
-    grown = replace(collect(given, first.stop), start={**first.stop, 1: 0})
-    assert store.write(2, grown, data.labels) == store.find(2, first.stop)
-    store.delete(2)
-    assert {name for name in list_names(store.folder) if name.endswith(".arrow")} == {
-        shard.name for shards in data.reference.index.splits.values() for shard in shards
-    }
-
-
-def test_a_stream_that_is_idle_while_training_is_busy_has_not_ended(tmp_path: Path) -> None:
-    with nats_server(tmp_path / "jetstream") as server:
-        server.publish(map(message, range(10)))
-        given = recipe(f"{server.url}/S", tmp_path, idle_seconds=0.2)
-        store = MicroEpochStore(to_path(tmp_path))
-        with closing(Collection(given, store, LABELS, 7, {0: 1})) as collection:
-            wait_until(lambda: collection.collected == 10)
-            time.sleep(1.5)  # far longer than idle_seconds, and than one poll
-            assert not collection.has_ended
-            server.publish(map(message, range(10, 150)))
-            found = collection.wait(30.0)
-            assert found is not None
-            assert (found.rows, store.find(7, {0: 1})) == (96, found)
-        with closing(Collection(given, store, LABELS, 8, {0: 151})) as collection:
-            assert collection.wait(30.0) is None
-            assert (collection.has_ended, collection.collected) == (True, 0)
-
-
-def test_a_stream_without_a_batch_is_no_data(server: NatsServer, tmp_path: Path) -> None:
-    server.publish([message(1)], "F", "f.a")
-    with pytest.raises(DataError, match=r"no new message for 0\.5 s, and its 1 messages give no batch of 16"):
-        prepare_stream(recipe(f"{server.url}/F", tmp_path, idle_seconds=0.5), TextProcessor)

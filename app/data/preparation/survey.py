@@ -27,6 +27,7 @@ _MAX_LABELS = 100_000
 KEPT = 0
 """Code of a row that is kept. Others are 1 + the place of the reason in ``REASONS``."""
 SPLITS = ("train", "validation", "test")
+DIGEST_BYTES = 16
 _SALT = 0x9E3779B97F4A7C15
 
 
@@ -182,6 +183,6 @@ def key_of(group: str) -> int:
 
 
 def digest_of(item: Input | None) -> bytes:
-    """Return the hash of a cleaned input, of 16 bytes."""
+    """Return the hash of a cleaned input, of ``DIGEST_BYTES``."""
     content = b"" if item is None else item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
-    return hashlib.blake2b(content, digest_size=16).digest()
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()

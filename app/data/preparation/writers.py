@@ -1,10 +1,11 @@
 """The rows of one split of a unit as shards: labelled inputs as they are, or documents as blocks of tokens."""
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from upath import UPath
 
 from app.data.examples import Input, Modality
@@ -69,7 +70,11 @@ class BlockWriter:
 
     def add(self, inputs: Sequence[Input], labels: Sequence[str]) -> None:  # noqa: ARG002
         """Add cleaned documents."""
-        tokens = np.concatenate([self._rest, self._tokenizer.join(cast(Sequence[str], inputs))])
+        self.add_tokens(self._tokenizer.join(cast(Sequence[str], inputs)))
+
+    def add_tokens(self, tokens: NDArray[np.unsignedinteger[Any]]) -> None:
+        """Add the tokens of documents, of shape (tokens,)."""
+        tokens = np.concatenate([self._rest, tokens])
         # The last token is only a target.
         count = max(len(tokens) - 1, 0) // self._length
         self._rest = tokens[count * self._length :]

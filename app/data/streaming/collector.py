@@ -1,6 +1,5 @@
 """Collects the messages of one micro-epoch, in short calls between which a run can be asked to stop."""
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -8,7 +7,7 @@ from dataclasses import dataclass, field
 
 from app.config import Recipe, StreamAddress
 from app.data.streaming.messages import Message, Offsets, Reader
-from app.data.streaming.rows import ChosenRows, StreamRows
+from app.data.streaming.rows import ChosenRows, RowsFactory, StreamRows
 from app.errors import BrokerUnreachableError, DataError
 from app.warnings import warn
 
@@ -44,6 +43,7 @@ class Collector:
     """Reads a stream from given offsets on, until there are enough rows for a micro-epoch."""
 
     recipe: Recipe
+    make_rows: RowsFactory
     start: Mapping[int, int]
     """Where the micro-epoch before ended. Empty: begin with the oldest messages that the broker has."""
     is_first: bool
@@ -84,7 +84,7 @@ class Collector:
             self._began, self._last = self._began if self._began is not None else now, now
         is_idle = self._lost_at is None and self._is_silent
         is_late = self._began is not None and now - self._began >= stream.seconds
-        if self._rows and (self._missing <= 0 or is_late or is_idle):
+        if self._rows and (self._rows.missing(stream.samples) <= 0 or is_late or is_idle):
             chosen = self._rows.choose(stream.samples, self.recipe.train.batch_size, is_late or is_idle)
             if chosen is not None:
                 self.has_ended = False
@@ -104,14 +104,6 @@ class Collector:
         """Whether the run would begin with a broker that does not answer."""
         return self.is_first and self._rows is None
 
-    @property
-    def _missing(self) -> int:
-        """Messages that the micro-epoch still needs, approximately: some are held out."""
-        data = self.recipe.data
-        assert data.stream is not None
-        needed = math.ceil(data.stream.samples / (1.0 - data.validation_fraction))
-        return needed - (self._rows.candidates if self._rows is not None else 0)
-
     def close(self) -> None:
         """Disconnect from the broker."""
         if self._reader is not None:
@@ -124,7 +116,8 @@ class Collector:
         assert stream is not None
         try:
             reader = self._reader or self._open()
-            messages = reader.read(max(_MIN_READ, min(_MAX_READ, self._missing)), _POLL_S)
+            missing = self._rows.missing(stream.samples) if self._rows is not None else _MIN_READ
+            messages = reader.read(max(_MIN_READ, min(_MAX_READ, missing)), _POLL_S)
             if not messages and self._is_silent:
                 # A broker that hangs sends nothing either.
                 reader.require_answer()
@@ -148,5 +141,5 @@ class Collector:
         offsets: Offsets = self._rows.stop if self._rows is not None else dict(self.start)
         self._reader = open_reader(self.recipe.data.source, offsets)
         if self._rows is None:
-            self._rows = StreamRows(self.recipe.data, self._reader.start, self.is_first)
+            self._rows = self.make_rows(self._reader.start, self.is_first)
         return self._reader

@@ -1,17 +1,24 @@
 """The rows of a micro-epoch: JSON messages, cleaned and split like rows of other sources."""
 
+import math
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
+from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import MAX_EXAMPLES, REASONS, CleaningReport, Reason, in_words
 from app.data.preparation.rows import cell_text
+from app.data.preparation.sample import SAMPLE_SIZE
 from app.data.preparation.survey import KEPT, SPLITS, Cleaner, SplitRule, code_of, digest_of, key_of
+from app.data.preparation.writers import LabelledWriter
+from app.data.shards import Shard
 from app.data.streaming.messages import Message, Offsets
 from app.errors import DataError
 
@@ -22,26 +29,49 @@ _MIN_JUDGED = 100
 _MAX_EXAMPLE = 120
 
 
+class Samples(Protocol):
+    """The samples of a split, before they are written."""
+
+    def __len__(self) -> int: ...
+
+    def write(self, folder: UPath, prefix: str, size: int) -> list[Shard]:
+        """Write them as shards of about ``size`` bytes, named ``PREFIX-NUMBER.arrow``."""
+        ...
+
+
 @dataclass(frozen=True)
 class LabelledTexts:
     """Cleaned texts with the label of each."""
 
     inputs: Sequence[str]
     labels: Sequence[str]
+    known: Sequence[str]
+    """All labels, in the order of the classes."""
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def write(self, folder: UPath, prefix: str, size: int) -> list[Shard]:
+        """Write them as shards: see ``Samples``."""
+        writer = LabelledWriter(folder, prefix, "text", size, self.known)
+        writer.add(self.inputs, self.labels)
+        return writer.close()
 
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """The rows of a micro-epoch, and the range of messages that they come from."""
+    """The samples of a micro-epoch, and the range of messages that they come from."""
 
     start: Offsets
     stop: Offsets
     """Offset after the last message, by partition."""
-    train: LabelledTexts
+    train: Samples
     """In whole batches."""
-    validation: LabelledTexts
-    """Empty after the first micro-epoch."""
+    validation: Samples
+    """Empty after the first micro-epoch, and with ``data.validation_source``."""
     report: CleaningReport
+    unused_tokens: int = 0
+    """Tokens of its last document that fill no block."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +81,8 @@ class _Row:
     partition: int
     offset: int
     text: str
-    label: str
+    label: str | None
+    """None: the task has no labels."""
     code: int
     """``KEPT``, or the code of the reason for which it is dropped whatever the other messages are."""
     group: str
@@ -61,17 +92,32 @@ class _Row:
     """The beginning of the message, if it is dropped."""
 
 
-class StreamRows:
+class StreamRows(ABC):
     """Collects the rows of one micro-epoch."""
 
-    def __init__(self, config: DataConfig, start: Mapping[int, int], is_first: bool) -> None:
-        """``is_first``: rows are also held out for validation. Later ones that would be are left out."""
+    strips: bool = True
+    """Whether white space around a text is dropped, as in labelled examples."""
+
+    def __init__(
+        self, config: DataConfig, in_validation: Collection[bytes], start: Mapping[int, int], is_first: bool
+    ) -> None:
+        """Collect rows from ``start`` on.
+
+        Args:
+            config: how messages are read, cleaned and split.
+            in_validation: digests of the texts of ``data.validation_source``. Messages with such a text are dropped.
+            start: offset of the first message, by partition.
+            is_first: whether rows are also held out for validation. Later ones that would be are left out.
+        """
         assert config.stream is not None
-        self._config, self._start, self._is_first = config, dict(start), is_first
-        self._known = config.stream.labels or ()
+        self._config, self._start, self._in_validation = config, dict(start), in_validation
+        self._labels = config.stream.labels
         self._max_bad = config.stream.max_bad
-        self._cleaner = Cleaner(config.clean, strips=True, is_image=False)
-        self._rule = SplitRule(config.seed, config.validation_fraction, 0.0)
+        self._cleaner = Cleaner(config.clean, strips=self.strips, is_image=False)
+        self._rule = SplitRule(config.seed, config.held_out_fraction, 0.0)
+        self._keeps_held_out = is_first
+        self.needs_validation = is_first and config.held_out_fraction > 0.0
+        """Whether the micro-epoch must have a sample for validation."""
         self._rows: list[_Row] = []
         self._bad = 0
         self.candidates = 0
@@ -99,30 +145,16 @@ class StreamRows:
         if self._bad > self._max_bad * max(len(self._rows), _MIN_JUDGED):
             raise self._refusal()
 
-    def choose(self, samples: int, batch_size: int, takes_fewer: bool) -> ChosenRows | None:
-        """Return whole batches from the beginning, at most ``samples`` training rows. None: there are not enough.
+    @abstractmethod
+    def missing(self, samples: int) -> int:
+        """Return the number of messages that ``samples`` training samples still need, approximately."""
 
-        ``takes_fewer``: one batch is enough. The first micro-epoch also needs a row for validation.
+    @abstractmethod
+    def choose(self, samples: int, batch_size: int, takes_fewer: bool) -> ChosenRows | None:
+        """Return whole batches from the beginning, at most ``samples`` training samples. None: there are not enough.
+
+        ``takes_fewer``: one batch is enough. The first micro-epoch also needs a sample for validation.
         """
-        wanted = samples // batch_size * batch_size
-        codes, splits = self._decide()
-        train = np.flatnonzero((codes == KEPT) & (splits == _TRAIN))
-        count = min(len(train) // batch_size * batch_size, wanted)
-        if count < (batch_size if takes_fewer else wanted):
-            return None
-        # Rows after the last one belong to the next micro-epoch.
-        end = int(train[count - 1]) + 1
-        held_out = np.flatnonzero((codes[:end] == KEPT) & (splits[:end] == _VALIDATION))
-        if self._is_first and not len(held_out):
-            return None
-        report = self._report(codes[:end])
-        return ChosenRows(
-            start=self._start,
-            stop=self._stop_after(end),
-            train=self._texts(train[:count]),
-            validation=self._texts(held_out),
-            report=report,
-        )
 
     def _refusal(self) -> DataError:
         first = next(row for row in self._rows if row.code in _BAD_CODES)
@@ -135,20 +167,26 @@ class StreamRows:
 
     def _read(self, message: Message) -> _Row:
         columns, group_column = self._config.columns, self._config.group_column
-        names = [name for name in (columns.input, columns.label, group_column) if name is not None]
-        text, label, group, code = "", "", "", code_of("malformed")
+        label_column = None if self._labels is None else columns.label
+        names = [name for name in (columns.input, label_column, group_column) if name is not None]
+        text, label, group, code = "", None, "", code_of("malformed")
         try:
             row = orjson.loads(message.value)
         except orjson.JSONDecodeError:
             row = None
         if isinstance(row, dict) and all(name in row for name in names):
-            text, label = _text_of(row[columns.input]).strip(), _text_of(row[columns.label])
+            text = _text_of(row[columns.input])
+            text = text.strip() if self.strips else text
+            label = None if self._labels is None else _text_of(row[columns.label])
             group = _text_of(row[group_column]) if group_column else ""
             code = self._cleaner.code(text, label)
-            if code == KEPT and label not in self._known:
+            if code == KEPT and self._labels is not None and label not in self._labels:
                 code = code_of("unknown_label")
+        digest = digest_of(text)
+        if code == KEPT and digest in self._in_validation:
+            code = code_of("in_validation")
         shown = "" if code == KEPT else message.value[:_MAX_EXAMPLE].decode("utf-8", "replace")
-        return _Row(message.partition, message.offset, text, label, code, group, digest_of(text), shown)
+        return _Row(message.partition, message.offset, text, label, code, group, digest, shown)
 
     def _decide(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return the code and the split of each row, of shape (rows,)."""
@@ -156,7 +194,7 @@ class StreamRows:
         low = np.frombuffer(b"".join(row.digest for row in self._rows), np.uint64)[1::2]
         splits = self._rule.split(self._keys(low))
         self._drop_duplicates(codes)
-        if not self._is_first:
+        if not self._keeps_held_out:
             codes[(codes == KEPT) & (splits == _VALIDATION)] = code_of("held_out")
         return codes, splits
 
@@ -195,9 +233,46 @@ class StreamRows:
     def _stop_after(self, count: int) -> Offsets:
         return self._start | {row.partition: row.offset + 1 for row in self._rows[:count]}
 
+
+RowsFactory = Callable[[Mapping[int, int], bool], StreamRows]
+"""Return what collects the rows of a micro-epoch that begins at these offsets, and may be the first one."""
+
+
+class LabelledRows(StreamRows):
+    """Collects texts with one label each."""
+
+    def missing(self, samples: int) -> int:
+        return math.ceil(samples / (1.0 - self._config.held_out_fraction)) - self.candidates
+
+    def choose(self, samples: int, batch_size: int, takes_fewer: bool) -> ChosenRows | None:
+        wanted = samples // batch_size * batch_size
+        codes, splits = self._decide()
+        train = np.flatnonzero((codes == KEPT) & (splits == _TRAIN))
+        count = min(len(train) // batch_size * batch_size, wanted)
+        if count < (batch_size if takes_fewer else wanted):
+            return None
+        # Rows after the last one belong to the next micro-epoch.
+        end = int(train[count - 1]) + 1
+        held_out = np.flatnonzero((codes[:end] == KEPT) & (splits[:end] == _VALIDATION))
+        if self.needs_validation and not len(held_out):
+            return None
+        return ChosenRows(
+            start=self._start,
+            stop=self._stop_after(end),
+            train=self._texts(train[:count]),
+            validation=self._texts(held_out),
+            report=self._report(codes[:end]),
+        )
+
     def _texts(self, rows: NDArray[np.int64]) -> LabelledTexts:
+        assert self._labels is not None
         chosen = [self._rows[row] for row in rows.tolist()]
-        return LabelledTexts([row.text for row in chosen], [row.label for row in chosen])
+        return LabelledTexts([row.text for row in chosen], [row.label or "" for row in chosen], self._labels)
+
+
+def sample_of(texts: Sequence[str]) -> Sequence[str]:
+    """Return evenly spread texts of about ``SAMPLE_SIZE`` at most, from which a tokenizer is learned."""
+    return texts[:: max(1, -(-sum(map(len, texts)) // SAMPLE_SIZE))]
 
 
 def _text_of(value: object) -> str:

@@ -7,9 +7,11 @@ from upath import UPath
 
 from app.config import Recipe
 from app.data.prepared import TRAIN, VALIDATION, DataReport, PreparedData
-from app.data.sharded_data import ShardedLabelledData
+from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
+from app.data.streaming.documents import DocumentRows
 from app.data.streaming.messages import Offsets
 from app.data.streaming.micro_epochs import Collection, MicroEpoch, MicroEpochStore
+from app.data.streaming.rows import LabelledRows, RowsFactory
 from app.storage import to_path
 from app.training.data.feed import Feed
 from app.training.data.orders import order_of
@@ -36,7 +38,7 @@ class MicroEpochs:
     _collection: Collection | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        assert isinstance(self.data, ShardedLabelledData)
+        assert isinstance(self.data, ShardedLabelledData | ShardedLanguageData)
         self._sharded = self.data
         self._store = MicroEpochStore(to_path(self._sharded.reference.location))
 
@@ -90,14 +92,21 @@ class MicroEpochs:
         """Return what collects a micro-epoch. It begins now, unless it has begun."""
         if self._collection is None or (self._collection.number, self._collection.start) != (number, start):
             self.close()
-            self._collection = Collection(self.recipe, self._store, self._sharded.labels, number, start)
+            self._collection = Collection(self.recipe, self._store, self._make_rows(), number, start)
         return self._collection
+
+    def _make_rows(self) -> RowsFactory:
+        config, in_validation = self.recipe.data, self._store.in_validation
+        if isinstance(self._sharded, ShardedLabelledData):
+            return partial(LabelledRows, config, in_validation)
+        return partial(DocumentRows, config, self._sharded.tokenizer, in_validation)
 
     def _begin(self, found: MicroEpoch) -> None:
         """In the first worker, log a micro-epoch, and start to collect the next one."""
+        unused = f"; {found.unused_tokens:,} tokens at its end fill no block" if found.unused_tokens else ""
         print(
             f"micro-epoch {found.number}: {found.rows:,} samples to train on, from offset {_places(found.start)} to "
-            f"{_places(found.stop)}",
+            f"{_places(found.stop)}{unused}",
             flush=True,
         )
         best_effort(partial(self._report, found), "the report cannot tell of the last messages")
@@ -115,8 +124,7 @@ class MicroEpochs:
 
     def _report(self, written: MicroEpoch) -> None:
         """Report all messages so far on the run's page."""
-        held_out = len(self.data.validation)
-        rows = {TRAIN: written.report.kept - held_out, VALIDATION: held_out}
+        rows = {TRAIN: written.total_rows, VALIDATION: len(self.data.validation)}
         DataReport(source=self.recipe.data.source, cleaning=written.report, rows=rows).save(self.run_folder)
 
 

@@ -1,0 +1,168 @@
+"""The data of a run on a stream: the first micro-epoch, what is fitted on it, and the validation split of the run."""
+
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable
+from contextlib import closing
+from datetime import UTC, datetime
+from functools import partial
+
+import pyarrow as pa
+from upath import UPath
+
+from app.checksums import sha256_of
+from app.config import DataConfig, Recipe
+from app.data.documents import load_documents
+from app.data.examples import clean
+from app.data.preparation.prepare import SHARDS
+from app.data.preparation.survey import digest_of
+from app.data.preparation.writers import block_schema, labelled_schema
+from app.data.prepared import TRAIN, VALIDATION
+from app.data.processor import Processor, fit_processor
+from app.data.sharded import ShardReference
+from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
+from app.data.shards import ShardIndex
+from app.data.sources import load_examples
+from app.data.streaming.collector import Collector
+from app.data.streaming.documents import Blocks, DocumentRows
+from app.data.streaming.micro_epochs import SHARDS_CONFIG, MicroEpochStore
+from app.data.streaming.rows import ChosenRows, LabelledRows, LabelledTexts, RowsFactory, Samples, sample_of
+from app.data.targets import Classes
+from app.data.tokenizer import LanguageTokenizer
+from app.errors import DataError, RecipeError
+from app.pretrained import open_pretrained
+from app.storage import open_storage
+
+_KEY = "data.validation_source"
+
+
+def prepare_labelled_stream(
+    recipe: Recipe, processor_type: type[Processor], clock: Callable[[], float] = time.monotonic
+) -> ShardedLabelledData:
+    """Collect the first micro-epoch of labelled texts, and fit the processor on it.
+
+    Raises:
+        RecipeError: the recipe does not name the labels.
+        DataError: the stream cannot be read, has too many bad messages, or is idle before there is a batch; or
+            ``data.validation_source`` cannot be read.
+    """
+    config = recipe.data
+    assert config.stream is not None
+    if config.stream.labels is None:
+        raise RecipeError(
+            "data.stream.labels is missing: name all labels that messages may have; part of a stream may lack some"
+        )
+    given = _validation_texts(config, config.stream.labels) if config.validation_source else None
+    in_validation = _digests(given.inputs if given else ())
+    chosen = _collect(recipe, partial(LabelledRows, config, in_validation), clock)
+    assert isinstance(chosen.train, LabelledTexts)
+    processor = fit_processor(processor_type, sample_of(chosen.train.inputs), config, recipe.model.source)
+    targets = Classes(config.stream.labels)
+    validation, schema = given or chosen.validation, labelled_schema("text")
+    reference = _write(recipe, chosen, validation, in_validation, schema, targets.save)
+    return ShardedLabelledData.open(reference, processor, targets, chosen.report)
+
+
+def prepare_document_stream(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> ShardedLanguageData:
+    """Collect the first micro-epoch of documents. Its tokenizer is that of ``model.pretrained``, or learned from it.
+
+    Raises:
+        RecipeError: the tokenizer of ``model.pretrained`` cannot be used.
+        DataError: as in ``prepare_labelled_stream``.
+    """
+    config = recipe.data
+    given = recipe.model.source
+    tokenizer = LanguageTokenizer.from_pretrained(open_pretrained(given), config) if given is not None else None
+    documents = _validation_documents(config) if config.validation_source else []
+    in_validation = _digests(documents)
+    chosen = _collect(recipe, partial(DocumentRows, config, tokenizer, in_validation), clock)
+    assert isinstance(chosen.train, Blocks)
+    tokenizer = chosen.train.tokenizer
+    validation = chosen.validation
+    if documents and not len(validation := Blocks(tokenizer.join(documents), tokenizer)):
+        raise DataError(
+            f"{_KEY} {config.validation_source!r} has too few tokens for one block: give more text, or lower "
+            f"data.block_length, which is {config.block_length}"
+        )
+    reference = _write(recipe, chosen, validation, in_validation, block_schema(tokenizer), tokenizer.save)
+    return ShardedLanguageData.open(reference, tokenizer, chosen.report)
+
+
+def _collect(recipe: Recipe, make_rows: RowsFactory, clock: Callable[[], float]) -> ChosenRows:
+    """Return the first micro-epoch."""
+    open_storage(recipe.storage)  # before messages are waited for
+    config = recipe.data
+    print(f"data.source {config.source}: collecting the first micro-epoch", flush=True)
+    with closing(Collector(recipe, make_rows, {}, is_first=True, clock=clock)) as collector:
+        while not collector.has_ended:
+            if (chosen := collector.poll()) is not None:
+                return chosen
+        assert config.stream is not None
+        is_labelled = config.stream.labels is not None
+        sample = "row" if is_labelled else f"block of {config.block_length} tokens"
+        held_out = "" if config.validation_source else f" and a {sample} for validation"
+        raise DataError(
+            f"data.source {config.source!r} has had no new message for {config.stream.idle_seconds:g} s, and its "
+            f"{collector.collected:,} messages give no batch of {recipe.train.batch_size} {sample}s{held_out}: publish "
+            "more, lower train.global_batch_size, or raise data.stream.idle_seconds"
+        )
+
+
+def _write(
+    recipe: Recipe,
+    chosen: ChosenRows,
+    validation: Samples,
+    in_validation: Collection[bytes],
+    schema: pa.Schema,
+    save_codec: Callable[[UPath], None],
+) -> ShardReference:
+    """Write the first micro-epoch and the validation split into a new folder, and the index last."""
+    # No two runs share micro-epochs: each begins with the message that is the oldest at its start.
+    fingerprint = sha256_of(f"{recipe.data.source} {chosen.start} {uuid.uuid4().hex}".encode())
+    store = MicroEpochStore(open_storage(recipe.storage) / SHARDS / fingerprint[:16])
+    store.folder.mkdir(parents=True, exist_ok=True)
+    save_codec(store.folder)
+    chosen.report.save(store.folder)
+    store.save_in_validation(in_validation)
+    index = ShardIndex(
+        fingerprint=fingerprint,
+        created=datetime.now(UTC),
+        task=recipe.task,
+        source=recipe.data.source,
+        settings=recipe.data.model_dump(mode="json"),
+        columns={field.name: str(field.type) for field in schema},
+        splits={
+            TRAIN: store.write(1, chosen).shards,
+            VALIDATION: store.write_shards(VALIDATION, chosen, validation),
+        },
+    )
+    index.save(store.folder)
+    return ShardReference(location=str(store.folder), sha256=index.sha256, config=SHARDS_CONFIG)
+
+
+def _validation_texts(config: DataConfig, labels: list[str]) -> LabelledTexts:
+    """Return the cleaned rows of ``data.validation_source``. Raises DataError for a label that ``labels`` lacks."""
+    given = load_examples(config.model_copy(update={"source": config.validation_source}), key=_KEY)
+    examples, report = clean(given, config.clean)
+    print(f"{_KEY} {config.validation_source}: {report}", flush=True)
+    if not examples:
+        raise DataError(f"{_KEY} {config.validation_source!r} has no row after cleaning: give more rows")
+    if unknown := sorted({*examples.labels} - {*labels}):
+        raise DataError(
+            f"{_KEY} {config.validation_source!r} has the label {unknown[0]!r}, and data.stream.labels has only "
+            f"{', '.join(labels)}: correct one of them"
+        )
+    return LabelledTexts([str(text) for text in examples.inputs], examples.labels, labels)
+
+
+def _validation_documents(config: DataConfig) -> list[str]:
+    """Return the cleaned documents of ``data.validation_source``."""
+    documents, _, report = load_documents(config.model_copy(update={"source": config.validation_source}), _KEY)
+    print(f"{_KEY} {config.validation_source}: {report}", flush=True)
+    if not documents:
+        raise DataError(f"{_KEY} {config.validation_source!r} has no document after cleaning: give more text")
+    return documents
+
+
+def _digests(texts: Iterable[str]) -> frozenset[bytes]:
+    return frozenset(map(digest_of, texts))
