@@ -2,17 +2,30 @@
 
 from pathlib import Path
 
+from upath import UPath
+
 from app.compile.compilation import Compilation
 from app.compile.report import CompileReport
 from app.compile.source_model import SourceModel
 from app.compile.variants import RequestedVariants, Variant
 from app.config import CompileConfig, ComputePrecision, EngineName
 from app.runs import Run
-from tests.helpers import ROOT
+from tests.helpers import ROOT, train_alone
 
 DIGITS = str(ROOT / "recipes/digits.yaml")
 
 TUNED = ["tuned_from={run: 20261123-search, trial: 3}"]
+
+
+def train_digits(folder: Path) -> UPath:
+    """Train a model of the digits, and return the storage that it is in."""
+    train_alone(f"storage={folder}", "train.epochs=4", *TUNED, recipe=DIGITS)
+    return UPath(folder)
+
+
+def digits_in(storage: UPath) -> UPath:
+    """Return the weights that ``train_digits`` has left."""
+    return next((storage / "runs/train").iterdir()) / "weights"
 
 
 def report_in(run: Run) -> CompileReport:

@@ -18,6 +18,12 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from app.config import Recipe, load_recipe
+from app.runs import Outcome, Run
+from app.training.run import finish_run, open_run, prepare_run
+from app.training.session import train
+from app.training.worker import start_worker
+
 WORDS = "good bad fine poor great awful film book the a very not was it hotel room".split()  # noqa: SIM905
 POSITIVE, NEGATIVE = ("good", "fine", "great"), ("bad", "poor", "awful")
 BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -103,3 +109,21 @@ def write_resnet50(folder: Path, size: int) -> Path:
     }  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+def recipe_of(tmp_path: Path, folder: Path, *overrides: str, recipe: str = "digits") -> Recipe:
+    task = ["task=text-classification", f"data.source={write_opinions(tmp_path / 'opinions.jsonl')}"]
+    data = ["data.image={size: 32, channels: 3}", "data.buckets=[8, 16, 32]", "tune=null"]
+    train = ["train.workers=1", "train.epochs=2", "train.global_batch_size=8", f"storage={tmp_path / 'storage'}"]
+    model = ["model.factory=null", "model.args={}", f"model.pretrained={folder}"]
+    return load_recipe(f"recipes/{recipe}.yaml", [*task, *data, *train, *model, *overrides])
+
+
+def train_alone(run: Run) -> Outcome:
+    data = prepare_run(run)
+    open_run(run, data)
+    return finish_run(run, data, train(run.recipe, data, start_worker(run.recipe.train), run.folder))
+
+
+LEARNING = ("train.optimizer.lr=0.002", "train.epochs=15", "train.early_stopping=null")
+TEXTS = ["the film was good", "bad", "it was a very very poor book , was it not"]

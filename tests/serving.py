@@ -4,6 +4,7 @@ import asyncio
 import random
 import socket
 import threading
+import time
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,9 +12,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import grpc
+import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from app.errors import RayloomError
+from app.serving.config import EndpointConfig
 from app.serving.endpoint import Endpoint
 from app.serving.transport.grpc import GrpcMethods, add_to_server
 from app.serving.transport.hot import HotProtocol, HotRoute
@@ -85,3 +89,13 @@ def serving(chance: random.Random | None = None, hot: bool = True, room_bytes: i
         asyncio.run_coroutine_threadsafe(stop(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+
+
+def refused(server: Server, wanted: EndpointConfig, kind: type[RayloomError], words: str) -> str:
+    """Try to serve it, and say what came of that."""
+    began_s = time.monotonic()
+    with pytest.raises(kind, match=words):
+        server.run(server.endpoint.update(wanted))
+    seconds = time.monotonic() - began_s
+    assert seconds <= 5
+    return f"refused after {seconds:.1f} s"

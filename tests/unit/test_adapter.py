@@ -24,15 +24,12 @@ from app.models.adapter import adapt
 from app.models.blueprint import Blueprint
 from app.models.factory import blueprint_of, build_model, logits_of
 from app.models.pretrained import with_pretrained_weights
-from app.runs import Outcome, Run
+from app.runs import Run
 from app.tasks import prepare
 from app.training.checkpoints.parts import SavedParts
-from app.training.run import finish_run, open_run, prepare_run
-from app.training.session import train
+from app.training.run import prepare_run
 from app.training.weights import load_weights
-from app.training.worker import start_worker
-from tests.pretrained import write_decoder, write_encoder
-from tests.unit.test_pretrained import LEARNING, TEXTS, recipe_of
+from tests.pretrained import LEARNING, TEXTS, recipe_of, train_alone, write_decoder, write_encoder
 
 LANGUAGE = ["task=language-modeling", "data.buckets=[32, 64, 128, 256]", "data.block_length=32"]
 
@@ -44,12 +41,6 @@ def documents(folder: Path) -> str:
     return f"data.source={folder}"
 
 
-def trained(run: Run) -> Outcome:
-    data = prepare_run(run)
-    open_run(run, data)
-    return finish_run(run, data, train(run.recipe, data, start_worker(run.recipe.train), run.folder))
-
-
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_classifiers_adapter_and_its_head_learn_and_the_rest_stays(
     dora: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -57,7 +48,7 @@ def test_a_classifiers_adapter_and_its_head_learn_and_the_rest_stays(
     folder = write_encoder(tmp_path / "bert")
     adapter = f"model.adapter={{lora: {{rank: 4, alpha: 8, dora: {dora}}}}}"
     run = Run.start("train", recipe_of(tmp_path, folder, adapter, *LEARNING, "train.optimizer.lr=0.01"))
-    outcome = trained(run)
+    outcome = train_alone(run)
     assert "parameters are trained, the others frozen" in capfd.readouterr().out
     weights, kept = UPath(outcome.artifacts["weights"]), Path(outcome.artifacts["adapter"])
     merged = load_weights(weights)
@@ -79,7 +70,7 @@ def test_a_merged_causal_model_answers_as_peft(model_type: str, dora: bool, tmp_
     keys = [*LANGUAGE, documents(tmp_path / "documents"), "train.early_stopping=null", "train.optimizer.lr=0.01"]
     adapter = f"model.adapter={{lora: {{rank: 4, alpha: 8, dora: {dora}}}}}"
     run = Run.start("train", recipe_of(tmp_path, folder, *keys, adapter, "train.global_batch_size=4"))
-    outcome = trained(run)
+    outcome = train_alone(run)
     ids = torch.randint(5, 20, (2, 9))
     merged = AutoModelForCausalLM.from_pretrained(outcome.artifacts["weights"]).eval()
     base = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -101,7 +92,7 @@ def test_every_zero_stage_starts_from_the_folder_and_trains_the_same(adapter: st
         keys = [*LANGUAGE, source, "train.early_stopping=null", "train.global_batch_size=4", "train.optimizer.lr=0.01"]
         plan = [f"train.plan={{zero_stage: {stage}}}", small, f"model.adapter={adapter}", f"storage={tmp_path / 's'}"]
         run = Run.start("train", recipe_of(tmp_path, folder, *keys, *plan))
-        trained(run)
+        train_alone(run)
         lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
         losses[stage] = [line[name] for name in ("loss", "val_loss") for line in lines if name in line]
     assert len(losses[0]) > 4
@@ -119,7 +110,7 @@ def test_only_the_adapter_has_optimizer_state(stage: int, tmp_path: Path, monkey
     keys.append(f"train.plan={{zero_stage: {stage}}}")
     adapter = "model.adapter={lora: {rank: 2, targets: [q_proj, v_proj]}}"
     run = Run.start("train", recipe_of(tmp_path, folder, *keys, adapter, "train.global_batch_size=4"))
-    outcome = trained(run)
+    outcome = train_alone(run)
     saved = SavedParts(VerifiedFolder(UPath(outcome.artifacts["checkpoint"]))).names
     with_state = {name.split("/")[1] for name in saved if name.endswith(("/exp_avg", "/exp_avg_sq"))}
     blueprint = blueprint_of(run.recipe.model, prepare(run.recipe).facts, adapted=True)

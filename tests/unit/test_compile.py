@@ -37,23 +37,20 @@ from app.repository.repository import Repository
 from app.runs import Result, Run, execute
 from app.serving.model.loaded import load_model
 from app.tensors import OUTPUT
-from tests.compiling import DIGITS, TUNED, compilation_of, on_cpu, on_gpu, report_in
-from tests.helpers import result_of, train_alone
+from tests.compiling import DIGITS, compilation_of, digits_in, on_cpu, on_gpu, report_in, train_digits
+from tests.helpers import result_of
 
 FAST = ["compile.precisions=[fp32]", "compile.engines=[openvino]", "compile.batch_sizes=[1]"]
 
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
-    """Where a model of the digits was trained."""
-    folder = tmp_path_factory.mktemp("storage")
-    train_alone(f"storage={folder}", "train.epochs=4", *TUNED, recipe=DIGITS)
-    return UPath(folder)
+    return train_digits(tmp_path_factory.mktemp("storage"))
 
 
 @pytest.fixture(scope="module")
 def weights(storage: UPath) -> UPath:
-    return next((storage / "runs/train").iterdir()) / "weights"
+    return digits_in(storage)
 
 
 @pytest.fixture(scope="module")

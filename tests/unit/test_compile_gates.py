@@ -32,21 +32,18 @@ from app.repository.score import Score
 from app.runs import Run, execute
 from app.tensors import OUTPUT, Tensors
 from benchmarks.compile.models import leave_fresh, write_weights
-from tests.compiling import DIGITS, TUNED, compilation_of, on_cpu, report_in
-from tests.helpers import ROOT, train_alone
+from tests.compiling import DIGITS, compilation_of, digits_in, on_cpu, report_in, train_digits
+from tests.helpers import ROOT
 
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
-    """Where a model of the digits was trained."""
-    folder = tmp_path_factory.mktemp("storage")
-    train_alone(f"storage={folder}", "train.epochs=4", *TUNED, recipe=DIGITS)
-    return UPath(folder)
+    return train_digits(tmp_path_factory.mktemp("storage"))
 
 
 @pytest.fixture(scope="module")
 def weights(storage: UPath) -> UPath:
-    return next((storage / "runs/train").iterdir()) / "weights"
+    return digits_in(storage)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,10 @@
-"""What clients of an endpoint notice when its engine is slow, its files are damaged, or other clients misbehave."""
+"""What clients of an endpoint notice when its engine is slow, or other clients misbehave."""
 
 import asyncio
 import concurrent.futures
 import dataclasses
 import json
 import queue
-import random
 import socket
 import threading
 import time
@@ -21,66 +20,22 @@ import tritonclient.grpc
 from tritonclient.grpc import service_pb2 as pb
 from upath import UPath
 
-from app.engines.base import Engine, Signature
-from app.errors import EngineError, RayloomError, StorageError
+from app.errors import EngineError
 from app.serving import endpoint
 from app.serving.config import CandidateConfig, DeployedModel, EndpointConfig
-from app.serving.model import engine, health
+from app.serving.model import health
 from app.serving.model.loaded import LoadedModel, ShapeGroup
 from app.serving.protocol.natural import PredictRequest
-from app.tensors import OUTPUT, Tensors
+from app.tensors import OUTPUT
 from tests.engine_contract import exported, rows
 from tests.helpers import wait_until
 from tests.serving import Server, serving
 from tests.tables import Faults
 from tests.toy import asked, body, config, endpoint_config, expected, is_right, publish, version_config
+from tests.troubled import POISON, Troubled, answers, ask
 from tests.wire import message
 
 pytestmark = pytest.mark.faults
-
-POISON = 2
-"""A text that begins with this token the engine cannot run, or runs to no number, as the test says."""
-
-
-class Troubled:
-    """An engine that waits in every call until ``go`` is set, and that ``POISON`` is poison to.
-
-    It waits in calls with blank requests, as checks send them, until ``well`` is set, too.
-    """
-
-    name, version = "troubled", "1"
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.go, self.well, self.raises = threading.Event(), threading.Event(), False
-        self.calls: list[int] = []
-        """The rows of each call that was begun."""
-        self.blanks = 0
-        """How many of these were blank."""
-        self.go.set()
-        self.well.set()
-
-    @property
-    def signature(self) -> Signature:
-        return self._engine.signature
-
-    def infer(self, inputs: Tensors) -> Tensors:
-        poisoned = inputs["input_ids"][:, 0] == POISON
-        self.calls.append(len(poisoned))
-        self.go.wait()
-        if (inputs["input_ids"] == 1).all():
-            self.blanks += 1
-            self.well.wait()
-        if self.raises and poisoned.any():
-            raise EngineError("the engine failed on a batch: it was poisoned")
-        outputs = dict(self._engine.infer(inputs))
-        outputs[OUTPUT][poisoned] = np.nan
-        return outputs
-
-    run = infer
-
-    def close(self) -> None:
-        self._engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -112,16 +67,6 @@ def troubled(server: Server, storage: UPath, monkeypatch: pytest.MonkeyPatch) ->
     yield engines[0]
     engines[0].go.set()
     engines[0].well.set()
-
-
-def ask(server: Server, tensors: Tensors, **parameters: object) -> httpx.Response:
-    return httpx.post(f"http://{server.http}/v2/models/toy/infer", json=body(tensors, **parameters), timeout=60)
-
-
-def answers(server: Server) -> bool:
-    """Whether it does, and rightly."""
-    answer = ask(server, rows(1))
-    return answer.status_code == 200 and is_right(answer.json(), expected(rows(1)))
 
 
 def succeeded_and_failed(server: Server) -> tuple[int, int]:
@@ -288,64 +233,6 @@ def test_who_goes_away_is_not_run_and_frees_the_queue(
         assert succeeded_and_failed(server) == (1, 7)
 
 
-def test_requests_of_a_stream_share_a_call(server: Server, troubled: Troubled) -> None:
-    client, told = tritonclient.grpc.InferenceServerClient(server.streams), queue.SimpleQueue[Any]()
-    client.start_stream(lambda result, error: told.put(error or result))
-    troubled.go.clear()
-    for _ in range(8):
-        client.async_stream_infer("toy", asked(tritonclient.grpc, rows(1)))
-    wait_until(lambda: server.endpoint.find("toy").waiting == 8 - sum(troubled.calls))
-    assert server.methods.beside_streams == 7, "which Serve does not count, and the autoscaler is told of"
-    troubled.go.set()
-    for _ in range(8):
-        assert np.allclose(told.get(timeout=30).as_numpy(OUTPUT), expected(rows(1)), atol=1e-4)
-    client.stop_stream()
-    assert len(troubled.calls) <= 2
-    assert not server.methods.beside_streams
-
-
-def test_a_stream_does_not_fill_a_queue_by_itself(server: Server, storage: UPath) -> None:
-    server.run(server.endpoint.update(config(storage, max_batch_size=1, queue_limit=2)))
-    client, told = tritonclient.grpc.InferenceServerClient(server.streams), queue.SimpleQueue[Any]()
-    client.start_stream(lambda result, error: told.put(error))
-    for _ in range(16):
-        client.async_stream_infer("toy", asked(tritonclient.grpc, rows(1)))
-    assert [told.get(timeout=30) for _ in range(16)] == [None] * 16
-    client.stop_stream()
-
-
-def test_a_stream_whose_client_goes_away_frees_the_queue(server: Server, troubled: Troubled) -> None:
-    client = tritonclient.grpc.InferenceServerClient(server.streams)
-    client.start_stream(lambda result, error: None)
-    troubled.go.clear()
-    for _ in range(8):
-        client.async_stream_infer("toy", asked(tritonclient.grpc, rows(1)))
-    wait_until(lambda: bool(troubled.calls) and server.endpoint.find("toy").waiting == 8 - troubled.calls[0])
-    client.stop_stream(cancel_requests=True)
-    wait_until(lambda: not server.endpoint.find("toy").waiting)
-    troubled.go.set()
-    assert answers(server)
-
-
-def test_streams_leave_room_for_others(server: Server, storage: UPath) -> None:
-    server.run(server.endpoint.update(config(storage, queue_limit=1)))
-    most = server.endpoint.config.max_requests // 2
-    with grpc.insecure_channel(server.streams) as channel:
-        infer = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
-        idle: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        streams = [infer(iter(idle.get, b"")) for _ in range(most + 1)]
-        wait_until(lambda: any(stream.done() for stream in streams))
-        (refused,) = [stream for stream in streams if stream.done()]
-        assert (refused.code().name, refused.details()) == (
-            "UNAVAILABLE",
-            f"{most} streams are open already: end one, or send requests by themselves",
-        )
-        assert answers(server)
-        for stream in streams:
-            stream.cancel()
-            idle.put(b"")
-
-
 @pytest.mark.usefixtures("troubled")
 def test_overload_over_grpc_says_when_to_come_back(server: Server, storage: UPath) -> None:
     server.run(server.endpoint.update(config(storage, queue_limit=1)))
@@ -402,84 +289,59 @@ def test_a_version_that_still_reads_for_nobody_is_let_go_of_without_a_halt(
     go.set()
 
 
-def truncated(content: bytes) -> bytes:
-    return content[:-100]
+def test_requests_of_a_stream_share_a_call(server: Server, troubled: Troubled) -> None:
+    client, told = tritonclient.grpc.InferenceServerClient(server.streams), queue.SimpleQueue[Any]()
+    client.start_stream(lambda result, error: told.put(error or result))
+    troubled.go.clear()
+    for _ in range(8):
+        client.async_stream_infer("toy", asked(tritonclient.grpc, rows(1)))
+    wait_until(lambda: server.endpoint.find("toy").waiting == 8 - sum(troubled.calls))
+    assert server.methods.beside_streams == 7, "which Serve does not count, and the autoscaler is told of"
+    troubled.go.set()
+    for _ in range(8):
+        assert np.allclose(told.get(timeout=30).as_numpy(OUTPUT), expected(rows(1)), atol=1e-4)
+    client.stop_stream()
+    assert len(troubled.calls) <= 2
+    assert not server.methods.beside_streams
 
 
-def emptied(content: bytes) -> bytes:
-    return b""
+def test_a_stream_does_not_fill_a_queue_by_itself(server: Server, storage: UPath) -> None:
+    server.run(server.endpoint.update(config(storage, max_batch_size=1, queue_limit=2)))
+    client, told = tritonclient.grpc.InferenceServerClient(server.streams), queue.SimpleQueue[Any]()
+    client.start_stream(lambda result, error: told.put(error))
+    for _ in range(16):
+        client.async_stream_infer("toy", asked(tritonclient.grpc, rows(1)))
+    assert [told.get(timeout=30) for _ in range(16)] == [None] * 16
+    client.stop_stream()
 
 
-def random_bytes(content: bytes) -> bytes:
-    return random.Random(0).randbytes(len(content))
+def test_a_stream_whose_client_goes_away_frees_the_queue(server: Server, troubled: Troubled) -> None:
+    client = tritonclient.grpc.InferenceServerClient(server.streams)
+    client.start_stream(lambda result, error: None)
+    troubled.go.clear()
+    for _ in range(8):
+        client.async_stream_infer("toy", asked(tritonclient.grpc, rows(1)))
+    wait_until(lambda: bool(troubled.calls) and server.endpoint.find("toy").waiting == 8 - troubled.calls[0])
+    client.stop_stream(cancel_requests=True)
+    wait_until(lambda: not server.endpoint.find("toy").waiting)
+    troubled.go.set()
+    assert answers(server)
 
 
-def flipped(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-
-
-def foreign(content: bytes) -> bytes:
-    return b"ftrt" + content[4:]
-
-
-@pytest.mark.parametrize(
-    "damage", [truncated, emptied, random_bytes, foreign, flipped], ids=lambda damage: damage.__name__
-)
-def test_a_file_that_was_changed_is_refused_before_an_engine_sees_it(
-    server: Server,
-    damage: Callable[[bytes], bytes],
-    tmp_path: Path,
-    faults: Faults,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with faults(
-        "S6", f"engine file {damage.__name__.replace('_', ' ')}", "refused unread in 5 s; the old one"
-    ) as fault:
-        storage = UPath(tmp_path)
-        publish(storage, exported(), exported())
-        server.run(server.endpoint.update(config(storage)))
-        file = tmp_path / "models/toy/2/model.onnx"
-        file.write_bytes(damage(file.read_bytes()))
-        monkeypatch.setattr(engine, "open_engine", lambda *_: pytest.fail("an engine has read it"))
-        fault.saw(refused(server, config(storage, 2), StorageError, "model.onnx"))
+def test_streams_leave_room_for_others(server: Server, storage: UPath) -> None:
+    server.run(server.endpoint.update(config(storage, queue_limit=1)))
+    most = server.endpoint.config.max_requests // 2
+    with grpc.insecure_channel(server.streams) as channel:
+        infer = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        idle: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        streams = [infer(iter(idle.get, b"")) for _ in range(most + 1)]
+        wait_until(lambda: any(stream.done() for stream in streams))
+        (refused,) = [stream for stream in streams if stream.done()]
+        assert (refused.code().name, refused.details()) == (
+            "UNAVAILABLE",
+            f"{most} streams are open already: end one, or send requests by themselves",
+        )
         assert answers(server)
-
-
-@pytest.mark.parametrize("damage", [truncated, emptied, random_bytes, foreign], ids=lambda damage: damage.__name__)
-def test_a_file_that_was_published_as_it_is_and_is_no_model_is_refused(
-    server: Server, damage: Callable[[bytes], bytes], tmp_path: Path, faults: Faults
-) -> None:
-    injected = f"engine file {damage.__name__.replace('_', ' ')}, and its sha256 with it"
-    with faults("S6", injected, "refused in 5 s; not ready") as fault:
-        publish(UPath(tmp_path), damage(exported()))
-        fault.saw(refused(server, config(UPath(tmp_path)), EngineError, "toy"))
-        assert httpx.get(f"http://{server.http}/v2/models/toy/ready").status_code == 404
-        assert httpx.get(f"http://{server.http}/v2/health/live").status_code == 200
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        {"precision": "int8", "architecture": "of another machine"},
-        {"engine": "tensorrt", "device": "gpu", "architecture": "sm_90", "precision": "fp16"},
-    ],
-    ids=lambda key: key["architecture"],
-)
-def test_what_was_built_for_another_machine_is_refused(
-    server: Server, key: dict[str, str], tmp_path: Path, faults: Faults
-) -> None:
-    with faults("S6", f"engine built for {key['architecture']}", "refused in 5 s; not ready") as fault:
-        publish(UPath(tmp_path), exported(), key=key)
-        fault.saw(refused(server, config(UPath(tmp_path)), EngineError, key["architecture"]))
-        assert httpx.get(f"http://{server.http}/v2/models/toy/ready").status_code == 404
-
-
-def refused(server: Server, wanted: EndpointConfig, kind: type[RayloomError], words: str) -> str:
-    """Try to serve it, and say what came of that."""
-    began_s = time.monotonic()
-    with pytest.raises(kind, match=words):
-        server.run(server.endpoint.update(wanted))
-    seconds = time.monotonic() - began_s
-    assert seconds <= 5
-    return f"refused after {seconds:.1f} s"
+        for stream in streams:
+            stream.cancel()
+            idle.put(b"")

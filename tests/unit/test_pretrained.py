@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,10 @@ from app.data.text import TextProcessor
 from app.errors import RecipeError
 from app.models import factory
 from app.models.factory import blueprint_of, logits_of
-from app.models.pretrained import match_weights, read_configuration, with_pretrained_weights
+from app.models.pretrained import match_weights, with_pretrained_weights
 from app.pretrained import open_pretrained
 from app.repository.repository import Repository
-from app.runs import Outcome, Run, execute
+from app.runs import Run, execute
 from app.serving.config import DeployedModel, EndpointConfig
 from app.tasks import prepare
 from app.training.resume import start_or_resume
@@ -41,26 +40,19 @@ from app.training.run import export_checkpoint, finish_run, open_run, prepare_ru
 from app.training.session import train
 from app.training.weights import load_weights
 from app.training.worker import start_worker
-from tests.pretrained import BERT, write_decoder, write_encoder, write_image_model, write_opinions, write_resnet50
+from tests.pretrained import (
+    LEARNING,
+    TEXTS,
+    recipe_of,
+    train_alone,
+    write_decoder,
+    write_encoder,
+    write_image_model,
+    write_opinions,
+    write_resnet50,
+)
 from tests.serving import serving
 from tests.toy import version_config
-
-LEARNING = ("train.optimizer.lr=0.002", "train.epochs=15", "train.early_stopping=null")
-TEXTS = ["the film was good", "bad", "it was a very very poor book , was it not"]
-
-
-def recipe_of(tmp_path: Path, folder: Path, *overrides: str, recipe: str = "digits") -> Recipe:
-    task = ["task=text-classification", f"data.source={write_opinions(tmp_path / 'opinions.jsonl')}"]
-    data = ["data.image={size: 32, channels: 3}", "data.buckets=[8, 16, 32]", "tune=null"]
-    train = ["train.workers=1", "train.epochs=2", "train.global_batch_size=8", f"storage={tmp_path / 'storage'}"]
-    model = ["model.factory=null", "model.args={}", f"model.pretrained={folder}"]
-    return load_recipe(f"recipes/{recipe}.yaml", [*task, *data, *train, *model, *overrides])
-
-
-def train_alone(run: Run) -> Outcome:
-    data = prepare_run(run)
-    open_run(run, data)
-    return finish_run(run, data, train(run.recipe, data, start_worker(run.recipe.train), run.folder))
 
 
 def made(recipe: Recipe) -> torch.nn.Module:
@@ -300,101 +292,3 @@ def test_only_a_run_without_a_checkpoint_needs_the_folder_again(adapter: str, tm
     write_encoder(folder, labels=2)
     with pytest.raises(RecipeError, match=r"has other weights on .* than the run was given: their sha256 is"):
         prepare_run(second)
-
-
-def _without(name: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).unlink()
-
-
-def _config(**changes: Any) -> Callable[[Path], object]:
-    def change(folder: Path) -> None:
-        file = folder / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes), encoding="utf-8")
-
-    return change
-
-
-def _pickled(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def _foreign(folder: Path) -> None:
-    safetensors.torch.save_file({"h.0.weight": torch.zeros(2)}, folder / "model.safetensors")
-
-
-def _layer_lost(folder: Path) -> None:
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    del tensors["bert.encoder.layer.1.output.dense.weight"]
-    safetensors.torch.save_file(tensors, folder / "model.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("damage", "overrides", "words"),
-    [
-        (_without("tokenizer.json"), [], "has no tokenizer: expected tokenizer.json"),
-        (_without("config.json"), [], "has no config.json with a model_type"),
-        (_without("model.safetensors"), [], "has no model.safetensors (none of its weights)"),
-        (_pickled, [], "only pytorch_model.bin, which can run code"),
-        (_foreign, [], "has no tensor of a BertForSequenceClassification"),
-        (_layer_lost, [], "there is no bert.encoder.layer.1.output.dense.weight (1 such tensors)"),
-        (_config(hidden_size=16), [], "bert.embeddings.word_embeddings.weight has shape [21, 32], the model [21, 16]"),
-        (_config(model_type="bart-like"), [], "is a 'bart-like', which transformers does not have"),
-        (_config(vocab_size=10), [], "the tokenizer has 21 tokens, the model 10"),
-        (_config(), ["data.buckets=[128]"], "data.buckets is 128, but model.pretrained"),
-        (
-            _config(),
-            ["model.args={hiden_size: 4}"],
-            "unknown key model.args.hiden_size of a bert; did you mean",
-        ),
-        (lambda folder: shutil.rmtree(folder), [], "does not exist: give a folder, a URI or a hub name"),
-        (lambda folder: (folder / "tokenizer.json").write_text("{"), [], "tokenizer.json cannot be read"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"1"), [], "model.safetensors cannot be read"),
-    ],
-)
-def test_a_folder_that_does_not_fit_is_refused(
-    damage: Callable[[Path], object], overrides: list[str], words: str, tmp_path: Path
-) -> None:
-    folder = write_encoder(tmp_path / "bert")
-    recipe = recipe_of(tmp_path, folder, *overrides)
-    damage(folder)
-    with pytest.raises(RecipeError) as refused:
-        prepare_run(Run.start("train", recipe))
-    assert words in str(refused.value)
-    assert not (tmp_path / "storage" / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["model.pretrained=null"], "factory is missing"),
-        (["data.tokenizer.vocab_size=300"], "data.tokenizer is what model.pretrained brings"),
-        (["data.image={size: 8, channels: 1}"], "data.image is what model.pretrained brings"),
-    ],
-)
-def test_keys_that_contradict_the_folder_are_refused(overrides: list[str], words: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=words):
-        recipe_of(tmp_path, tmp_path, *overrides)
-
-
-def test_a_name_of_the_hub_without_a_network_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(RecipeError, match="'nobody/nothing' is no folder here, and the hub did not answer with it"):
-        open_pretrained("nobody/nothing")
-
-
-def test_a_remote_folder_is_copied_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("app.pretrained.HOME", tmp_path / "home")
-    folder = write_encoder(tmp_path / "bert")
-    memory = UPath("memory://models/bert")
-    for file in UPath(folder).iterdir():
-        (memory / file.name).write_bytes(file.read_bytes())
-    first, second = (open_pretrained(str(memory)) for _ in range(2))
-    assert first == second
-    assert read_configuration(str(memory))["hidden_size"] == BERT["hidden_size"]
-    assert len([path for path in (tmp_path / "home/pretrained").iterdir() if path.is_dir()]) == 1
-
-
-def test_a_package_holds_a_folder(tmp_path: Path) -> None:
-    assert open_pretrained("package:app/project").path.name == "project"
-    with pytest.raises(RecipeError, match="No module named 'no_such_package'; install the package"):
-        open_pretrained("package:no_such_package/model")

@@ -20,8 +20,7 @@ from app.tuning.space import load_space
 from app.tuning.trial_config import trial_recipe
 from app.tuning.trial_data import prepare_trials
 from jobs.tune import start_or_resume
-from tests.pretrained import write_encoder
-from tests.unit.test_pretrained import recipe_of
+from tests.pretrained import recipe_of, write_encoder
 
 COMMIT, NEWER = "a" * 40, "b" * 40
 

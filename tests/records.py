@@ -1,0 +1,58 @@
+"""Goods: samples of several fields that tests learn from."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.config import Recipe
+from app.data.images import encode_png
+
+FIELDS = {
+    "title": {"kind": "text"},
+    "note": {"kind": "text", "column": "remark"},
+    "photo": {"kind": "image", "column": "file"},
+    "size": {"kind": "row", "columns": ["width", "colour"]},
+}
+ENCODERS = {
+    "title": {"factory": "app.models.text:encoder_classifier", "args": {"layers": 1, "width": 8, "heads": 2}},
+    "note": {"factory": "app.models.text:encoder_classifier", "args": {"layers": 1, "width": 8, "heads": 2}},
+    "photo": {"factory": "app.models.image:small_cnn", "args": {"width": 8, "poolings": 1}},
+    "size": {"factory": "app.models.tabular:mlp", "args": {"width": 8, "layers": 1, "embedding": 2}},
+}
+LINES = [
+    "a small shoe,it is {0} words long and goes on for a while,{0}.png,{0},red,shoe",
+    "a bag {0},,{0}.png,,,bag",
+    ",,{0}.png,{0},blue,bag",
+    "shoe {0} alone,,,,,shoe",
+]
+ROWS = 48
+
+
+def recipe_of(table: Path, fields: Any = None, **model: Any) -> Recipe:
+    data = {
+        "source": str(table),
+        "columns": {"fields": FIELDS if fields is None else fields},
+        "image": {"size": 6, "channels": 1},
+        "buckets": [4, 8, 16],
+        "validation_fraction": 0.25,
+    }
+    given = {"factory": "app.models.multimodal:late_fusion", "args": {"width": 8, "encoders": ENCODERS, **model}}
+    train = {"global_batch_size": 4, "epochs": 2}
+    tree = {"name": "goods", "task": "multimodal-classification", "data": data, "model": given, "train": train}
+    return Recipe.model_validate(tree)
+
+
+def with_data(recipe: Recipe, **data: Any) -> Recipe:
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=data)})
+
+
+def write_goods(folder: Path) -> Path:
+    """Write a csv of goods, each with some of four fields, and its pictures beside it."""
+    generator = np.random.default_rng(0)
+    lines = ["title,remark,file,width,colour,label"]
+    for number in range(ROWS):
+        (folder / f"{number}.png").write_bytes(encode_png(generator.integers(0, 255, (6, 6), np.uint8)))
+        lines.append(LINES[number % len(LINES)].format(number))
+    (folder / "goods.csv").write_text("\n".join(lines), encoding="utf-8")
+    return folder / "goods.csv"

@@ -1,0 +1,119 @@
+"""A search that goes on: what it learns from an earlier one, and which study it may go on with."""
+
+from pathlib import Path
+
+import pytest
+from sqlalchemy import make_url
+from sqlalchemy.engine import URL
+
+from app.config import PlanConfig
+from app.errors import TuningError
+from app.tuning.outcome import TuneMetrics
+from tests.studies import MAX_TRIALS, ask, create, resume
+
+
+def test_a_study_of_auto_is_resumed_as_that_of_the_default_plan(url: URL) -> None:
+    study = create(url, "train.plan=auto")
+    study.report(ask(study), 1, 0.5, cost=-0.5)
+    for plan in ("auto", "{zero_stage: 1}"):
+        assert [trial.intermediate_values for trial in resume(url, f"train.plan={plan}").trials] == [{1: 0.5}]
+    with pytest.raises(TuningError, match="differ from those that study 'one' was started with"):
+        resume(url, "train.plan={zero_stage: 3}")
+
+
+def test_a_search_that_was_cut_off_repeats_nothing_and_retries_what_ran(url: URL) -> None:
+    before = create(url)
+    done, running = ask(before), before.ask(MAX_TRIALS)
+    before.report(done, 1, 0.8, cost=-0.8)
+    before.complete(done, [0.8], stopped_early=False)
+    assert running is not None
+    before.report(running.number, 1, 0.4, cost=-0.4)
+    after = resume(url)
+    again = after.ask(MAX_TRIALS)
+    assert again == running
+    assert (after.last_reported_epoch(again.number), before.last_reported_epoch(running.number)) == (1, 1)
+    after.report(again.number, 2, 0.6, cost=-0.6)
+    after.complete(again.number, [0.6], stopped_early=True)
+    assert [trial.intermediate_values for trial in after.trials] == [{1: 0.8}, {1: 0.4, 2: 0.6}]
+    fresh = [ask(after) for _ in range(3)]
+    assert fresh == [2, 3, 4]
+    assert len({str(trial.user_attrs["values"]) for trial in after.trials}) == 5
+    metrics = TuneMetrics.of(after, ["val_accuracy"], None)
+    assert (metrics.best_trial, metrics.epochs_trained, metrics.trials_stopped_early) == (0, 3, 1)
+
+
+def test_a_search_learns_from_an_earlier_one(url: URL, tmp_path: Path) -> None:
+    earlier = create(url)
+    values = []
+    for number in range(4):
+        proposal = earlier.ask(MAX_TRIALS)
+        assert proposal is not None
+        values.append(proposal.values)
+        earlier.complete(number, [number / 10], stopped_early=False)
+    later = create(make_url(f"sqlite:///{tmp_path / 'later.db'}"), name="two", earlier=[("one", url)])
+    assert later.trials == []
+    assert len(later.study.trials) == 4 + 2  # and two that wait: its own values, and the best of before
+    proposals = [later.ask(MAX_TRIALS) for _ in range(2)]
+    assert [proposal and proposal.values for proposal in proposals] == [values[0], values[3]]
+    with pytest.raises(TuningError, match="no study 'three'"):
+        create(make_url(f"sqlite:///{tmp_path / 'x.db'}"), name="x", earlier=[("three", url)])
+    nowhere = make_url(f"sqlite:///{tmp_path / 'four.db'}")
+    with pytest.raises(TuningError, match=r"tune\.warm_start names 'four', and there is no study .*four\.db: give ids"):
+        create(make_url(f"sqlite:///{tmp_path / 'x.db'}"), name="x", earlier=[("four", nowhere)])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["tune.metric=val_loss", "tune.mode=min"], "is about val_accuracy (max), and the recipe about val_loss (min)"),
+        (["train.epochs=3"], "differ from those that study 'one' was started with"),
+        (["tune.epochs=3"], "tune.epochs is 3, and study 'one' was started with nothing"),
+        (["tune.scheduler=median"], "tune.scheduler is median, and study 'one' was started with asha"),
+        (["tune.grace_epochs=2"], "tune.grace_epochs is 2, and study 'one' was started with 1"),
+        (["tune.reduction_factor=2"], "tune.reduction_factor is 2, and study 'one' was started with 4"),
+    ],
+)
+def test_a_study_of_another_question_is_refused(url: URL, overrides: list[str], words: str) -> None:
+    create(url)
+    with pytest.raises(TuningError) as refused:
+        resume(url, *overrides)
+    assert words in str(refused.value)
+
+
+def test_a_study_from_before_a_key_was_added_goes_on_while_the_key_has_its_default(url: URL) -> None:
+    study = create(url).study
+    started_with = study.user_attrs["recipe"]
+    del started_with["data"]["test_fraction"], started_with["data"]["test_source"]
+    del started_with["train"]["sync_batch_norm"]
+    study.set_user_attr("recipe", started_with)
+    assert resume(url).study.study_name == "one"
+    with pytest.raises(TuningError, match="differ from those that study 'one' was started with"):
+        resume(url, "train.sync_batch_norm=true")
+
+
+def test_a_study_goes_on_whether_it_recorded_auto_or_the_default_plan(url: URL) -> None:
+    study = create(url).study
+    started_with = study.user_attrs["recipe"]
+    for recorded in ("auto", PlanConfig().model_dump(mode="json")):
+        started_with["train"]["plan"] = recorded
+        study.set_user_attr("recipe", started_with)
+        assert resume(url).study.study_name == "one"
+    with pytest.raises(TuningError, match="differ from those that study 'one' was started with"):
+        resume(url, "train.plan={zero_stage: 3}")
+
+
+def test_a_study_of_another_space_is_refused(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tune_spaces.image
+
+    create(url)
+    monkeypatch.setattr(
+        tune_spaces.image, "space", lambda trial: trial.suggest_float("train.optimizer.lr", 0.1, 1) and None
+    )
+    with pytest.raises(TuningError, match=r"searched model\.args\.width over 16 to 64, and tune\.space says nothing"):
+        resume(url)
+
+
+def test_two_searches_never_share_a_study(url: URL) -> None:
+    create(url)
+    with pytest.raises(TuningError, match="cannot share"):
+        create(url)
