@@ -37,6 +37,7 @@ def ranked(points: Sequence[OperatingPoint], objective: ObjectiveConfig) -> list
     For minimum latency only the smallest measured batch size counts, which is usually one row.
     """
     if objective.goal == "min_latency":
+        # In a larger batch the first row waits for the others.
         smallest = min(point.batch_size for point in points)
         return sorted((point for point in points if point.batch_size == smallest), key=lambda point: point.latency_ms)
     return _fastest_first(points, objective)
@@ -83,6 +84,7 @@ def serving_defaults(
     rows of a call at each length.
     """
     for_throughput = objective.goal == "max_throughput"
+    # With other streams or threads it would be another engine.
     same_setting = [point for point in points if _variant_and_streams(point) == _variant_and_streams(chosen)]
     full = chosen if for_throughput else _full_call(same_setting)
     return ServingDefaults(
@@ -101,6 +103,7 @@ def _fastest_first(points: Sequence[AnyPoint], objective: ObjectiveConfig) -> li
 
     def order(point: AnyPoint) -> tuple[bool, float]:
         is_late = limit_ms is not None and point.latency_p95_ms > limit_ms
+        # Of late points the least late is best, whatever its throughput.
         return is_late, point.latency_p95_ms if is_late else -point.throughput
 
     return sorted(points, key=order)

@@ -134,12 +134,14 @@ class Compilation:
     def _evaluated(self, variant: Variant) -> VariantRecord:
         """Compare a variant with PyTorch, and time it. A variant inherits the failures of its ONNX file."""
         files = self._files_of(variant.sparse)
+        # One batch on all cores: enough to rank variants before the costly measurements.
         all_cores = concurrencies(variant.device, self.source_model.threads)[0]
         with closing(files.open(variant, all_cores)) as engine:
             if not variant.runs_module:
                 check_signature(engine.signature, self.source_model.signature, files.engine_path(variant))
             # A TensorRT plan takes no more rows than it was built for.
             parity = compare(engine, files.source_model.reference, max(self.config.batch_sizes))
+            # A list, because the engine is closed before the points are used.
             measured = list(self._measure(engine, all_cores))
 
         file = None if variant.runs_module else files.get(variant.file)
@@ -170,6 +172,7 @@ class Compilation:
                 + " | ".join([*reasons, *map(str, self.skipped)])
             )
         points = [point for point in self.points if self.record_of(point).publishable]
+        # A variant's best point decides, so only its first place counts.
         best_first = dict.fromkeys(point.variant for point in ranked(points, self.config.objective))
         finalists = list(best_first)[:_FINALISTS]
         return [record for record in publishable if record.variant in finalists]
@@ -202,6 +205,7 @@ class Compilation:
             return points
         with ExitStack() as engines:
             try:
+                # All stay open, because opening an engine takes longer than its turn.
                 opened = [
                     engines.enter_context(closing(self._open(point.variant, point.concurrency))) for point in points
                 ]
@@ -232,6 +236,7 @@ class Compilation:
         """Measure the score on the test split, or return that on the compared rows. None: they have no labels."""
         if record.score is None:
             return None
+        # Read only now: rows that chose nothing show how the version does on new ones.
         if (test := self.source_model.load_test()) is None:
             rows = len(self.source_model.reference.rows)
             return PublishedScore(split=self.source_model.split, rows=rows, score=record.score)

@@ -60,6 +60,7 @@ class Evaluator:
         runtime runs one by one.
         """
         content = sha256_of_file(path)
+        # By content: the file that the search chose is asked for again under its final name.
         if content not in self._verdicts:
             self._verdicts[content] = self._verdict(path)
         return self._verdicts[content]
@@ -76,6 +77,7 @@ class Evaluator:
             for name, parity in others.items()
             for failure in self.failures(parity, "int8")
         ]
+        # The worst engine counts, because any of them may run the file.
         loss = max(map(self._loss, (reference, *others.values())))
         return Verdict((*self.failures(reference, "int8"), *by_engine), loss)
 
@@ -96,5 +98,6 @@ class Evaluator:
         """Return the score's drop, differing rows, lost cosine and relative error, added up; infinite for a NaN."""
         to_keep, kept = self._source_model.score_to_keep, parity.score
         drop = max(0.0, self._source_model.reference.judge.drop(to_keep, kept)) if to_keep and kept else 0.0
+        # Terms of different kinds, each 0 for a perfect file: enough to rank files.
         loss = drop + parity.differing_rows + 1.0 - parity.cosine + parity.relative_error
         return loss if math.isfinite(loss) else math.inf

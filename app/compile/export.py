@@ -101,6 +101,7 @@ def _traced(model: nn.Module, inputs: dict[str, torch.Tensor], dynamic: dict[str
     try:
         return torch.export.export(model, (), inputs, dynamic_shapes=dynamic)
     except Exception as error:  # of many classes, with a long message that names the line of code
+        # The exporter's message is long. The line of the model's code is what helps.
         lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
         position = next((index for index, line in enumerate(lines) if line.startswith('File "')), None)
         where = "" if position is None else f"; {' '.join(lines[position : position + 2])}"
@@ -160,6 +161,7 @@ def _require_one_file(path: Path) -> None:
     if not weights.exists():
         return
     size_gib = weights.stat().st_size / 2**30
+    # Half a model must not be taken for a whole one.
     weights.unlink()
     path.unlink()
     raise CompileError(
@@ -194,6 +196,7 @@ def _lowered(model: nn.Module, precision: Precision) -> nn.Module:
     def convert_output(_: nn.Module, __: tuple[()], output: object) -> torch.Tensor:
         return logits_of(output).float()
 
+    # A copy, because the model itself is the reference and stays in float32.
     copied = copy.deepcopy(model).to(dtype)
     copied.register_forward_pre_hook(convert_inputs, with_kwargs=True)
     copied.register_forward_hook(convert_output)

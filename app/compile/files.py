@@ -144,6 +144,7 @@ class ModelFiles:
 
     def _plan(self, flavour: Flavour, precision: ComputePrecision, targets: tuple[str, ...]) -> Path:
         plan = self._folder / "-".join((flavour, precision, *targets)) / PLAN_FILE
+        # Building takes minutes, and one plan serves all settings.
         if not plan.exists():
             onnx_path = self.onnx_path(precision)
             settings = BuildSettings(
@@ -179,6 +180,7 @@ class ModelFiles:
 
     def _quantize(self, precision: ComputePrecision, path: Path) -> Quantization:
         fp32, calibration = self.get("fp32"), self._config.calibration
+        # An int8 file of a wrong float file would only hide what is wrong.
         if fp32.failures:
             raise CompileError(f"it is made from the fp32 file, in which {'; '.join(fp32.failures)}")
         fp32_path, samples = self._onnx_path("fp32"), self.source_model.calibration_batches(calibration.samples)

@@ -60,6 +60,7 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
         given = engine.run(batch.inputs)
         tally.add(given, batch)
         rows = len(next(iter(expected.values())))
+        # Without a float output of several numbers, all rows count as similar.
         cosines = np.ones(rows)
         for name, ours, theirs in _float_outputs(given, expected):
             squares[name].add(ours, theirs)
@@ -98,6 +99,7 @@ class _Squares:
 
     @property
     def relative_error(self) -> float:
+        # Relative to zeros, any error is infinite.
         if not self.right:
             return math.inf if self.errors else 0.0
         return math.sqrt(self.errors / self.right)

@@ -41,8 +41,10 @@ def publish(
         for target, source in _model_files(compilation, choice.record).items():
             source.copy(files / target)
         compilation.source_model.save_codec(files)
+        # A replica compares its engine with these before it serves.
         _known_answers(compilation.source_model.reference).save(Path(temporary))
         manifest = repository.publish(name, files, _card(compilation, choice, compile_run, Path(temporary)))
+    # Last, when all files of the version are in the repository.
     repository.promote(name, manifest.version)
     return manifest
 

@@ -135,6 +135,7 @@ def _variants(report: CompileReport) -> tuple[list[str], list[list[object]]]:
         ]
         for record in report.variants
     ]
+    # Variants that did not run have a name and a reason, and no figures.
     blank = [""] * (len(columns) - 2)
     rows += [
         [f"{variant.engine} {variant.precision}", *blank, f"not run: {variant.reason}"] for variant in report.skipped

@@ -79,6 +79,7 @@ def choose_and_publish(run: Run, compilation: Compilation, log: Log) -> Outcome:
         with stage("measure"):
             choice = compilation.choose()
     except RayloomError as error:
+        # What was measured is worth reading without a choice, too.
         write_report(report_of(compilation, recipe.name, None, str(error)), run.folder)
         raise
 
@@ -87,6 +88,7 @@ def choose_and_publish(run: Run, compilation: Compilation, log: Log) -> Outcome:
     log(f"chosen, by {recipe.compile.objective}: {choice.point}{comparison}")
     log(f"published {choice.accuracy or 'score: not known, because the rows have no labels'}")
 
+    # Before publishing, so that a failure there keeps the measurements.
     page = write_report(report_of(compilation, recipe.name, choice), run.folder)
     manifest = publish(compilation, choice, recipe.name, Repository(run.storage), run.folder)
     log(f"published {manifest.name}, version {manifest.version}, now in production: {manifest.engine_key}")

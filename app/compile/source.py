@@ -135,6 +135,7 @@ class Source(ABC):
     def profile(self, batch_sizes: Sequence[int]) -> ShapeProfile:
         """Return the sizes that TensorRT plans are built for: batch sizes, measured lengths and the maximum length."""
         lengths = {length for length in self.shares if length is not None}
+        # A request may be longer than any measured row.
         lengths |= {spec.max_length for spec in self.signature.inputs if spec.max_length is not None}
         return ShapeProfile(batch_sizes=tuple(sorted(batch_sizes)), lengths=tuple(sorted(lengths)))
 

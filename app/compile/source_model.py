@@ -86,6 +86,7 @@ class SourceModel(Source):
 
         program = trace(model, specs, self.sample)
         state = train_rounded(program, roundings, self.trained.model, batches, config, log)
+        # Only parameters were trained. Buffers stay as they are.
         model.load_state_dict(state, strict=False)
         export_onnx(model, specs, self.sample, path)
 
@@ -149,6 +150,7 @@ def load_source_model(weights: UPath, recipe: Recipe, threads: int) -> SourceMod
     _check_inputs(trained, weights)
     data = _prepared_data(weights, trained)
     source_model = _evaluated(trained, weights, data, threads)
+    # An error in the task's own code is found before anything is measured.
     _, outputs = next(source_model.reference.batches(_ANSWERED_ROWS))
     check_answers(trained.task, outputs[OUTPUT], trained.targets)
     return source_model
@@ -167,6 +169,7 @@ def _signature_of(trained: TrainedModel) -> Signature:
 def _check_inputs(trained: TrainedModel, weights: UPath) -> None:
     given = [spec.name for spec in trained.processor.inputs]
     try:
+        # By names alone, because a call would need rows.
         inspect.signature(trained.model.forward).bind(**dict.fromkeys(given))
     except TypeError as error:
         raise CompileError(

@@ -202,6 +202,7 @@ def _chosen(settings: Sequence[Sequence[Point]], choose: Callable[[Sequence[Poin
         settings: the points of each batch size, shortest length first.
     """
     chosen: list[Point] = []
+    # From the longest on, so that each size bounds those of shorter rows.
     for points in reversed(list(zip(*settings, strict=True))):
         min_size = chosen[0].batch_size if chosen else 1
         chosen.insert(0, choose([point for point in points if point.batch_size >= min_size]))
@@ -224,6 +225,7 @@ def combine_lengths(
         batch_size=max(point.batch_size for point in points),
         latency_ms=sum(w * point.latency_ms for w, point in zip(weights, points, strict=True)) / total,
         latency_p95_ms=max(point.latency_p95_ms for point in points),
+        # A harmonic mean, because rows of each length take their own time.
         throughput=total / sum(w / point.throughput for w, point in zip(weights, points, strict=True)),
         score=score,
         size_bytes=size_bytes,

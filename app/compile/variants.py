@@ -117,6 +117,7 @@ def requested_variants(config: CompileConfig) -> RequestedVariants:
             elif not runs_module(engine):
                 reason = f"on the {device.upper()} it computes in {', '.join(_FILES[engine, device])}"
                 requested.skipped.append(Skipped(engine=engine, precision=precision, reason=reason))
+    # A baseline alone could never be published.
     if all(variant.baseline for variant in requested.variants):
         raise CompileError(
             f"compile.engines {config.engines} with compile.precisions {config.precisions} give no variant that runs "
@@ -143,6 +144,7 @@ def _automatic(has_gpu: bool) -> list[tuple[EngineName, Device]]:
     pairs: list[tuple[EngineName, Device]] = [("openvino", "cpu"), ("onnxruntime", "cpu"), ("torch", "cpu")]
     if has_gpu:
         installed = installed_engines()
+        # One of them is enough, because each builds plans for minutes.
         pairs += [(engine, "gpu") for engine in PLAN_ENGINES if engine in installed][:1]
         pairs += [("onnxruntime", "gpu")] if _has_cuda() else []
         pairs += [("torch", "gpu")]

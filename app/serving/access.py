@@ -50,6 +50,7 @@ class Access(BaseModel):
         if authorization is None:
             raise UnauthorizedError(f"this endpoint asks for a token: {_SEND}")
         scheme, _, token = authorization.partition(" ")
+        # The scheme is case-insensitive (RFC 9110).
         if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(token.strip()), self.token_sha256):
             raise UnauthorizedError(f"that is not this endpoint's token: {_SEND}")
 
@@ -156,4 +157,5 @@ def make_token(path: Path) -> str:
         raise ClusterError(
             f"the token's file {str(path)!r} cannot be created ({error.strerror}): name one with serve.token_file"
         ) from error
+    # Read from the file, because another process may have created it first.
     return read_token(path)

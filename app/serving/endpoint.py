@@ -203,6 +203,7 @@ class Endpoint:
 
     async def _load(self, config: VersionConfig) -> ServedModel:
         began_s = time.monotonic()
+        # In a thread, because loading takes seconds, in which the loop has to answer.
         model = await asyncio.to_thread(
             load_model,
             open_storage(config.storage),

@@ -55,6 +55,7 @@ def _start(worker: Worker, recipe: Recipe) -> Run:
     try:
         return start_or_resume("train", recipe)
     except BaseException:
+        # Leaving it ends the others' wait in ``wait_for_first``.
         with preparing(worker):
             pass
         # The other processes wait for this broadcast.

@@ -39,6 +39,7 @@ class Activity:
         if not self._is_undivided:
             self._beat(_DESCRIPTIONS[name])
         began = time.monotonic()
+        # The profiler sees the same phases.
         with phase(name):
             yield
         self._seconds[name] += time.monotonic() - began

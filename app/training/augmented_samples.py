@@ -33,6 +33,7 @@ def augmented_samples(augmentation: Augmentation, dataset: LabelledDataset) -> A
     plain = dataset.batch(rows.tolist())
     (first, *_) = plain.inputs.values()
     levels = float(first.min()), float(first.max())
+    # Each number of a batch draws other changes.
     batches = [augmentation.batch(dataset, rows.tolist(), partners, 1, number) for number in range(_CHANGES)]
     changed = [list(_shown(batch, dataset.targets.labels, levels)) for batch in batches]
     return AugmentedSamples(

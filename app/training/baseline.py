@@ -39,10 +39,12 @@ def baseline_of(recipe: Recipe, data: PreparedData, best: EpochRecord) -> float 
 
 def _linear_baseline(data: LabelledData) -> float:
     """Return the validation accuracy of a linear model of character n-grams, which a larger model has to beat."""
+    # These imports take a second, and other runs do not need them.
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
 
+    # Characters need no tokenizer, and suit every language.
     vectors = TfidfVectorizer(analyzer="char", ngram_range=(1, 2), sublinear_tf=True)
     model = make_pipeline(vectors, LogisticRegression(C=4.0, max_iter=500))
     train, validation = data.train.split, data.validation.split

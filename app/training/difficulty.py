@@ -97,6 +97,7 @@ def _by_column(recipe: Recipe, data: LabelledData, column: str) -> NDArray[np.fl
     texts, cells = read_table(path, {"input": recipe.data.columns.input, "train.curriculum.column": column})
     numbers: dict[str, float] = {}
     for row, (text, cell) in enumerate(zip(texts, cells, strict=True)):
+        # Cleaning keeps the first of equal texts, without white space around it.
         numbers.setdefault(text.strip(), _number(cell, column, f"{path}, row {row + 1}"))
     return np.array([numbers[str(text)] for text in data.train.split.inputs], np.float32)
 

@@ -105,6 +105,7 @@ def _of_examples(data: LabelledData, task: ServedTask, predictions: Iterable[Pre
         losses = functional.cross_entropy(outputs, targets, reduction="none") if task.learns_classes else None
         found = task.loss(outputs, targets) if losses is None else losses
         worst += zip(found.tolist(), rows, given, strict=True)
+        # After each batch, so that few outputs are kept.
         worst = heapq.nlargest(_WORST_SAMPLES, worst, key=lambda sample: sample[0])
         num_rows += len(rows)
         if counts:
@@ -209,6 +210,7 @@ def _of_tokens(data: PreparedData, predictions: Iterable[Prediction]) -> Evaluat
         targets = torch.from_numpy(batch.targets)
         # ``cross_entropy`` expects the classes as the second dimension.
         values = functional.cross_entropy(logits.mT, targets, ignore_index=IGNORED, reduction="none").sum(-1)
+        # A row may have no target that counts.
         means = values / (targets != IGNORED).sum(-1).clamp(min=1)
         losses += zip(means.tolist(), rows, strict=True)
     worst = sorted(losses, reverse=True)[:_WORST_SAMPLES]

@@ -164,6 +164,7 @@ class Loop:
         result = self.engine.train_step(islice(stream, accumulation), self.activity)
 
         self.position.step += 1
+        # Not a count of steps: batches that were left out are passed, too.
         self.position.batches_done = number + 1
         seconds, last = time.monotonic() - began, self.feed.loader.last
         self.activity.end_step(seconds)
@@ -237,6 +238,7 @@ class Loop:
         if (mixture := self.feed.order.mixture) is None:
             return self.engine.objective.values(self._validation_sums())
         rows_of = mixture.validation_rows()
+        # Each row has one source, so these sums add up to those of the whole split.
         parts = {name: self._validation_sums(rows) for name, rows in rows_of.items() if len(rows)}
         losses = {name: self.engine.objective.values(part)["val_loss"] for name, part in parts.items()}
         of_sources = {f"val_loss_{name}": loss for name, loss in losses.items()}

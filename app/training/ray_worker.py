@@ -69,6 +69,7 @@ def fit(
         UnsharedStorageError: a worker's node cannot see the run's folder.
         TopologyError: workers that split the same matrices are on several nodes.
     """
+    # The controller inherits it. A user's own setting wins.
     os.environ.setdefault(_STATE_TRACKING, "1")
     with marked(run_folder) as mark:
         arguments = WorkerArguments(
@@ -137,6 +138,7 @@ def resources_of(config: TrainConfig, workers: int) -> dict[str, float]:
 def worker_slots(config: TrainConfig) -> dict[str, int]:
     """Return the number of workers that each living node of the cluster has room for, by its name."""
     needed = resources_of(config, workers=1)
+    # Ray also lists nodes that have left.
     living = {node["NodeName"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     return {
         name: min(int(held.get(resource, 0) // amount) for resource, amount in needed.items())

@@ -67,6 +67,7 @@ class EpochRecord(Record):
 
     def value_of(self, metric: str) -> float:
         """Return a metric, ``train_loss`` or ``samples_per_s``; NaN if the record has none."""
+        # Metrics of a task are extra fields.
         value = getattr(self, metric, None)
         return math.nan if value is None else float(value)
 
@@ -159,6 +160,7 @@ def should_stop(values: Sequence[float], config: EarlyStoppingConfig) -> bool:
     mode ``max`` is the same on negated values. So a value must be better, and by at least d. NaN is worse than any
     other value.
     """
+    # Lower is better for both modes, and NaN is worst.
     costs = [config.cost(value) for value in values]
     before, recent = costs[: -config.patience], costs[-config.patience :]
     if not before:

@@ -39,6 +39,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     # For ``latest``, ``newest_unfinished`` has looked already.
     if resume != LATEST and _has_finished(runs / run_id):
         raise StorageError(f"train.resume is {run_id!r}, which has finished: leave it out to start a new run")
+    # The run's own recipe, because the one that is given may have changed.
     earlier = _recipe_of(runs / run_id)
     _check_same(recipe, earlier, run_id)
     print(f"run {run_id} goes on", flush=True)

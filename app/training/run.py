@@ -162,6 +162,7 @@ def finish_run(
         verb = "paused" if ending.stop_request is StopRequest.PAUSE else "stopped"
         print(f"{verb} at step {ending.step:,}; to go on: train.resume={run.run_id}", flush=True)
         metrics = StoppedTrainMetrics(steps=ending.step, epochs=len(ending.records), paused=verb == "paused")
+        # The newest one of this step, which can be saved twice.
         saved = next(checkpoint for checkpoint in reversed(store.committed()) if checkpoint.step == ending.step)
         return Outcome(metrics, {"checkpoint": str(store.folder_of(saved)), "report": report}, status="stopped")
     best, checkpoint = _best_intact(store, ending.records, recipe.train)
@@ -223,6 +224,7 @@ def _best_intact(store: CheckpointStore, records: list[EpochRecord], config: Tra
         best = best_of(candidates, config)
         if store.is_intact(kept[best.step]):
             return best, store.folder_of(kept[best.step])
+        # A damaged checkpoint costs an epoch, not the run.
         candidates.remove(best)
     raise StorageError(
         f"no checkpoint of a whole epoch in {str(store.folder)!r} is intact: restore one, or train "

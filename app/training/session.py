@@ -89,6 +89,7 @@ def train(
         loop = _begin(_Attempt(recipe, data, worker, run_folder, report, poll_stop_request, publish, stack))
         stack.enter_context(_noted_failure(loop))
         for record in loop.records:
+            # A search may have missed what was saved just before a failure.
             if last_reported_epoch is not None and record.epoch > last_reported_epoch:
                 loop.recorder.report(record)
         resumed_from_step = loop.position.step

@@ -132,6 +132,7 @@ class TaughtDataset(Dataset):
 
     def logits(self, indices: Sequence[int]) -> NDArray[np.float32]:
         """Return the teacher's logits, of shape (samples, labels)."""
+        # NaN stands for a row that was not asked yet.
         unknown = [index for index in indices if np.isnan(self._logits[index, 0])]
         if unknown:
             self._logits[unknown] = self._ask([self.split.split.inputs[index] for index in unknown])

@@ -83,6 +83,7 @@ def _separate(file: Path, recipe: Recipe, data: PreparedData, folder: UPath | No
 
     assert recipe.model.adapter is not None
     model = blueprint_of(recipe.model, data.facts, adapted=True).model
+    # The merged weights take the name of the file.
     adapted = file.rename(file.with_name("adapted.safetensors"))
     with TrainedAdapter.of(adapted, recipe.model.adapter.lora, model) as trained:
         trained.write_merged(file)

@@ -60,6 +60,7 @@ class Worker:
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Return the sum of ``values`` over all workers, on the CPU. Collective."""
+        # NCCL reduces tensors on GPUs only.
         values = values.to(self.device)
         dist.all_reduce(values)
         return values.cpu()
@@ -191,6 +192,7 @@ def seed_random(seed: int) -> None:
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """Return copies of the states of torch's, Python's and NumPy's generators, as tensors."""
+    # As tensors, because a rank's part of a checkpoint holds nothing else.
     _, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()
     states = {

@@ -43,6 +43,7 @@ def open_model(given: Path, folder: Path) -> ImportedModel:
 
 
 def _open_folder(given: Path, folder: Path) -> ImportedModel:
+    # The folder may be a Triton repository, or one model of it.
     models = sorted(path for path in (given, *given.iterdir()) if path.is_dir() and _is_triton_model(path))
     if given in models:
         return _import_triton(given, folder)
@@ -86,6 +87,7 @@ def _model_files(version: Path) -> list[Path]:
 def _import_triton(model: Path, folder: Path) -> ImportedModel:
     """Import the newest version that Triton would serve, with the labels of its configuration."""
     config = _read_config(model)
+    # Older configurations name a platform instead of a backend.
     backend = config.backend or config.platform
     if backend and backend not in _ONNX_BACKENDS:
         raise CompileError(
@@ -99,6 +101,7 @@ def _import_triton(model: Path, folder: Path) -> ImportedModel:
         file_in(model, name, f"{str(model / CONFIG_FILE)!r} has labels")
     label_files = [model / name for name in labels_of.values()]
 
+    # The lineage has the checksum of every file that was read.
     read = [file for file in (model / CONFIG_FILE, *label_files, *sorted(path.parent.iterdir())) if file.is_file()]
     sums = {os.path.relpath(file, model): sha256_of_file(file) for file in read}
     imported = import_onnx(path, folder, ImportedFrom(kind="triton", source=str(model), files=sums))
@@ -121,6 +124,7 @@ def _read_config(model: Path) -> ModelConfig:
 
 def _triton_file(model: Path, config: ModelConfig) -> Path:
     """Return the ONNX file of the newest version, or of the newest that the version policy names."""
+    # Triton serves only these versions, if the policy names some.
     specific = {str(number) for number in config.version_policy.specific.versions}
     versions = [path for path in _versions(model) if not specific or path.name in specific]
     files = _model_files(versions[-1]) if versions else []

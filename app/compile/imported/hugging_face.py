@@ -40,6 +40,7 @@ def import_hugging_face(given: Path, folder: Path) -> ImportedModel:
     """
     model, max_length = _load(given)
     specs = _inputs(model, given, max_length)
+    # Two rows, because the exporter takes a size of 1 for a constant.
     sample = {
         spec.name: np.ones([2, *(_SAMPLE_LENGTH if size == -1 else size for size in spec.shape[1:])], spec.dtype)
         for spec in specs
@@ -58,7 +59,9 @@ def import_hugging_face(given: Path, folder: Path) -> ImportedModel:
     def open_reference(threads: int) -> Engine:
         return ModuleEngine(call, imported.signature, threads)
 
+    # PyTorch is the reference, so that errors of the export itself are found.
     imported = import_onnx(converted, folder, source, open_reference, max_length)
+    # Only a classifier's logits have labels.
     if outputs != ["logits"]:
         return imported
     configuration: Any = model.config
@@ -75,6 +78,7 @@ def _output_names(model: nn.Module, sample: Tensors) -> list[str]:
     def in_order(_: nn.Module, __: object, output: object) -> tuple[Tensor, ...]:
         return tuple(getattr(output, name) for name in names)
 
+    # The exporter takes tensors, and transformers returns a class of its own.
     model.register_forward_hook(in_order)
     return names
 
@@ -87,6 +91,7 @@ def _load(given: Path) -> tuple[nn.Module, int | None]:
     logging.disable_progress_bar()
     try:
         configuration: Any = AutoConfig.from_pretrained(given, local_files_only=True)
+        # The class that was saved tells whether the model has a head.
         kind = next(iter(configuration.architectures or []), "")
         if kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
             raise CompileError(f"{str(given)!r} is a {kind}, which generates text: expected a classifier or an encoder")
@@ -95,6 +100,7 @@ def _load(given: Path) -> tuple[nn.Module, int | None]:
             auto = AutoModelForSequenceClassification
         elif kind.endswith("ForImageClassification"):
             auto = AutoModelForImageClassification
+        # Only safetensors, because other weights are pickles, which run code when they are read.
         model: nn.Module = auto.from_pretrained(given, local_files_only=True, use_safetensors=True, dtype="float32")
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CompileError(
@@ -112,6 +118,7 @@ def _inputs(model: nn.Module, given: Path, max_length: int | None) -> tuple[Tens
             getattr(configuration, "image_size", None) or _IMAGE_SIZE,
             getattr(configuration, "num_channels", 3),
         )
+        # Some configurations have one number, others a pair.
         height, width = (size, size) if isinstance(size, int) else size
         return (TensorSpec("pixel_values", np.dtype(np.float32), (-1, channels, height, width)),)
     if "input_ids" not in inspect.signature(model.forward).parameters:

@@ -42,6 +42,7 @@ class ImportedModel:
         Raises:
             CompileError: no output, or more than one, can have the scores; or it has another number of columns.
         """
+        # Scores are floats with the rows first, and more than one column.
         columns = {
             spec.name: spec.shape[1]
             for spec in self.signature.outputs
@@ -84,6 +85,7 @@ def import_onnx(
     """
     model = read_onnx(path)
     target = folder / "imported.onnx"
+    # One file, because only that is evaluated, hashed and published.
     write_one_file(path, target)
     try:
         engine = open_oracle(target, 1)

@@ -31,6 +31,7 @@ def with_processor(model: ImportedModel, folder: Path) -> ImportedModel:
         processor, lengths = _read(PretrainedFolder(str(folder), folder))
     except RecipeError as error:
         raise CompileError(str(error).replace("model.pretrained", "--processor")) from error
+    # Outputs are left out: only what the processor makes has to fit.
     if difference := Signature(model.signature.inputs, ()).difference(Signature(processor.inputs, ())):
         raise CompileError(f"the model {difference}, which the processor of {str(folder)!r} makes: give its own")
     return replace(model, processor=processor, lengths=lengths)
@@ -41,6 +42,7 @@ def _read(folder: PretrainedFolder) -> tuple[Processor, tuple[int, ...]]:
     config = DataConfig(source=_SOURCE)
     if (folder.path / IMAGE_FILE).is_file():
         return ImageProcessor.from_pretrained(folder, config), ()
+    # The folder may not say how much the model reads.
     limit = folder.max_tokens or config.buckets[-1]
     buckets = [length for length in config.buckets if length <= limit] or [limit]
     return TextProcessor.from_pretrained(folder, config.model_copy(update={"buckets": buckets})), tuple(buckets)

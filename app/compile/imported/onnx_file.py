@@ -33,6 +33,7 @@ def read_onnx(path: Path) -> onnx.ModelProto:
         CompileError: it is no ONNX file, a file with weights is missing, or an operator is unknown.
     """
     try:
+        # The graph is small. Its weights may take gigabytes.
         model = onnx.load(path, load_external_data=False)
     except (DecodeError, OSError) as error:
         raise CompileError(f"{str(path)!r} is not an ONNX file ({error}): give one that an exporter wrote") from error
@@ -52,6 +53,7 @@ def external_files(model: onnx.ModelProto, path: Path) -> list[Path]:
 def file_in(folder: Path, name: str, purpose: str) -> Path:
     """Return a file in a folder or below. Raises CompileError, which begins with the purpose, if it is not there."""
     folder = folder.resolve()
+    # The name comes from the model, so it may point anywhere.
     file = Path(os.path.normpath(folder / name))
     if not file.is_relative_to(folder):
         raise CompileError(f"{purpose} in {name!r}, outside its folder: put that file beside it")
@@ -68,6 +70,7 @@ def write_one_file(path: Path, target: Path) -> None:
     """
     files = external_files(read_onnx(path), path)
     if not files:
+        # Unchanged, so its checksum stays that of the file that was given.
         shutil.copyfile(path, target)
         return
     if (size_gib := sum(file.stat().st_size for file in files) / 2**30) > MAX_GIB:
@@ -128,6 +131,7 @@ def _check_rows(signature: Signature, path: Path) -> None:
 
 
 def _check_operators(model: onnx.ModelProto, path: Path) -> None:
+    # A model may bring functions, which count as operators of its own.
     own = {(function.domain, function.name) for function in model.functions}
     for node in nodes_of(model.graph):
         known = (
@@ -158,6 +162,7 @@ def values_below(model: onnx.ModelProto) -> dict[str, int]:
             elif node.op_type == "Gather" and node.input[1] in names and node.input[0] in tables:
                 axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
                 rows = tables[node.input[0]][axis]
+                # One input may index several tables. The smallest limits it.
                 limits[info.name] = min(rows, limits.get(info.name, rows))
     return limits
 

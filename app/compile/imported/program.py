@@ -48,6 +48,7 @@ def import_program(path: Path, folder: Path) -> ImportedModel:
             argument.value if isinstance(argument, ConstantArgument) else tensors[argument.name]
             for argument in arguments
         ]
+        # The program takes its arguments in the structure in which it was traced.
         in_spec = program.call_spec.in_spec
         args, kwargs = pytree.tree_unflatten(given, in_spec) if in_spec else (tuple(given), {})
         return pytree.tree_leaves(run(*args, **kwargs))

@@ -63,6 +63,7 @@ class TensorRows(Dataset):
         for name, rows in self.rows.items():
             digest.update(name.encode())
             for row in rows:
+                # The memory of objects holds pointers, which differ between runs.
                 digest.update(repr(row.tolist()).encode() if row.dtype.hasobject else row.tobytes())
         digest.update(b"" if self.classes is None else self.classes.tobytes())
         return digest.hexdigest()
@@ -140,6 +141,7 @@ def _cast(raw: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         return raw.astype(dtype)
     if raw.dtype.kind not in "biuf":
         raise ValueError(f"it holds {raw.dtype}, expected {dtype}")
+    # A cast of NaN warns. The comparison below finds it.
     with np.errstate(invalid="ignore"):
         row: NDArray[Any] = raw.astype(dtype)
     if dtype.kind in "biu" and (odd := raw[row != raw]).size:
@@ -177,6 +179,7 @@ def random_rows(signature: Signature, sizes: Mapping[str, Sequence[int]], count:
     Args:
         sizes: the values of each size that varies, by name. Where one has several, rows take them in turns.
     """
+    # Seeded, so that an import can be repeated.
     generator = np.random.default_rng(0)
     rows: dict[str, list[NDArray[Any]]] = {spec.name: [] for spec in signature.inputs}
     for index in range(count):
@@ -205,10 +208,12 @@ def _random(spec: TensorSpec, shape: Sequence[int], generator: np.random.Generat
         return generator.standard_normal(shape).astype(spec.dtype)
     if kind == "b":
         return generator.integers(0, 2, shape).astype(spec.dtype)
+    # Such as token ids, or pixels.
     if spec.values_below is not None or spec.dtype == np.uint8:
         return generator.integers(0, spec.values_below or 256, shape).astype(spec.dtype)
     if not shape:
         return np.ones((), spec.dtype)
+    # Without a known limit, only 0 and 1 are in range for sure, as in masks.
     numbers = generator.integers(0, 2, shape)
     numbers[..., :1] = 1  # a mask that hides everything gives NaN
     return numbers.astype(spec.dtype)
@@ -229,6 +234,7 @@ def _lengths(rows: Mapping[str, Sequence[NDArray[Any]]], signature: Signature, s
     shapes: dict[int, tuple[tuple[int, ...], ...]] = {}
     for index, length in enumerate(lengths):
         shape = tuple(row[index].shape for row in rows.values())
+        # Rows of one length are stacked into a batch.
         if shapes.setdefault(length, shape) != shape:
             raise DataError(
                 f"{source!r} has rows of length {length} whose other sizes differ ({shapes[length]} and {shape}): pad "

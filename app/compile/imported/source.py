@@ -200,12 +200,14 @@ def imported_source(model: ImportedModel, rows: ImportRows, recipe: Recipe, thre
     Raises:
         CompileError: the model cannot run them, its outputs do not have a row for each, or none can have the scores.
     """
+    # Without classes there is nothing to score.
     scores = (model.scores or model.labelled((), None).scores) if rows.has_classes else None
     with closing(model.open_reference(threads)) as engine:
         try:
             _check_outputs(engine, rows)
             judge = Judge(Accuracy(), scores) if scores else Judge(None)
             reference = Reference.of(engine, rows.compared, judge)
+            # After the run, because a file may not say how many columns the scores have.
             _check_classes(reference, rows)
         except EngineError as error:
             raise CompileError(
@@ -230,6 +232,7 @@ def _check_classes(reference: Reference, rows: ImportRows) -> None:
 
 def _check_outputs(engine: Engine, rows: ImportRows) -> None:
     """Raise CompileError if outputs are not one for each row, not finite, or not those of each row alone."""
+    # Two rows show whether one influences the other.
     count = 1 if engine.signature.takes_one_row else 2
     indices = max(Rows.of(rows.compared, engine.signature).groups, key=len)[:count]
     inputs = rows.compared.batch(indices).inputs

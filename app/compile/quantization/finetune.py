@@ -56,6 +56,7 @@ class Rounding:
 def _rounded_weight(weight: Tensor) -> Tensor:
     """Round each channel, which is the first axis. A batch norm after a convolution only scales whole channels."""
     largest = weight.detach().flatten(1).abs().amax(1)
+    # A channel of zeros would divide by 0.
     scales = (largest / _LIMIT).clamp_min(torch.finfo(torch.float32).tiny)
     zeros = torch.zeros(len(scales), dtype=torch.int32)
     return torch.fake_quantize_per_channel_affine(weight, scales, zeros, 0, -_LIMIT, _LIMIT)
@@ -71,6 +72,7 @@ def roundings_of(file: Path, layers: Iterable[Layer], thresholds: Mapping[str, f
     for layer in layers:
         if layer.weight is None or _SCOPES not in nodes[layer.name].metadata_props:
             continue
+        # The innermost scope is the operation itself.
         operation = ast.literal_eval(nodes[layer.name].metadata_props[_SCOPES])[-1]
         threshold, factors = None, None
         if layer.activations:
@@ -79,6 +81,7 @@ def roundings_of(file: Path, layers: Iterable[Layer], thresholds: Mapping[str, f
             assert value is not None
             threshold = thresholds[str(value.name)]
             divide = value.producer()
+            # ``smooth`` has put this node before the layer.
             if divide is not None and str(divide.name).endswith("_smoothed"):
                 assert divide.inputs[1] is not None
                 assert divide.inputs[1].const_value is not None
@@ -105,11 +108,13 @@ def train_rounded(
     """
     module: Any = program.module()
     state = {name: nn.Parameter(value.detach().clone()) for name, value in module.named_parameters()}
+    # The module trains copies, because the program's parameters are the caller's.
     for name, parameter in state.items():
         owner, _, last = name.rpartition(".")
         setattr(module.get_submodule(owner), last, parameter)
     rounded = RoundedProgram(module, roundings)
     log(f"int8: training {config.epochs} epochs with {rounded.count} of {len(roundings)} layers rounded")
+    # No decay: these weights were trained already, and should stay near.
     optimizer = torch.optim.AdamW(state.values(), lr=config.lr, weight_decay=0.0)
     with torch.enable_grad():
         for epoch in range(config.epochs):
@@ -122,6 +127,7 @@ def _step(rounded: "RoundedProgram", teacher: nn.Module, inputs: Tensors, optimi
     tensors = {name: torch.from_numpy(array) for name, array in inputs.items()}
     with torch.no_grad():
         expected = logits_of(teacher(**tensors))
+    # A share of the logits' variance, so that the log can be compared between models.
     loss = functional.mse_loss(logits_of(rounded.run(*tensors.values())), expected) / expected.var()
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]

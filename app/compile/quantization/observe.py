@@ -23,6 +23,7 @@ def observe(source: Path, layers: Sequence[Layer], samples: Iterable[Tensors]) -
         CompileError: a value is not finite, or always 0. The message names a node that reads it.
     """
     readers = _readers(load_model(source), layers)
+    # Counts, because the values of all samples would not fit in memory.
     histograms = {name: Histogram() for name in readers}
     for tensors in _runs(source, list(readers), samples):
         for name, tensor in tensors.items():
@@ -89,6 +90,7 @@ def _with_outputs(source: Path, names: Sequence[str], target: Path) -> set[str]:
     graph = model.graph
     inputs = {str(value.name) for value in graph.inputs}
     values = {str(value.name): value for node in graph for value in node.outputs}
+    # Inputs and outputs of the graph are there already.
     graph.outputs.extend(values[name] for name in names if name not in inputs and not values[name].is_graph_output())
     for output in graph.outputs:
         # A graph's output needs a type, which an inner value may lack.

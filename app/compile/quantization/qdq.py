@@ -81,6 +81,7 @@ class _QdqWriter:
             quantize.outputs[0].name = f"{name}_quantized"
             dequantize = self._dequantize(name, quantize.outputs[0], constants, {})
             producer = value.producer()
+            # An input of the graph has no producer, so its nodes come first.
             if producer is None:
                 self.model.graph.insert_before(self.model.graph[0], [quantize, dequantize])
             else:
@@ -90,6 +91,7 @@ class _QdqWriter:
 
     def quantize_weight(self, weight: Weight) -> None:
         graph, value = self.model.graph, self._value(weight.port)
+        # Tied weights may be read along two axes, as an embedding and as a head.
         key = (str(value.name), weight.axis)
         if key not in self._weights:
             tensor = float_weight(value)

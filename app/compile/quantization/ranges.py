@@ -96,11 +96,13 @@ def _entropy_bins(counts: NDArray[np.int64]) -> int:
 def _divergence(counts: NDArray[np.float64], bins: int) -> float:
     kept = counts[:bins]
     filled = kept > 0
+    # The bins are shared out evenly among the levels.
     starts = np.arange(min(_LEVELS, bins)) * bins // min(_LEVELS, bins)
     shared = np.add.reduceat(kept, starts) / np.maximum(np.add.reduceat(filled, starts, dtype=np.int64), 1)
     merged = np.where(filled, np.repeat(shared, np.diff(starts, append=bins)), 0.0)
     reference = kept.copy()
     reference[-1] += counts[bins:].sum()
+    # KL is infinite where Q has nothing and P has something.
     if not merged.sum() or not merged[reference > 0].all():
         return float("inf")
     reference, merged = reference[reference > 0] / reference.sum(), merged[reference > 0] / merged.sum()

@@ -67,6 +67,7 @@ def load_model(source: Path) -> ir.Model:
         )
     taken: set[str] = set()
     for index, node in enumerate(model.graph):
+        # Layers are found by name in each copy of the file.
         if not node.name or node.name in taken:
             node.name = f"{node.name or node.op_type}_{index}"
         taken.add(node.name)
@@ -113,6 +114,7 @@ def _layer(node: ir.Node) -> Layer | None:
 
 
 def _with_weight(node: ir.Node, axis: int) -> Layer | None:
+    # A constant input has no range to find.
     if float_weight(node.inputs[0]) or _is_reduced(node.inputs[0]):
         return None
     activations = (_before_pooling(node), *_residuals(node))
@@ -138,6 +140,7 @@ def _before_pooling(node: ir.Node) -> Port:
 
 def _residuals(node: ir.Node) -> Iterator[Port]:
     """Yield the other input of an addition that runs as a part of the convolution's kernel."""
+    # With another reader, the addition cannot run inside the convolution.
     if node.op_type != "Conv" or len(node.outputs[0].uses()) != 1:
         return
     (use,) = node.outputs[0].uses()

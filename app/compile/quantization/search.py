@@ -89,6 +89,7 @@ def find_quantization(
             or (search.by_finetuning(finetune) if finetune else None)
             or search.by_exemption(next(iter(samples)))
         )
+        # Renamed, so that ``target`` is a whole file or none.
         attempt.write(prepared.file.with_name("passed.onnx")).replace(target)
     return Quantization(
         method=attempt.method,
@@ -146,6 +147,7 @@ def _prepared(source: Path, samples: Iterable[Tensors], target: Path) -> Iterato
     with TemporaryDirectory(prefix=".quantization-", dir=target.parent) as folder:
         file, factors = Path(folder) / "float.onnx", find_factors(source, samples)
         smooth(source, factors, file)
+        # Smoothing renames weights, so the layers are found anew.
         layers = tuple(find_layers(load_model(file)))
         yield _Prepared(file, layers, observe(file, layers, samples), factors)
 

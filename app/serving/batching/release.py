@@ -117,6 +117,7 @@ def _pays_until_s(group: Group, requests: int, hold_until_s: float) -> float:
     if since_s is None:
         return -math.inf
     until_s = min(hold_until_s, since_s + group.latency.call_s / (2 * requests))
+    # A shorter hold is over before its thread wakes.
     if until_s - since_s < _MIN_HOLD_S:
         return -math.inf
     return until_s if since_s + group.arrivals.gap_s < until_s else -math.inf

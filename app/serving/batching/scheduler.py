@@ -57,6 +57,7 @@ class WaitingQueue:
 
     def next(self) -> Group | None:
         """Return the group of the oldest request at the most urgent level; None if none waits."""
+        # Numbers rise with arrival, so the smallest is the oldest.
         heads = [head for group in self._groups.values() if (head := group.head)] if self.requests else []
         return min(heads, key=lambda head: (head.level, head.number)).group if heads else None
 
@@ -129,12 +130,14 @@ class Scheduler:
             max(0.0, self._latency.seconds(batch.rows) - (now_s - started_s))
             for batch, started_s in self._running.items()
         )
+        # The slots share the work.
         return (running + self.queue.seconds(self._latency)) / self._slots
 
     def put(self, request: QueuedRequest) -> None:
         """Add a request that arrives now."""
         request.group.arrivals.arrived(request.arrived_s)
         self.queue.put(request)
+        # An early time is enough: ``expire`` finds what is late, and the exact next time.
         self.expiry_s = min(self.expiry_s, self._start_by_s(request))
 
     def remove(self, request: QueuedRequest) -> None:

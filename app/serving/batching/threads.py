@@ -136,6 +136,7 @@ class EngineThreads:
         chosen: RequestBatch | Hold | None = None
         while not self._closed:
             if isinstance(chosen, RequestBatch):
+                # This frees the slot, so that ``next`` may fill it again.
                 self._calls.ended(chosen, call(self._infer, self._check, chosen))
                 chosen = self._calls.next()
             else:

@@ -56,6 +56,7 @@ def build_cascade(config: CascadeConfig, production: VersionConfig, serve: Serve
         for stage in stages:
             models.append(load_model(storage, stage.name, stage.version, stage.threads))
             opened.callback(models[-1].engine.close)
+        # Before the calibration, in which every stage answers every row.
         require_alike(models)
         policies = [stage.policy for stage in stages]
         rule = calibrate_versions(models, policies, load_validation(models[-1].manifest), config.accuracy_floor)

@@ -139,6 +139,7 @@ class _Answers:
     def thresholds_of(self, chain: Sequence[int]) -> Iterator[Thresholds]:
         """Yield the thresholds of the stages in ``chain`` in the order of their tests. Other stages are skipped."""
         num_stages, num_rows = self.confidences.shape
+        # Each step lets a stage answer another twentieth of the rows.
         ascending = np.sort(self.confidences, axis=1)
         for step in range(1, _STEPS + 1):
             index = num_rows - math.ceil(step * num_rows / _STEPS)

@@ -71,11 +71,13 @@ class EmbeddingsResponse(BaseModel):
                     f"/v1/models/{request.model}/predict, or deploy a model of task sentence-embedding"
                 )
             vectors.append(extra["embedding"])
+        # A vector is not cut, because its model was not trained for that.
         if request.dimensions not in (None, len(vectors[0])):
             raise RequestError(
                 f"dimensions is {request.dimensions}: model {short_repr(request.model)} has vectors of "
                 f"{len(vectors[0])} numbers; leave it out"
             )
+        # A task of a user's own may count no tokens.
         tokens = sum((prediction.model_extra or {}).get("tokens", 0) for prediction in answer.predictions)
         return cls(
             data=[

@@ -75,6 +75,7 @@ def refusal(error: Exception) -> Refusal:
         return Refusal(503, StatusCode.UNAVAILABLE, "the engine failed: try again")
     for kind, (http, grpc) in _STATUS.items():
         if isinstance(error, kind):
+            # The header has whole seconds.
             after_s = math.ceil(error.retry_after_s) if isinstance(error, OverloadError) else None
             return Refusal(http, grpc, str(error), after_s)
     LOG.error("a request failed", exc_info=error)
@@ -88,5 +89,6 @@ def error_response(error: Exception, traceparent: str | None = None) -> ErrorRes
     if reply.retry_after_s is not None:
         headers["retry-after"] = str(reply.retry_after_s)
     if isinstance(error, UnauthorizedError):
+        # HTTP wants it with every 401.
         headers["www-authenticate"] = "Bearer"
     return ErrorResponse(reply.message, reply.http, headers)

@@ -55,6 +55,7 @@ class HotRoute:
     def head(self, data: bytes) -> RequestHead | None:
         """Read a head, usually a known one. Return None if the request is not plain, or not authorized."""
         self.forget_replaced()
+        # A client sends the same head again and again.
         known = self._heads.get(data)
         if known or len(data) > MAX_HEAD_BYTES or (head := RequestHead.read(data)) is None:
             return known
@@ -80,6 +81,7 @@ class HotRoute:
         """Read a body. Return None if something is wrong with the request, or more than one version answers it."""
         try:
             served = self._endpoint.route_single(head.model, head.version)
+            # A cascade or a shadow needs the general way.
             return self._prepared.read(served, head.model, body, head.lengths) if served else None
         except Exception:  # any error occurs again on uvicorn's way, and is reported there
             return None
@@ -217,6 +219,7 @@ class HotProtocol(HttpToolsProtocol):
 
     def answer(self, exchange: HotExchange, status: int, lines: bytes, body: bytes, outcome: Outcome = "ok") -> None:
         """Respond to the waiting request, unless the client has gone."""
+        # Its client has gone, so the request was given up.
         if exchange is not self._exchange:
             return
         self._route.count(exchange, outcome, len(body))

@@ -74,6 +74,7 @@ def describe_infer(api: FastAPI) -> None:
 
 
 def _infer(*parameters: str) -> dict[str, Any]:
+    # Bytes follow the JSON, or are the whole body.
     body = {"application/json": {"schema": _REQUEST}, "application/octet-stream": _BYTES}
     return {
         "tags": ["models"],

@@ -194,6 +194,7 @@ class PreparedRequests:
         return prepared, tensors
 
     def _keep(self, key: tuple[ServedModel, str, Hashable], prepared: PreparedRequest) -> None:
+        # All at once: it is rare, and needs no record of which was used last.
         if len(self._prepared) >= _MAX_PREPARED:
             self.clear()
         self._prepared[key] = prepared

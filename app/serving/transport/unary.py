@@ -294,6 +294,7 @@ class UnaryCall(Exchange):
         try:
             request = method.request.FromString(content)
         except DecodeError:
+            # The method itself refuses a message that cannot be parsed.
             request = None
         try:
             message = await method.call(request, self)

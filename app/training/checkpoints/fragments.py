@@ -65,6 +65,7 @@ def by_master(fragments: Iterable[Fragment]) -> list[list[Fragment]]:
     """Group the fragments by their master."""
     found: dict[int, list[Fragment]] = {}
     for fragment in fragments:
+        # By ``id``, because tensors compare their elements.
         found.setdefault(id(fragment.master), []).append(fragment)
     return list(found.values())
 
@@ -94,6 +95,7 @@ def boxes_of(fragment: Fragment, flat: Tensor) -> Iterator[tuple[tuple[int, int]
     elements = fragment.of(flat)
     while remaining:
         row, column = divmod(position, width)
+        # From the beginning of a row, all whole rows are one rectangle.
         rows = remaining // width if column == 0 and remaining >= width else 1
         length = rows * width if column == 0 and remaining >= width else min(remaining, width - column)
         first = position - fragment.start

@@ -40,6 +40,7 @@ def in_model(saved: str) -> str | None:
     """Return the name of a weight or buffer in the whole model; None for other tensors."""
     kind, _, rest = saved.partition("/")
     if kind == "parameter":
+        # The name of a parameter may have slashes, and its key has none.
         name, _, key = rest.rpartition("/")
         return name if key == WEIGHT else None
     return rest if kind == "buffer" else None

@@ -34,6 +34,7 @@ def write_parts(
     try:
         save(dict(content), storage_writer=_PartWriter(folder), planner=_SavePlanner(on_progress), process_group=group)
     except CheckpointException as error:
+        # A failure for each rank. One stands for all.
         first = next(iter(error.failures.values()))[0]
         raise OSError(str(first).strip().splitlines()[-1]) from error
 

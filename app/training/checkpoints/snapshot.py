@@ -66,6 +66,7 @@ def take_snapshot(
     )
     own = buffers | {names.random(name): state for name, state in random_state(engine.deepspeed.device).items()}
     content |= {names.own(rank, name): tensor for name, tensor in own.items()}
+    # One writer for each pipeline stage: the means are equal in its other ranks.
     if layout.data_rank(rank) == layout.tensor_rank(rank) == 0:
         content |= shared
 

@@ -149,6 +149,7 @@ class CheckpointStore:
         Of each step the newest checkpoint is kept.
         """
         committed = [checkpoint for checkpoint in self.committed() if checkpoint <= written]
+        # A later checkpoint of a step replaces the one before.
         by_step = {checkpoint.step: checkpoint for checkpoint in committed}
         kept = {*list(by_step)[-num_to_keep:], best}
         for checkpoint in committed:

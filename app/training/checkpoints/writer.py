@@ -157,6 +157,7 @@ class CheckpointWriter:
             if is_first:
                 (local.path / STATE_FILE).write_text(snapshot.state.model_dump_json(indent=1), encoding="utf-8")
             own = [file for file in local.new_files() if _is_own(file.name, is_first)]
+            # Only the files of tensors are read in part.
             own += [write_piece_sums(file) for file in own if file.suffix == PARTS_SUFFIX]
             if not is_local(folder):
                 for file in own:
@@ -203,6 +204,7 @@ def _cannot_write(folder: UPath, snapshot: Snapshot, error: Exception) -> str:
     """Describe the error, and the room on the disk."""
     room = "check its rights and quota"
     if is_local(folder):
+        # The folder itself may not exist yet.
         existing = next(parent for parent in Path(folder.path).parents if os.path.exists(parent))
         room = f"{shutil.disk_usage(existing).free:,} bytes are free there"
     return (

@@ -47,6 +47,7 @@ def wait_for_first(worker: Worker) -> None:
     beats, last_beat_at = -1, time.monotonic()
     try:
         while not store.check([_ENDED]):
+            # Adding 0 reads the counter, and makes it if it is missing.
             if (now := store.add(_BEATS, 0)) != beats:
                 beats, last_beat_at = now, time.monotonic()
             elif time.monotonic() - last_beat_at > _MAX_SILENCE_S:

@@ -57,6 +57,7 @@ def _require_own_group_within_node(worker: Worker, tensor: int) -> None:
     local_rank, local_size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     first_of_node = worker.rank - local_rank
     first = worker.rank // tensor * tensor
+    # Other launchers may not tell how many workers a node has.
     if local_size and not first_of_node <= first <= first_of_node + local_size - tensor:
         raise TopologyError(
             f"ranks {first} to {first + tensor - 1} split the same matrices (train.plan.tensor {tensor}), but are not "

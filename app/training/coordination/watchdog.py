@@ -76,6 +76,7 @@ class Watchdog:
     def rest(self) -> Iterator[None]:
         """Let the block wait for something outside the run, however long. Allowed only in a run with one worker."""
         if self._store is None:
+            # The idle time is negative then, so no timeout comes.
             self._moved = math.inf
         try:
             yield

@@ -47,6 +47,7 @@ class DataParallelEngine:
 
     def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
         """Do one optimizer step on this rank's micro-batches."""
+        # Before the step, which changes the rate and the loss scale.
         factors, losses = Factors.of(self.deepspeed), []
         _start_gradients_in_float32(self.deepspeed)
         for number, batch in enumerate(batches, start=1):
@@ -60,6 +61,7 @@ class DataParallelEngine:
             with activity.phase(Phase.OPTIMIZER):
                 # DeepSpeed wants this call for each micro-batch. It steps after the last one.
                 self.deepspeed.step()
+            # Detached, or the graphs of all micro-batches would stay in memory.
             losses.append(loss.detach())
         return StepResult.of(self.deepspeed, factors, torch.stack(losses).mean())
 

@@ -182,6 +182,7 @@ def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int
             lr_scheduler=create_scheduler(optimizer, config, total_steps),
             config=with_bounded_buffers(deepspeed_config(config, layout, kind), num_parameters),
         )
+    # Only the step that DeepSpeed makes by itself is to do nothing.
     if hook:
         hook.remove()
     continue_at_min_loss_scale(engine)

@@ -128,6 +128,7 @@ def mean_buffers(engine: TrainingEngine) -> dict[str, Tensor]:
     if not floating:
         return means
     group = engine.deepspeed.data_parallel_group
+    # One all-reduce for all of them.
     flat = torch.cat([buffer.double().flatten() for buffer in floating.values()])
     all_reduce(flat, group=group)
     parts = torch.split(flat / get_world_size(group), [buffer.numel() for buffer in floating.values()])

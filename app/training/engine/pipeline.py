@@ -108,6 +108,7 @@ def _make_stage(blueprint: Blueprint, config: TrainConfig, layout: Layout, objec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     def loss_or_sums(output: Tensor, targets: Tensor) -> Tensor:
+        # DeepSpeed has one loss function, and calls it in validation, too.
         is_training = torch.is_grad_enabled()
         return objective.mean(output, targets) if is_training else objective.sums(output, targets)
 
@@ -161,6 +162,7 @@ def _specs(layers: list[Layer]) -> list[Any]:
         def build(self, log: bool = False) -> nn.Module:  # noqa: ARG002
             return self.module
 
+    # Layers that share a module get one key.
     modules = [layer.module for layer in layers if isinstance(layer, Tied)]
     return [
         BuiltTiedLayer(f"tied_{modules.index(layer.module)}", layer) if isinstance(layer, Tied) else layer

@@ -50,6 +50,7 @@ class _Partition:
 
     def __call__(self, parameter: Any) -> None:
         if self._first is None:
+            # ``zero.Init`` takes modules only.
             wrapped = nn.ParameterList([parameter])
             import_deepspeed().zero.Init(module=wrapped, config_dict_or_path=self._config, dtype=parameter.dtype)
             self._first = parameter

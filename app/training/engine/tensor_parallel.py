@@ -42,6 +42,7 @@ class LinearSplitter:
     def __call__(self, parameter: nn.Parameter) -> None:
         """Record that ``parameter`` has its value, and split the layers that are now complete."""
         self._placed.add(id(parameter))
+        # A copy, because splitting removes entries.
         for linear in list(self._waiting):
             if all(id(parameter) in self._placed for parameter in linear.parameters()):
                 self._split(linear, *self._waiting.pop(linear))
@@ -99,6 +100,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Collectives take contiguous tensors only.
         summed = gradient.contiguous()
         torch.distributed.all_reduce(summed, group=ctx.group)
         return summed, None

@@ -75,6 +75,7 @@ class Recorder:
         samples_per_s = samples / seconds
         self.ranks(synced.busy_s)
 
+        # The position is that after the last of these steps.
         first = position.step - len(synced.steps) + 1
         memory = memory_record(self.device)
         self._append(

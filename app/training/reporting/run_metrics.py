@@ -81,4 +81,5 @@ class RunMetrics:
 
     def _set(self, metric: Metric, value: float | None, *more: str) -> None:
         if value is not None:
+            # All values are published each time, so the last of each is kept.
             self._samples[metric, "".join(more)] = metric.of(value, *self._labels, *more)

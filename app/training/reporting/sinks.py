@@ -49,6 +49,7 @@ class MetricsLog:
         restored from the checkpoint's records.
         """
         kept = [line for line in self._whole_lines() if line.step <= step]
+        # A checkpoint may be newer than the file, whose last lines were lost.
         known = {line.epoch for line in kept}
         missing = (_Line(_text(epoch)) for epoch in epochs)
         restored = (line for line in missing if line.epoch not in known)
