@@ -74,7 +74,7 @@ def prepare_run(
     data = _data_of(run, prepared)
     print(f"data {recipe.data.source}: {f'as prepared in {prepared}' if prepared else data.summary}", flush=True)
     blueprint = _blueprint_of(recipe, data, reads_folder)
-    # This, ``augmentation_of``, ``_texts_of`` and ``objective_of`` are called for their errors only.
+    # This is called for its errors only.
     check_order(recipe, data)
     if recipe.train.curriculum:
         from app.training.difficulty import require_difficulty  # other runs do not need it
@@ -85,6 +85,13 @@ def prepare_run(
         print(f"train.plan auto: {chosen.reason}", flush=True)
         run.recipe = recipe = recipe.with_plan(chosen.plan)
     _check_plan(recipe.train, blueprint.model, data)
+    _check_objective(run, data)
+    return data
+
+
+def _check_objective(run: Run, data: PreparedData) -> None:
+    """Check what the model learns from besides the data. Write the version of the teacher into the run's recipe."""
+    recipe = run.recipe
     if recipe.train.prune:
         from app.training.engine.pruning import require_same_model  # other runs do not need it
 
@@ -95,11 +102,11 @@ def prepare_run(
         run.recipe = recipe = with_resolved_teacher(recipe, data, run.storage)
         assert recipe.train.teacher
         print(f"teacher {recipe.train.teacher.model}: gives its logits for each batch", flush=True)
+    # These are called for their errors only.
     augmentation_of(recipe.train, data)
     if recipe.train.linear_baseline:
         texts_of(recipe, data)
     objective_of(find_task(recipe.task), recipe.train, data)
-    return data
 
 
 def _describe_pretrained(run: Run) -> bool:

@@ -69,18 +69,22 @@ def cases(folder: Path) -> list[Case]:
             _NO_DROPOUT,
         ),
         Case("language-modeling", "recipes/stdlib_gpt.yaml"),
-        Case(
-            "chat",
-            "benchmarks/finetuning/conversations.yaml",
-            overrides=(
-                f"data.source={folder / 'chats.jsonl'}",
-                f"model.pretrained={folder / 'gpt'}",
-                "data.block_length=128",
-                "train.optimizer.lr=1.0e-3",
-                "train.global_batch_size=8",
-            ),
-        ),
+        _chat(folder),
     ]
+
+
+def _chat(folder: Path) -> Case:
+    return Case(
+        "chat",
+        "benchmarks/finetuning/conversations.yaml",
+        overrides=(
+            f"data.source={folder / 'chats.jsonl'}",
+            f"model.pretrained={folder / 'gpt'}",
+            "data.block_length=128",
+            "train.optimizer.lr=1.0e-3",
+            "train.global_batch_size=8",
+        ),
+    )
 
 
 def _spread(items: Sequence[Any]) -> list[Any]:

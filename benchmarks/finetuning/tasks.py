@@ -237,6 +237,12 @@ def _unmeasured(found: Sequence[Measured]) -> list[str]:
     return [name for name in TASKS if name not in {task.task for task in found}]
 
 
+_COLUMNS = (
+    *("task", "losses apart", "metrics apart", "metric", "PyTorch", "published"),
+    *("variant", "passed, refused", "answers apart"),
+)
+
+
 def report(found: Sequence[Measured], imported: Sequence[Imported], minutes: float, load: str) -> str:
     """Return the page."""
     reached = [(goal.what, goal.goal, goal.reached, goal.verdict) for goal in goals(found, imported)]
@@ -254,22 +260,7 @@ def report(found: Sequence[Measured], imported: Sequence[Imported], minutes: flo
 
 {table(("what", "goal", "reached", ""), reached)}
 
-{
-        table(
-            (
-                "task",
-                "losses apart",
-                "metrics apart",
-                "metric",
-                "PyTorch",
-                "published",
-                "variant",
-                "passed, refused",
-                "answers apart",
-            ),
-            tasks,
-        )
-    }
+{table(_COLUMNS, tasks)}
 
 - **Ranks**: each recipe trains for {
         STEPS
