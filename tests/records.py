@@ -1,12 +1,19 @@
 """Goods: samples of several fields that tests learn from."""
 
+import io
+import wave
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
+from numpy.typing import NDArray
+from upath import UPath
 
-from app.config import Recipe
+from app.config import DataConfig, Recipe
+from app.data.examples import Input, Modality
 from app.data.images import encode_png
+from app.tensors import Tensors, TensorSpec
 
 FIELDS = {
     "title": {"kind": "text"},
@@ -56,3 +63,38 @@ def write_goods(folder: Path) -> Path:
         lines.append(LINES[number % len(LINES)].format(number))
     (folder / "goods.csv").write_text("\n".join(lines), encoding="utf-8")
     return folder / "goods.csv"
+
+
+class Loudness:
+    """A field of one's own: the mean level of each eighth of a recording, as float32 of shape (rows, 8)."""
+
+    modality: ClassVar[Modality] = "image"  # read from files, as pictures are
+    inputs = (TensorSpec("levels", np.dtype(np.float32), (-1, 8)),)
+    facts: ClassVar[dict[str, int]] = {"num_levels": 8}
+
+    @classmethod
+    def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:
+        return cls()
+
+    def encode(self, inputs: Sequence[Input]) -> Tensors:
+        return {"levels": np.stack([self._levels(item) for item in inputs])}
+
+    def _levels(self, item: Input) -> NDArray[np.float32]:
+        assert isinstance(item, bytes)
+        with wave.open(io.BytesIO(item)) as recording:
+            samples = np.frombuffer(recording.readframes(recording.getnframes()), np.int16)
+        return np.abs(samples.reshape(8, -1).astype(np.float32)).mean(axis=1) / 2**15
+
+    def save(self, folder: UPath) -> None:
+        (folder / "loudness.json").write_text("{}")
+
+    @classmethod
+    def load(cls, folder: UPath) -> Self:
+        assert (folder / "loudness.json").exists()
+        return cls()
+
+
+class Waveform(Loudness):
+    """The samples of a recording, of any length."""
+
+    inputs = (TensorSpec("samples", np.dtype(np.float32), (-1, -1), max_length=500),)

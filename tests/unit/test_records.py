@@ -1,7 +1,6 @@
 """Records, samples of several fields: how files become tensors, batches of one group, and the model."""
 
 import base64
-import io
 import json
 import wave
 from collections.abc import Sequence
@@ -9,21 +8,19 @@ from contextlib import closing
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from numpy.typing import NDArray
 from pyarrow import parquet
 from pydantic import ValidationError
 from torch import Tensor
 from upath import UPath
 
 from app.compile.export import export_onnx
-from app.config import CleanConfig, DataConfig, Recipe
-from app.data.examples import Input, Modality
+from app.config import CleanConfig, Recipe
 from app.data.records import RecordProcessor
 from app.data.sources import load_examples
 from app.engines.onnxruntime import open_oracle
@@ -32,45 +29,10 @@ from app.models.factory import build_model
 from app.models.multimodal import LateFusion
 from app.serving.protocol.natural import PredictRequest
 from app.tasks import find_served_task, load_with_test, prepare
-from app.tensors import OUTPUT, Tensors, TensorSpec, check_tensors
+from app.tensors import OUTPUT, check_tensors
 from app.training.data.batches import DataRank, validation_share
 from app.training.data.orders import order_of
 from tests.records import FIELDS, recipe_of, with_data, write_goods
-
-
-class Loudness:
-    """A field of one's own: the mean level of each eighth of a recording, as float32 of shape (rows, 8)."""
-
-    modality: ClassVar[Modality] = "image"  # read from files, as pictures are
-    inputs = (TensorSpec("levels", np.dtype(np.float32), (-1, 8)),)
-    facts: ClassVar[dict[str, int]] = {"num_levels": 8}
-
-    @classmethod
-    def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:
-        return cls()
-
-    def encode(self, inputs: Sequence[Input]) -> Tensors:
-        return {"levels": np.stack([self._levels(item) for item in inputs])}
-
-    def _levels(self, item: Input) -> NDArray[np.float32]:
-        assert isinstance(item, bytes)
-        with wave.open(io.BytesIO(item)) as recording:
-            samples = np.frombuffer(recording.readframes(recording.getnframes()), np.int16)
-        return np.abs(samples.reshape(8, -1).astype(np.float32)).mean(axis=1) / 2**15
-
-    def save(self, folder: UPath) -> None:
-        (folder / "loudness.json").write_text("{}")
-
-    @classmethod
-    def load(cls, folder: UPath) -> Self:
-        assert (folder / "loudness.json").exists()
-        return cls()
-
-
-class Waveform(Loudness):
-    """The samples of a recording, of any length."""
-
-    inputs = (TensorSpec("samples", np.dtype(np.float32), (-1, -1), max_length=500),)
 
 
 @pytest.fixture
@@ -205,7 +167,7 @@ def test_a_field_may_have_a_processor_of_ones_own(table: Path, tmp_path: Path) -
             recording.writeframes(np.full(64, 2**14 * (number % 2), np.int16).tobytes())
         lines.append(f"{'knock' * (number % 3)},{number}.wav,{'loud' if number % 2 else 'still'}")
     table.write_text("\n".join(lines), encoding="utf-8")
-    recipe = recipe_of(table, {"title": {"kind": "text"}, "sound": {"kind": f"{__name__}:Loudness"}})
+    recipe = recipe_of(table, {"title": {"kind": "text"}, "sound": {"kind": "tests.records:Loudness"}})
     data: Any = prepare(recipe)
     data.save(UPath(tmp_path / "data"))
     loaded: Any = load_with_test(recipe, UPath(tmp_path / "data"))

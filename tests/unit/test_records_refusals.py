@@ -59,7 +59,7 @@ def test_a_file_that_is_missing_or_no_picture_is_named_with_its_row(table: Path,
 
 
 def test_fields_that_would_be_padded_to_different_lengths_are_refused(table: Path) -> None:
-    fields = {"title": {"kind": "text"}, "sound": {"kind": f"{__name__}:Waveform", "column": "file"}}
+    fields = {"title": {"kind": "text"}, "sound": {"kind": "tests.records:Waveform", "column": "file"}}
     words = "length of sound_samples varies up to 500, and that of title_input_ids up to 16; a model has one length"
     with pytest.raises(DataError, match=words):
         prepare(recipe_of(table, fields))
