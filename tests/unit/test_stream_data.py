@@ -94,6 +94,8 @@ def test_a_stream_without_a_batch_is_no_data(server: NatsServer, tmp_path: Path)
     server.publish([message(1)], "F", "f.a")
     with pytest.raises(DataError, match=r"no new message for 0\.5 s, and its 1 messages give no batch of 16"):
         prepare_labelled_stream(recipe(f"{server.url}/F", tmp_path, idle_seconds=0.5), TextProcessor)
+    with pytest.raises(DataError, match=r"has had no message for 0\.5 s: publish some, correct the address"):
+        prepare_labelled_stream(recipe(f"{server.url}/F?subject=g", tmp_path, idle_seconds=0.5), TextProcessor)
 
 
 def language_recipe(source: str, storage: Path, *keys: str) -> Recipe:

@@ -109,6 +109,28 @@ def test_what_a_broker_refuses_is_told(server: NatsServer, tmp_path: Path, monke
             open_reader(f"{locked.url}/S", {})
     with pytest.raises(BrokerUnreachableError, match="no server answers"):
         open_reader(f"{locked.url}/S", {})
+    monkeypatch.setenv("NATS_CREDS", "no.creds")
+    with pytest.raises(DataError, match=r"NATS_CREDS is 'no\.creds', where there is no file"):
+        open_reader(f"{locked.url}/S", {})
+    (tmp_path / "empty.creds").touch()
+    monkeypatch.setenv("NATS_CREDS", str(tmp_path / "empty.creds"))
+    with pytest.raises(BrokerUnreachableError, match="no server answers"):
+        open_reader(f"{locked.url}/S", {})
+
+
+def test_what_kafka_refuses_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(BrokerUnreachableError, match=r"no broker answers .*Connection refused"):
+        open_reader("kafka://127.0.0.1:1/t", {})
+    assert capfd.readouterr().err == ""
+    properties = tmp_path / "kafka.conf"
+    monkeypatch.setenv("RAYLOOM_KAFKA_CONFIG", str(properties))
+    with pytest.raises(DataError, match=r"RAYLOOM_KAFKA_CONFIG is '.*kafka\.conf', which cannot be read"):
+        open_reader("kafka://127.0.0.1:1/t", {})
+    properties.write_text("colour=red\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r'No such configuration property: "colour"\); correct the file .*kafka\.conf'):
+        open_reader("kafka://127.0.0.1:1/t", {})
 
 
 @pytest.mark.parametrize(

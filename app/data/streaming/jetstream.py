@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import nats
@@ -54,9 +55,10 @@ class JetStreamReader:
         if self._is_closed:
             return
         self._is_closed = True
-        # The connection may be gone already.
         with self._runner, suppress(TimeoutError, nats.errors.Error, OSError):
-            self._runner.run(asyncio.wait_for(self._client.close(), _CLOSE_TIMEOUT_S))
+            # The connection may be gone already, or was never made.
+            if self._client.is_connected:
+                self._runner.run(asyncio.wait_for(self._client.close(), _CLOSE_TIMEOUT_S))
 
     async def _open(self, start: int | None) -> int:
         """Connect, and make a consumer. Return the sequence that it begins with."""
@@ -98,12 +100,12 @@ class JetStreamReader:
             causes = [*errors, error]
             if refused := next((cause for cause in causes if "authorization" in str(cause).lower()), None):
                 raise DataError(
-                    f"data.source {self._source!r}: the server refuses the credentials ({refused}); set NATS_USER and "
-                    "NATS_PASSWORD, or NATS_CREDS, where training runs"
+                    f"data.source {self._source!r}: the server refuses the credentials ({refused}); set or correct "
+                    "NATS_USER and NATS_PASSWORD, or NATS_CREDS, where training runs"
                 ) from error
+            cause = str(causes[0]) or type(causes[0]).__name__
             raise BrokerUnreachableError(
-                f"data.source {self._source!r}: no server answers ({causes[0] or type(causes[0]).__name__}); start it, "
-                "or correct the address"
+                f"data.source {self._source!r}: no server answers ({cause}); start it, or correct the address"
             ) from error
 
     def _first_sequence(self, info: StreamInfo, start: int | None) -> int:
@@ -163,13 +165,15 @@ class JetStreamReader:
         except (nats.errors.Error, OSError, TimeoutError) as error:
             raise BrokerUnreachableError(
                 f"data.source {self._source!r}: the connection to the server is lost "
-                f"({error or type(error).__name__}); start the server"
+                f"({str(error) or type(error).__name__}); start the server"
             ) from error
 
 
 def _credentials() -> dict[str, str]:
-    """Return the credentials in the environment variables that NATS's own tools read."""
+    """Return the credentials in the environment variables that NATS's own tools read. Raises DataError."""
     if file := os.environ.get("NATS_CREDS"):
+        if not Path(file).is_file():
+            raise DataError(f"NATS_CREDS is {file!r}, where there is no file: correct it where training runs")
         return {"user_credentials": file}
     user, password = os.environ.get("NATS_USER"), os.environ.get("NATS_PASSWORD")
     if user and password:

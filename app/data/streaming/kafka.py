@@ -34,6 +34,8 @@ class KafkaReader:
         self._source, self._name = source, address.name
         self._errors: list[KafkaError] = []
         properties = {
+            # Its log repeats each failure many times a second. Errors are raised.
+            "log_level": 2,
             **_properties(),
             "bootstrap.servers": ",".join(address.servers),
             # The client requires a group, but stores no offset for it.
@@ -45,7 +47,10 @@ class KafkaReader:
         try:
             self._consumer = Consumer(properties)
         except KafkaException as error:
-            raise DataError(f"{_CONFIG}: librdkafka refuses the properties ({error.args[0].str()})") from error
+            raise DataError(
+                f"{_CONFIG}: librdkafka refuses the properties ({error.args[0].str()}); correct the file "
+                f"{os.environ.get(_CONFIG)!r}"
+            ) from error
         try:
             self.start: Offsets = self._assign(start)
         except KafkaException as error:
@@ -105,8 +110,8 @@ class KafkaReader:
         causes = [*self._errors, error]
         if refused := next((one for one in causes if one.code() in _REFUSALS), None):
             raise DataError(
-                f"data.source {self._source!r}: the brokers refuse the credentials ({refused.str()}); name a file of "
-                f"librdkafka's properties in {_CONFIG}, where training runs"
+                f"data.source {self._source!r}: the brokers refuse the credentials ({refused.str()}); correct the file "
+                f"of librdkafka's properties that {_CONFIG} names, or name one where training runs"
             ) from cause
         if error.code() in _OUT_OF_RANGE:
             raise DataError(

@@ -98,13 +98,19 @@ def _collect(recipe: Recipe, make_rows: RowsFactory, clock: Callable[[], float])
             if (chosen := collector.poll()) is not None:
                 return chosen
         assert config.stream is not None
+        idle, count = config.stream.idle_seconds, collector.collected
+        if not count:
+            raise DataError(
+                f"data.source {config.source!r} has had no message for {idle:g} s: publish some, correct the address, "
+                "or raise data.stream.idle_seconds"
+            )
         is_labelled = config.stream.labels is not None
         sample = "row" if is_labelled else f"block of {config.block_length} tokens"
         held_out = "" if config.validation_source else f" and a {sample} for validation"
         raise DataError(
-            f"data.source {config.source!r} has had no new message for {config.stream.idle_seconds:g} s, and its "
-            f"{collector.collected:,} messages give no batch of {recipe.train.batch_size} {sample}s{held_out}: publish "
-            "more, lower train.global_batch_size, or raise data.stream.idle_seconds"
+            f"data.source {config.source!r} has had no new message for {idle:g} s, and its {count:,} messages give no "
+            f"batch of {recipe.train.batch_size} {sample}s{held_out}: publish more, lower train.global_batch_size, or "
+            "raise data.stream.idle_seconds"
         )
 
 
