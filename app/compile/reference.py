@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor
 from app.data.prepared import Batch, Dataset
 from app.engines.base import Engine, Signature
 from app.repository.score import Score
-from app.tasks.metrics import Metric
+from app.tasks.metrics import Metric, SklearnMetric
 from app.tasks.objective import select_counted
 from app.tensors import OUTPUT, Tensors, concat_rows, slice_rows
+
+if TYPE_CHECKING:
+    from app.tasks.metrics import Predicted
 
 BATCH = 64
 """Maximum rows in one batch."""
@@ -123,12 +127,16 @@ class Tally:
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
         self._sums: Tensor | None = None
+        self._rows: list[Predicted] = []
 
     def add(self, outputs: Tensors, batch: Batch) -> None:
         """Add the rows of a batch."""
         if (metric := self._judge.metric) is not None:
             given = torch.from_numpy(outputs[self._judge.output].astype(np.float32, copy=False))
-            sums = metric.sums(*select_counted(given, torch.from_numpy(batch.targets))).double()
+            counted = select_counted(given, torch.from_numpy(batch.targets))
+            if isinstance(metric, SklearnMetric):
+                self._rows.append(metric.rows(*counted))
+            sums = metric.sums(*counted).double()
             self._sums = sums if self._sums is None else self._sums + sums
 
     @property
@@ -136,7 +144,8 @@ class Tally:
         """The score of all rows so far; None without a metric."""
         if (metric := self._judge.metric) is None or self._sums is None:
             return None
-        return Score(metric=metric.name, value=metric.value(self._sums), mode=metric.mode)
+        value = metric.value_of(self._rows) if isinstance(metric, SklearnMetric) else metric.value(self._sums)
+        return Score(metric=metric.name, value=value, mode=metric.mode)
 
 
 def score_on(engine: Engine, split: Dataset, judge: Judge, max_rows: int = BATCH) -> Score | None:

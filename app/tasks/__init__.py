@@ -1,7 +1,7 @@
 """Tasks, which recipes name. One class says how data are read, learned, judged, compiled and answered."""
 
 from app.tasks.base import Encoded, ServedTask, Task
-from app.tasks.metrics import Metric, TorchMetric, sum_and_count
+from app.tasks.metrics import Metric, SklearnMetric, TorchMetric, sum_and_count
 from app.tasks.registry import (
     find_served_task,
     find_task,
@@ -16,6 +16,7 @@ __all__ = [
     "Encoded",
     "Metric",
     "ServedTask",
+    "SklearnMetric",
     "Task",
     "TorchMetric",
     "find_served_task",

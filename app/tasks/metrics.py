@@ -1,9 +1,9 @@
-"""Metrics: numbers that a model is judged by, made of sums that add up over batches and ranks."""
+"""Metrics: numbers that a model is judged by, made of sums that add up over batches and ranks, or of all rows."""
 
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +14,12 @@ from app.errors import RecipeError
 
 if TYPE_CHECKING:  # an endpoint names a task without torch
     import torchmetrics
+    from numpy.typing import NDArray
     from torch import Tensor
+
+    Predicted = tuple[Tensor, Tensor]
+    """Outputs, or predictions made of them, and the targets of the same rows."""
+    Conversion = Callable[[Tensor, Tensor], Predicted]
 
 
 class Metric(ABC):
@@ -93,7 +98,7 @@ class TorchMetric(Metric):
     """Returns the metric for the task's targets."""
 
     mode: Mode = "max"
-    inputs: Callable[["Tensor", "Tensor"], tuple["Tensor", "Tensor"]] | None = None
+    inputs: "Conversion | None" = None
     """Turns outputs and targets into those that the metric expects. None: it takes them as they are.
 
     A metric of probabilities needs it, because torchmetrics guesses for each batch whether outputs are logits.
@@ -123,7 +128,7 @@ class TorchMetric(Metric):
         metric = self.metric.to(outputs.device)
         metric.reset()
         if len(outputs):  # many metrics fail without a row
-            metric.update(*(self.inputs(outputs, targets) if self.inputs else (outputs, targets)))
+            metric.update(*_convert(self.inputs, outputs, targets))
         rows = torch.tensor([len(outputs)], dtype=torch.float64, device=outputs.device)
         return torch.cat([rows, *(state.double().flatten() for state in metric.metric_state.values())])
 
@@ -142,6 +147,67 @@ class TorchMetric(Metric):
             kind = part.dtype if state.is_floating_point() else state.dtype
             setattr(metric, name, part.reshape(state.shape).to(kind))
         return float(_compute(metric))
+
+
+@dataclass(frozen=True)
+class SklearnMetric(Metric):
+    """A function of ``sklearn.metrics``, or one like it, that is called with all rows of a split at once.
+
+    It has no sums. Each rank gets the rows of all ranks, so its value is exact, and its memory grows with the split.
+    """
+
+    name: str
+    function: Callable[["NDArray[Any]", "NDArray[Any]"], float]
+    """Returns the metric from the targets and the predictions, in scikit-learn's order."""
+
+    mode: Mode = "max"
+    inputs: "Conversion | None" = None
+    """Turns outputs and targets into predictions and targets as the function expects them, such as
+    ``lambda outputs, targets: (outputs.argmax(-1), targets)``. None: it takes them as they are.
+    """
+
+    size: int = field(default=0, init=False)
+
+    def sums(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":  # noqa: ARG002
+        """Return no sums, of shape (0,)."""
+        return outputs.new_zeros(0)
+
+    def value(self, sums: "Tensor") -> float:  # noqa: ARG002
+        """Return NaN: without rows there is no value."""
+        return math.nan
+
+    def rows(self, outputs: "Tensor", targets: "Tensor") -> "Predicted":
+        """Return predictions and targets, on the CPU. Of padded tokens, each one that counts is a row."""
+        if targets.dim() > 1 and targets.shape == outputs.shape[:-1]:
+            counted = targets != IGNORED
+            outputs, targets = outputs[counted], targets[counted]
+        predictions, targets = _convert(self.inputs, outputs, targets)
+        return predictions.cpu(), targets.cpu()
+
+    def value_of(self, parts: "Sequence[Predicted]") -> float:
+        """Return the metric over the rows of all ``parts``. NaN if there is no row.
+
+        Raises:
+            RecipeError: the function fails, or does not return a number.
+        """
+        import torch
+
+        filled = [part for part in parts if len(part[1])]
+        if not filled:
+            return math.nan
+        predictions, targets = (torch.cat(tensors).numpy() for tensors in zip(*filled, strict=True))
+        try:
+            return float(self.function(targets, predictions))
+        except Exception as error:
+            given = " and ".join(f"{array.dtype} of shape {array.shape}" for array in (targets, predictions))
+            raise RecipeError(
+                f"the metric {self.name} of the task fails on targets and predictions, which are {given}: {error}; "
+                "give inputs that convert them, or a function that returns one number"
+            ) from error
+
+
+def _convert(inputs: "Conversion | None", outputs: "Tensor", targets: "Tensor") -> "Predicted":
+    return inputs(outputs, targets) if inputs else (outputs, targets)
 
 
 def _compute(metric: "torchmetrics.Metric") -> Any:

@@ -1,23 +1,26 @@
 """What training minimizes, and how a validation adds up: losses and metrics as sums over batches and ranks."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from app.config import TeacherConfig, TrainConfig
-from app.data.labelled import LabelledData
+from app.config import PlanConfig, TeacherConfig, TrainConfig
+from app.data.labelled import LabelledData, LabelledDataset
 from app.data.prepared import IGNORED, PreparedData
 from app.data.targets import HasTargets
 from app.errors import RecipeError
 from app.models.factory import logits_of
 from app.tasks.base import Loss, Task
-from app.tasks.metrics import Metric
+from app.tasks.metrics import Metric, SklearnMetric
+
+if TYPE_CHECKING:
+    from app.tasks.metrics import Predicted
 
 
 class MeanLoss:
@@ -29,6 +32,15 @@ class MeanLoss:
         """Return the mean loss; NaN if no target counts."""
         total, count = sums.tolist()
         return float(total / count) if count else math.nan
+
+
+class Totals(NamedTuple):
+    """What the batches of a validation add up to."""
+
+    sums: Tensor
+    """``Objective.sums``, float64 of shape (``num_sums``,)."""
+    rows: list[list["Predicted"]]
+    """``Objective.rows`` of each batch."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +80,37 @@ class Objective:
         parts = [metric.sums(outputs, counted).double() for metric in self.metrics if not metric.of_loss]
         return torch.cat([of_loss, *parts])
 
-    def values(self, sums: Tensor) -> dict[str, float]:
-        """Return ``val_loss``, and ``val_NAME`` of each metric, from ``sums`` of all batches and ranks."""
+    @property
+    def row_metrics(self) -> list[SklearnMetric]:
+        """The metrics that take all rows at once."""
+        return [metric for metric in self.metrics if isinstance(metric, SklearnMetric)]
+
+    def rows(self, output: object, targets: Tensor) -> list["Predicted"]:
+        """Return the rows of a batch for each of ``row_metrics``."""
+        rows = select_counted(logits_of(output).float(), targets)
+        return [metric.rows(*rows) for metric in self.row_metrics]
+
+    def total(self, batches: Iterable[tuple[object, Tensor]], device: torch.device) -> Totals:
+        """Add up batches of outputs and targets."""
+        totals = Totals(torch.zeros(self.num_sums, dtype=torch.float64, device=device), [])
+        for output, targets in batches:
+            totals.sums.add_(self.sums(output, targets))
+            if self.row_metrics:
+                totals.rows.append(self.rows(output, targets))
+        return totals
+
+    def values(self, sums: Tensor, rows: Sequence[list["Predicted"]] = ()) -> dict[str, float]:
+        """Return ``val_loss``, and ``val_NAME`` of each metric, from the ``Totals`` of all batches and ranks.
+
+        Raises:
+            RecipeError: a metric that takes all rows fails.
+        """
         of_loss, *parts = torch.split(sums, self._sizes)
         values = {"val_loss": self.loss.value(of_loss)}
         for metric, part in zip(self.metrics, parts, strict=True):
             values[f"val_{metric.name}"] = metric.value(of_loss if metric.of_loss else part)
+        for metric, batches in zip(self.row_metrics, zip(*rows, strict=True), strict=False):
+            values[f"val_{metric.name}"] = metric.value_of(batches)
         return values
 
 
@@ -86,7 +123,28 @@ def objective_of(task: Task, config: TrainConfig, data: PreparedData) -> Objecti
         loss = task.batch_loss(config, data) or RowLoss(task.loss)
     # Data without labels, such as documents, have no targets to bind to.
     metrics = [metric.bind(data.targets) if isinstance(data, HasTargets) else metric for metric in task.metrics]
-    return Objective(loss, tuple(metrics))
+    objective = Objective(loss, tuple(metrics))
+    if objective.row_metrics:
+        _require_values(objective, config, data)
+    return objective
+
+
+def _require_values(objective: Objective, config: TrainConfig, data: PreparedData) -> None:
+    """Try the metrics that take all rows on random outputs, so that none fails after an epoch.
+
+    Raises:
+        RecipeError: one fails, or the plan is a pipeline, whose stages return sums only.
+    """
+    names = ", ".join(metric.name for metric in objective.row_metrics)
+    if isinstance(config.plan, PlanConfig) and config.plan.pipeline > 1:
+        raise RecipeError(f"the metric {names} takes all rows at once: set train.plan.pipeline to 1, or use sums")
+    split = data.validation
+    if isinstance(split, LabelledDataset) and not split.shards:
+        targets = torch.from_numpy(split.targets.batch(split.split.classes))
+        generator = torch.Generator().manual_seed(0)
+        outputs = torch.randn(len(targets), split.targets.num_outputs, generator=generator)
+        for metric in objective.row_metrics:
+            metric.value_of([metric.rows(*select_counted(outputs, targets))])
 
 
 def class_weights(given: Literal["balanced"] | Mapping[str, float], data: PreparedData) -> tuple[float, ...]:

@@ -7,10 +7,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from torch import Tensor
 
 from app.config import TrainConfig
 from app.errors import NonFiniteLossError
+from app.tasks.objective import Totals
 from app.telemetry.events import EventLog
 from app.telemetry.profiler import StepProfiler
 from app.telemetry.step_time import Phase
@@ -26,7 +26,7 @@ from app.training.records import EpochRecord, should_stop
 from app.training.reporting.meter import Meter
 from app.training.reporting.recorder import Recorder
 from app.training.stop_request import StopRequest
-from app.training.worker import Worker
+from app.training.worker import Worker, gather
 from app.warnings import warn
 
 if TYPE_CHECKING:  # most runs have one source, which is no stream
@@ -236,18 +236,26 @@ class Loop:
         """Return ``val_loss`` and the metrics, after averaging the buffers of all workers. Each sample counts once."""
         average_buffers(self.engine)
         if (mixture := self.feed.order.mixture) is None:
-            return self.engine.objective.values(self._validation_sums())
+            return self.engine.objective.values(*self._validation_totals())
         rows_of = mixture.validation_rows()
-        # Each row has one source, so these sums add up to those of the whole split.
-        parts = {name: self._validation_sums(rows) for name, rows in rows_of.items() if len(rows)}
-        losses = {name: self.engine.objective.values(part)["val_loss"] for name, part in parts.items()}
+        # Each row has one source, so these totals add up to those of the whole split.
+        parts = {name: self._validation_totals(rows) for name, rows in rows_of.items() if len(rows)}
+        losses = {name: self.engine.objective.values(part.sums)["val_loss"] for name, part in parts.items()}
         of_sources = {f"val_loss_{name}": loss for name, loss in losses.items()}
-        return self.engine.objective.values(torch.stack(list(parts.values())).sum(0)) | of_sources
+        sums = torch.stack([part.sums for part in parts.values()]).sum(0)
+        batches = [batch for part in parts.values() for batch in part.rows]
+        return self.engine.objective.values(sums, batches) | of_sources
 
-    def _validation_sums(self, rows: Indices | None = None) -> Tensor:
-        """Return ``Objective.sums`` over the validation split, or these rows of it, of all workers."""
-        sums = self.engine.evaluate(self._validation_batches(rows))
-        return self.worker.all_reduce(sums_to_add(sums, self.feed.layout, self.worker.rank))
+    def _validation_totals(self, rows: Indices | None = None) -> Totals:
+        """Return the totals of the validation split, or these rows of it, of all workers."""
+        layout, rank = self.feed.layout, self.worker.rank
+        own = self.engine.evaluate(self._validation_batches(rows))
+        sums = self.worker.all_reduce(sums_to_add(own.sums, layout, rank))
+        if not self.engine.objective.row_metrics:
+            return Totals(sums, [])
+        # Tensor-parallel ranks have the same rows.
+        kept = own.rows if layout.tensor_rank(rank) == 0 else []
+        return Totals(sums, [batch for part in gather(kept) for batch in part])
 
     def _validation_batches(self, rows: Indices | None) -> Iterator[MicroBatch]:
         for batch in self.feed.validation(rows):

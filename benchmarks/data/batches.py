@@ -115,7 +115,7 @@ def _train(recipe: Recipe, data: PreparedData, worker: Worker, name: str) -> Tra
             assert feed.loader.last is not None
             tokens += int(feed.loader.last.inputs["attention_mask"].sum())
             steps += 1
-    values = engine.objective.values(engine.evaluate(feed.validation()))
+    values = engine.objective.values(*engine.evaluate(feed.validation()))
     feed.close()
     engine.deepspeed.destroy()
     return Trained(tokens, seconds, steps, values["val_loss"], values["val_accuracy"])

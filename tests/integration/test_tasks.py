@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from sklearn.metrics import f1_score, matthews_corrcoef, roc_auc_score
 from upath import UPath
 
 from app.compile.run import compile_model
@@ -15,8 +17,9 @@ from app.config import load_recipe
 from app.repository.repository import Repository
 from app.runs import Run, execute
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
-from app.tasks import prepare
-from tests.helpers import ROOT, SGD, losses, train_alone
+from app.tasks import load_prepared, prepare
+from app.training.weights import load_weights
+from tests.helpers import ROOT, SGD, folder_of, losses, train_alone
 from tests.serving import serving
 
 OWN = [
@@ -119,3 +122,22 @@ def test_two_ranks_train_and_validate_as_one(task: Task, tmp_path: Path) -> None
     assert losses(two) == pytest.approx(losses(one), rel=1e-4)
     for name in (name for name in one["metrics"] if name.startswith("val_") and one["metrics"][name] is not None):
         assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-4, abs=1e-6), name
+
+
+def test_metrics_of_libraries_are_those_of_the_whole_split_on_any_number_of_ranks(tmp_path: Path) -> None:
+    keys = ["task=tests.judged_digits:JudgedDigits", "train.early_stopping={metric: val_auroc, mode: max}", "tune=null"]
+    keys += [*SGD, "data.validation_fraction=0.195", f"storage={tmp_path}"]
+    one, two = train_alone(*keys, "train.workers=1"), train_alone(*keys, processes=2)
+    data = load_prepared(load_recipe(folder_of(two) / "config.yaml"), UPath(folder_of(two) / "data"))
+    assert len(data.validation) % 2 == 1, "the shares are uneven"
+    batch = data.validation.batch(range(len(data.validation)))
+    model = load_weights(UPath(two["artifacts"]["weights"])).model.eval()
+    with torch.no_grad():
+        outputs = model(**{name: torch.from_numpy(values) for name, values in batch.inputs.items()})
+    found, metrics = outputs.argmax(-1), two["metrics"]
+    assert metrics["val_f1"] == pytest.approx(f1_score(batch.targets, found, average="macro"), abs=1e-6)
+    assert metrics["val_matthews"] == pytest.approx(matthews_corrcoef(batch.targets, found), abs=1e-9)
+    expected = roc_auc_score(batch.targets, outputs.softmax(-1), multi_class="ovr")
+    assert metrics["val_auroc"] == pytest.approx(expected, abs=1e-6)
+    for name in ("val_f1", "val_matthews", "val_auroc"):
+        assert metrics[name] == pytest.approx(one["metrics"][name], rel=1e-4), name

@@ -167,7 +167,7 @@ def validate(engine: TrainingEngine, layout: Layout) -> float:
     parts = [share[:-1], share[-1:]]
     sums = engine.evaluate(
         MicroBatch({"input_ids": tokens[indices][:, :-1]}, tokens[indices][:, 1:]) for indices in parts if indices
-    )
+    ).sums
     torch.distributed.all_reduce(sums)
     return engine.objective.values(sums)["val_loss"]
 

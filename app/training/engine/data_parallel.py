@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from app.config import Layout, TrainConfig
 from app.models.traits import kind_of
-from app.tasks.objective import Objective
+from app.tasks.objective import Objective, Totals
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
@@ -66,14 +66,13 @@ class DataParallelEngine:
         return StepResult.of(self.deepspeed, factors, torch.stack(losses).mean())
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
-        """Return ``Objective.sums`` over this rank's batches, float64."""
+    def evaluate(self, batches: Iterable[MicroBatch]) -> Totals:
+        """Return ``Objective.total`` of this rank's batches."""
         self.deepspeed.eval()
-        sums = torch.zeros(self.objective.num_sums, dtype=torch.float64, device=self.deepspeed.device)
-        for batch in batches:
-            sums += self.objective.sums(self.deepspeed(**batch.inputs), batch.targets)
+        answered = ((self.deepspeed(**batch.inputs), batch.targets) for batch in batches)
+        totals = self.objective.total(answered, self.deepspeed.device)
         self.deepspeed.train()  # not in each step, because it visits all modules
-        return sums
+        return totals
 
     def _weight(self, batch: MicroBatch) -> Tensor | float:
         """Return the loss weight for a mean over samples or targets instead of micro-batches; 1 if they are equal."""

@@ -15,7 +15,7 @@ from app.models.blueprint import Blueprint, return_freed_memory
 from app.models.splitting import layers_of
 from app.models.staged import Tied
 from app.models.traits import ModelKind, is_hugging_face, kind_of
-from app.tasks.objective import CrossEntropy, Objective
+from app.tasks.objective import CrossEntropy, Objective, Totals
 from app.torch_internals import is_persistent_buffer
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
@@ -48,10 +48,10 @@ class TrainingEngine(Protocol):
         """Do one optimizer step on this rank's micro-batches. ``activity`` is told of each phase."""
         ...
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
-        """Return ``Objective.sums`` over this rank's batches, float64.
+    def evaluate(self, batches: Iterable[MicroBatch]) -> Totals:
+        """Return ``Objective.total`` of this rank's batches.
 
-        Tensor-parallel ranks each return the sums of the batches that they share. Stages without outputs return zeros.
+        Tensor-parallel ranks each return that of the batches that they share. Stages without outputs return zeros.
         """
         ...
 

@@ -16,7 +16,7 @@ from app.models.splitting import cuts_of, layers_of
 from app.models.staged import Layer, Tied
 from app.models.traits import ModelKind
 from app.storage import no_op
-from app.tasks.objective import Objective
+from app.tasks.objective import Objective, Totals
 from app.telemetry.step_time import Phase, phase
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
@@ -60,8 +60,8 @@ class PipelineEngine:
         return StepResult.of(self.deepspeed, factors, loss.float())
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch]) -> Tensor:
-        """Return ``Objective.sums`` over this rank's batches, float64. Only the last stage has any."""
+    def evaluate(self, batches: Iterable[MicroBatch]) -> Totals:
+        """Return the sums of this rank's batches. Only the last stage has any."""
         sums = torch.zeros(self.objective.num_sums, dtype=torch.float64, device=self.deepspeed.device)
         for batch in batches:
             self.deepspeed.reset_activation_shape()  # the last batch may be shorter
@@ -73,7 +73,7 @@ class PipelineEngine:
                 sums += torch.stack(outputs).sum(0)
         # Training's batches have another size than those of validation.
         self.deepspeed.reset_activation_shape()
-        return sums
+        return Totals(sums, [])
 
 
 def _phase_marker() -> Callable[[Any, Callable[..., None]], Callable[..., None]]:

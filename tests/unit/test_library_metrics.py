@@ -1,13 +1,15 @@
-"""Metrics of torchmetrics: they add up over batches and ranks, judge a compilation, and are refused if they cannot."""
+"""Metrics of torchmetrics and scikit-learn: exact over batches and ranks, the same in a compilation, or refused."""
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torchmetrics
+from sklearn import metrics
 from torchmetrics import classification, regression
 
 from app.compile.reference import Judge, Tally
@@ -16,10 +18,10 @@ from app.data.prepared import IGNORED, Batch
 from app.data.targets import Classes, LabelSets, Numbers, Scale
 from app.errors import RecipeError
 from app.runs import Run
-from app.tasks import TorchMetric, find_task
+from app.tasks import Metric, SklearnMetric, TorchMetric, find_task, prepare
 from app.tasks.classification import ImageClassification
 from app.tasks.language import LanguageModeling
-from app.tasks.objective import CrossEntropy, Objective
+from app.tasks.objective import CrossEntropy, Objective, objective_of
 from app.tensors import OUTPUT
 from app.training.run import prepare_run
 from tests.helpers import ROOT
@@ -78,12 +80,21 @@ def test_parts_of_any_size_add_up_to_what_torchmetrics_says_of_the_whole(
     assert math.isnan(bound.value(bound.sums(outputs[:0], targets[:0])))
 
 
-def test_compile_judges_by_the_number_that_a_validation_measures() -> None:
+BY_CLASS = SklearnMetric("f1", partial(metrics.f1_score, average="macro"), inputs=lambda o, t: (o.argmax(-1), t))
+
+
+@pytest.mark.parametrize("metric", [F1, BY_CLASS], ids=["torchmetrics", "sklearn"])
+def test_compile_judges_by_the_number_that_a_validation_measures(metric: Metric) -> None:
     outputs, targets = torch.randn(40, 3), torch.randint(3, (40,))
     targets[5:9] = IGNORED
-    bound = F1.bind(CLASSES)
+    bound = metric.bind(CLASSES)
     objective = Objective(CrossEntropy(), (bound,))
-    validated = objective.values(objective.sums(outputs[:7], targets[:7]) + objective.sums(outputs[7:], targets[7:]))
+    parts = [(outputs[part], targets[part]) for part in (slice(7), slice(1), slice(7, 40))]
+    parts[1] = (outputs[:1], torch.full((1,), IGNORED))  # a rank without samples
+    validated = objective.values(*objective.total(parts, torch.device("cpu")))
+    counted = targets != IGNORED
+    expected = metrics.f1_score(targets[counted], outputs.argmax(-1)[counted], average="macro")
+    assert validated["val_f1"] == pytest.approx(expected, abs=1e-6)
     tally = Tally(Judge(bound))
     for part in (slice(0, 30), slice(30, 40)):
         tally.add({OUTPUT: outputs[part].numpy()}, Batch({"x": np.zeros(0)}, targets[part].numpy()))
@@ -118,6 +129,31 @@ def test_a_metric_that_does_not_add_up_is_refused(make: Callable[[Any], Any], wo
         TorchMetric("own", make).bind(CLASSES)
 
 
+def test_each_token_that_counts_is_a_row() -> None:
+    outputs, targets = torch.randn(4, 6, 3), torch.randint(3, (4, 6))
+    targets[:, 3:] = IGNORED
+    targets[1] = IGNORED
+    objective = Objective(CrossEntropy(), (BY_CLASS,))
+    longer = (torch.cat([outputs, outputs], 1), torch.cat([targets, targets], 1))
+    values = objective.values(*objective.total([(outputs, targets), longer], torch.device("cpu")))
+    found, expected = outputs[targets != IGNORED].argmax(-1), targets[targets != IGNORED]
+    assert values["val_f1"] == pytest.approx(metrics.f1_score(expected, found, average="macro"))
+
+
+def test_without_a_row_there_is_no_value() -> None:
+    objective = Objective(CrossEntropy(), (BY_CLASS,))
+    nothing = (torch.randn(2, 3), torch.full((2,), IGNORED))
+    assert math.isnan(objective.values(*objective.total([nothing], torch.device("cpu")))["val_f1"])
+
+
+class ByLogits(ImageClassification):
+    metrics = (SklearnMetric("balanced", metrics.balanced_accuracy_score),)
+
+
+class ByEachClass(ImageClassification):
+    metrics = (SklearnMetric("f1", partial(metrics.f1_score, average=None), inputs=BY_CLASS.inputs),)
+
+
 class ByExactAuroc(ImageClassification):
     metrics = (TorchMetric("auroc", lambda targets: classification.MulticlassAUROC(targets.num_outputs)),)
 
@@ -126,9 +162,27 @@ class WithoutTargets(LanguageModeling):
     metrics = (F1,)
 
 
-def test_a_run_refuses_it_before_a_worker_starts() -> None:
-    keys = [f"task={__name__}:ByExactAuroc", "train.early_stopping={metric: val_auroc, mode: max}", "tune=null"]
-    with pytest.raises(RecipeError, match="the metric auroc of the task is MulticlassAUROC"):
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("ByExactAuroc", "the metric auroc of the task is MulticlassAUROC"),
+        ("ByLogits", r"balanced .* int64 of shape \(360,\) and float32 of shape \(360, 10\): .*; give inputs that"),
+        ("ByEachClass", "the metric f1 .* or a function that returns one number"),
+    ],
+)
+def test_a_run_refuses_it_before_a_worker_starts(task: str, words: str) -> None:
+    keys = [f"task={__name__}:{task}", "train.early_stopping={metric: val_loss, mode: min}", "tune=null"]
+    with pytest.raises(RecipeError, match=words):
         prepare_run(Run.start("train", load_recipe(ROOT / "recipes/digits.yaml", keys)))
+
+
+def test_a_pipeline_refuses_a_metric_of_all_rows() -> None:
+    keys = [f"task={__name__}:ByLogits", "train.early_stopping={metric: val_loss, mode: min}", "tune=null"]
+    recipe = load_recipe(ROOT / "recipes/digits.yaml", [*keys, "train.plan={pipeline: 2}"])
+    with pytest.raises(RecipeError, match="balanced takes all rows at once: set train"):
+        objective_of(find_task(recipe.task), recipe.train, prepare(recipe))
+
+
+def test_a_task_without_targets_refuses_it() -> None:
     with pytest.raises(RecipeError, match="a TorchMetric needs targets, which only a ServedTask has"):
         find_task(f"{__name__}:WithoutTargets")
