@@ -141,6 +141,31 @@ def _functions() -> Examples:
     return Examples("text", [code for code, _ in chosen], [json.dumps(modules) for _, modules in chosen])
 
 
+_MAX_LINES = 40
+
+
+def _function_lines() -> Examples:
+    """Return the functions of ``_functions`` of at most 40 lines, each with its number of lines."""
+    codes = [str(code) for code in _functions().inputs]
+    lines = [len(code.strip().splitlines()) for code in codes]
+    kept = [number for number, count in enumerate(lines) if count <= _MAX_LINES]
+    return Examples("text", [codes[number] for number in kept], [str(lines[number]) for number in kept])
+
+
+def _tumour_extremes() -> Examples:
+    """Return the means and errors of the tumours of ``breast_cancer``, without their worst values.
+
+    The labels are those of three worst values that are above the median of all tumours: ``worst radius``,
+    ``worst texture`` and ``worst concavity``.
+    """
+    rows = [json.loads(row) for row in _table("breast_cancer").inputs]
+    names = [f"worst {name}" for name in ("radius", "texture", "concavity")]
+    medians = {name: sorted(row[name] for row in rows)[len(rows) // 2] for name in names}
+    labels = [json.dumps([name for name in names if row[name] > medians[name]]) for row in rows]
+    known = [{name: value for name, value in row.items() if not name.startswith("worst ")} for row in rows]
+    return Examples("row", [json.dumps(row) for row in known], labels)
+
+
 def _docstrings() -> Iterator[tuple[str, str]]:
     """Yield each documented function of the standard library: the docstring's first paragraph, and its code without."""
     for content in _standard_library():
@@ -196,8 +221,10 @@ BUILTIN: dict[str, Callable[[], Examples]] = {
     "digit_halves": _digit_halves,
     "digits": _digits,
     "fashion": partial(_fashion, TRAIN_FILES),
+    "function_lines": _function_lines,
     "functions": _functions,
     "reviews": _reviews,
+    "tumour_extremes": _tumour_extremes,
     "wine": partial(_table, "wine"),
 }
 BUILTIN_TEST: dict[str, Callable[[], Examples]] = {"fashion": partial(_fashion, TEST_FILES)}

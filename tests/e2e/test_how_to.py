@@ -300,12 +300,30 @@ def test_learn_from_a_table(reader: Reader) -> None:
 
 def test_give_several_labels(reader: Reader) -> None:
     """On a tenth of the functions, and for fewer epochs."""
-    (recipe,) = blocks(HOW_TO / "give_several_labels.md", "yaml")
-    (reader.folder / "functions.yaml").write_text(recipe.replace("epochs: 12", "epochs: 2"), encoding="utf-8")
+    texts, table = blocks(HOW_TO / "give_several_labels.md", "yaml")
+    (reader.folder / "functions.yaml").write_text(texts.replace("epochs: 12", "epochs: 2"), encoding="utf-8")
     functions = load_examples(DataConfig(source="builtin:functions"))
     rows = [{"code": code, "modules": json.loads(labels)} for code, labels in functions]
     (reader.folder / "functions.jsonl").write_text("\n".join(map(json.dumps, rows[::10])), encoding="utf-8")
-    assert "val_exact_match" in reader.paste_all("give_several_labels.md")
+    (reader.folder / "tumours.yaml").write_text(table, encoding="utf-8")
+    tumours = load_examples(DataConfig(source="builtin:tumour_extremes"))
+    rows = [json.loads(row) | {"high": json.loads(labels)} for row, labels in tumours]
+    (reader.folder / "tumours.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    shown = reader.paste_all("give_several_labels.md")
+    assert shown.count("val_exact_match") == 2
+    assert "worst radius" in shown.splitlines()[-1]
+
+
+def test_predict_a_number(reader: Reader) -> None:
+    """On a fourth of the functions, and for fewer epochs."""
+    (recipe,) = blocks(HOW_TO / "predict_a_number.md", "yaml")
+    (reader.folder / "lines.yaml").write_text(recipe.replace("epochs: 12", "epochs: 2"), encoding="utf-8")
+    functions = load_examples(DataConfig(source="builtin:function_lines"))
+    rows = [{"code": code, "lines": int(lines)} for code, lines in functions]
+    (reader.folder / "functions.jsonl").write_text("\n".join(map(json.dumps, rows[::4])), encoding="utf-8")
+    shown = reader.paste_all("predict_a_number.md")
+    assert "val_mae" in shown
+    assert 0 < float(re.findall(r"[\d.]+", shown.splitlines()[-1])[0]) < 41
 
 
 def test_join_texts_and_pictures(reader: Reader) -> None:

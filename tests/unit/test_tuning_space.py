@@ -13,6 +13,7 @@ from ray import tune
 
 from app.config import Recipe, load_recipe
 from app.errors import RecipeError
+from app.tasks import require_keys
 from app.tuning.space import Space, load_space
 from app.tuning.trial_config import trial_recipe
 from tests.helpers import ROOT
@@ -97,14 +98,18 @@ def test_of_a_space_with_very_many_branches_a_thousand_are_walked(define: Callab
 
 
 @pytest.mark.parametrize(
-    "file", ["digits", "fashion", "reviews", "stdlib_gpt", "diabetes", "breast_cancer", "functions"]
+    "file",
+    [
+        *("breast_cancer", "diabetes", "digit_halves", "digits", "fashion", "function_lines", "functions"),
+        *("reviews", "stdlib_gpt", "tumour_extremes"),
+    ],
 )
 def test_the_spaces_that_come_with_rayloom_fit_their_recipes(file: str) -> None:
     own = load_recipe(ROOT / f"recipes/{file}.yaml")
     assert own.tune is not None
     space = load_space(own.tune.space, own)
     for seed in range(20):
-        trial_recipe(own, draw(space, seed), own.tune)
+        require_keys(trial_recipe(own, draw(space, seed), own.tune))
     assert space.contains(space.own_values())
     assert space.values_outside() == {}
 
