@@ -12,7 +12,6 @@ from benchmarks.finetuning.material import write_all
 
 ASKED = 32
 """Rows that are sent to ``predict``."""
-_MAX_LINES = 40
 _NO_DROPOUT = ("model.args.dropout=0.0", "model.args.embedding_dropout=0.0")
 
 
@@ -31,10 +30,11 @@ class Case:
 
 
 def cases(folder: Path) -> list[Case]:
-    """Return every built-in task. Data that no recipe has are written to ``folder``."""
-    write_all(folder)
-    lines, worst = _write_lines(folder / "lines.jsonl"), _write_worst(folder / "worst.jsonl")
-    functions = _inputs("functions")
+    """Return every built-in task. ``folder`` gets the conversations and the model of ``chat``."""
+    return [*_of_texts(), *_of_images_and_tables(), *_language_models(folder)]
+
+
+def _of_texts() -> list[Case]:
     return [
         Case(
             "text-classification",
@@ -43,17 +43,8 @@ def cases(folder: Path) -> list[Case]:
             ("train.epochs=1", "train.linear_baseline=false"),
             (*_NO_DROPOUT, "model.args.token_dropout=0.0"),
         ),
-        Case("image-classification", "recipes/digits.yaml", _inputs("digits")),
-        Case("tabular-classification", "recipes/breast_cancer.yaml", _inputs("breast_cancer")),
-        Case("text-regression", "recipes/functions.yaml", functions, (*lines, "train.epochs=4"), _NO_DROPOUT),
-        Case("tabular-regression", "recipes/diabetes.yaml", _inputs("diabetes")),
-        Case("text-multilabel", "recipes/functions.yaml", functions, ("train.epochs=6",), _NO_DROPOUT),
-        Case(
-            "tabular-multilabel",
-            "recipes/breast_cancer.yaml",
-            list(map(_without_worst, _inputs("breast_cancer"))),
-            worst,
-        ),
+        Case("text-regression", "recipes/function_lines.yaml", _inputs("function_lines"), ("train.epochs=4",)),
+        Case("text-multilabel", "recipes/functions.yaml", _inputs("functions"), ("train.epochs=6",), _NO_DROPOUT),
         Case(
             "sentence-embedding",
             "recipes/docstrings.yaml",
@@ -68,23 +59,31 @@ def cases(folder: Path) -> list[Case]:
             ("train.epochs=4",),
             _NO_DROPOUT,
         ),
-        Case("language-modeling", "recipes/stdlib_gpt.yaml"),
-        _chat(folder),
     ]
 
 
-def _chat(folder: Path) -> Case:
-    return Case(
-        "chat",
-        "benchmarks/finetuning/conversations.yaml",
-        overrides=(
-            f"data.source={folder / 'chats.jsonl'}",
-            f"model.pretrained={folder / 'gpt'}",
-            "data.block_length=128",
-            "train.optimizer.lr=1.0e-3",
-            "train.global_batch_size=8",
-        ),
+def _of_images_and_tables() -> list[Case]:
+    return [
+        Case("image-classification", "recipes/digits.yaml", _inputs("digits")),
+        Case("tabular-classification", "recipes/breast_cancer.yaml", _inputs("breast_cancer")),
+        Case("tabular-regression", "recipes/diabetes.yaml", _inputs("diabetes")),
+        Case("tabular-multilabel", "recipes/tumour_extremes.yaml", _inputs("tumour_extremes")),
+    ]
+
+
+def _language_models(folder: Path) -> list[Case]:
+    write_all(folder)
+    chat = (
+        f"data.source={folder / 'chats.jsonl'}",
+        f"model.pretrained={folder / 'gpt'}",
+        "data.block_length=128",
+        "train.optimizer.lr=1.0e-3",
+        "train.global_batch_size=8",
     )
+    return [
+        Case("language-modeling", "recipes/stdlib_gpt.yaml"),
+        Case("chat", "benchmarks/finetuning/conversations.yaml", overrides=chat),
+    ]
 
 
 def _spread(items: Sequence[Any]) -> list[Any]:
@@ -99,36 +98,3 @@ def _inputs(name: str) -> list[Any]:
     if examples.modality == "image":
         return [base64.b64encode(image).decode() for image in chosen]
     return [json.loads(row) for row in chosen] if examples.modality == "row" else chosen
-
-
-def _write_lines(path: Path) -> tuple[str, ...]:
-    """Write functions of the standard library with their numbers of lines, and return the keys of the recipe."""
-    functions = ((code, len(code.strip().splitlines())) for code in map(str, BUILTIN["functions"]().inputs))
-    rows = [json.dumps({"text": code, "label": lines}) for code, lines in functions if lines <= _MAX_LINES]
-    path.write_text("\n".join(rows), encoding="utf-8")
-    return (
-        *("name=lines", "task=text-regression", f"data.source={path}"),
-        *("train.early_stopping={metric: val_mae, mode: min}", "tune=null"),
-    )
-
-
-def _write_worst(path: Path) -> tuple[str, ...]:
-    """Write tumours by their means and errors, and return the keys of the recipe.
-
-    The labels are those of three worst values that are above the median.
-    """
-    examples = [json.loads(row) for row in BUILTIN["breast_cancer"]().inputs]
-    names = [f"worst {name}" for name in ("radius", "texture", "concavity")]
-    medians = {name: sorted(row[name] for row in examples)[len(examples) // 2] for name in names}
-    with path.open("w", encoding="utf-8") as file:
-        for row in examples:
-            above = [name for name in names if row[name] > medians[name]]
-            file.write(json.dumps({**_without_worst(row), "label": above}) + "\n")
-    return (
-        *("name=worst", "task=tabular-multilabel", f"data.source={path}"),
-        *("train.early_stopping={metric: val_f1, mode: max}", "tune=null"),
-    )
-
-
-def _without_worst(row: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if not name.startswith("worst ")}

@@ -8,12 +8,15 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from app.compile.run import CompileMetrics
 from app.config import load_recipe
@@ -38,6 +41,16 @@ MAX_LOSS_APART, MAX_METRIC_APART = 1e-4, 1e-3
 MAX_ANSWER_APART = {"fp32": 1e-4}
 MAX_NARROW_APART = 2e-2
 """For a variant below fp32, whose calls may have other shapes."""
+T = TypeVar("T")
+_EXPLANATION = f"""\
+- **Ranks**: each recipe trains for {STEPS} steps with its own optimizer, by one process and by two with ZeRO 1.
+  Dropout is 0, because each rank draws its own. The largest relative difference counts.
+- **Compile**: each recipe trains with its dropout, some for fewer epochs. Metrics are of the validation split. Gates
+  are those of the recipe. Refused variants failed a gate, or the machine lacks something. They are not published.
+- **Answers**: the version is deployed on a cluster. {ASKED} rows are sent to `predict`, and compared with the answers
+  of the version's engine in another process. Numbers may differ by {MAX_ANSWER_APART["fp32"]:.0e} in fp32, and by
+  {MAX_NARROW_APART:.0e} below, because requests are batched. All else is equal.
+- Language models are not compiled."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +99,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.finetuning.tasks", description=__doc__)
     parser.add_argument("--tasks", nargs="*", help="tasks to measure; default: all")
     parser.add_argument("--output", type=Path, default=RESULTS, help="file to write")
+    parser.add_argument("--measured", type=Path, help="folder of measurements, of which those that exist are kept")
     arguments = parser.parse_args(argv)
     began, load = time.monotonic(), load_average()
     with tempfile.TemporaryDirectory(prefix="bench-tasks-") as temporary, local_cluster() as cluster:
-        folder = Path(temporary)
+        folder, kept = Path(temporary), arguments.measured or Path(temporary) / "measured"
         wanted = [case for case in cases(folder) if not arguments.tasks or case.task in arguments.tasks]
-        found = []
-        for case in wanted:
-            found.append(measure(case, cluster, folder))
-            print(found[-1], flush=True)
-        imported = [measure_import(model, cluster, folder / "storage") for model in foreign_models(folder)]
+        found = [keep(kept / f"{case.task}.json", Measured, partial(measure, case, cluster, folder)) for case in wanted]
+        imported = [
+            keep(kept / f"{model.name}.json", Imported, partial(measure_import, model, cluster, folder / "storage"))
+            for model in foreign_models(folder)
+        ]
     minutes = (time.monotonic() - began) / 60
     text = report(found, imported, minutes, f"Load average: {load} before, {load_average()} after.")
     arguments.output.write_text(text, encoding="utf-8")
     print(text)
+
+
+def keep(file: Path, kind: type[T], measure: Callable[[], T]) -> T:
+    """Return the measurement that a file has. If there is no file, measure and write it."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(to_json(measure(), indent=1, inf_nan_mode="constants"))
+    found = TypeAdapter(kind).validate_json(file.read_bytes())
+    print(found, flush=True)
+    return found
 
 
 def measure(case: Case, cluster: Cluster, folder: Path) -> Measured:
@@ -262,25 +286,12 @@ def report(found: Sequence[Measured], imported: Sequence[Imported], minutes: flo
 
 {table(_COLUMNS, tasks)}
 
-- **Ranks**: each recipe trains for {
-        STEPS
-    } steps with its own optimizer, once by one process and once by two with ZeRO 1.
-  Dropout is 0, because each rank draws its own. The largest relative difference counts.
-- **Compile**: each recipe trains with its dropout, some for fewer epochs. Metrics are of the validation split. Gates
-  are those of the recipe. Refused variants failed a gate, or the machine lacks something. They are not published.
-- **Answers**: the version is deployed on a cluster. {
-        ASKED
-    } rows are sent to `predict`, and compared with the answers of
-  the version's engine in another process. Numbers may differ by {MAX_ANSWER_APART["fp32"]:.0e} in fp32, and by
-  {MAX_NARROW_APART:.0e} below, because requests are batched. All else is equal.
-- Language models are not compiled.{left_out}
+{_EXPLANATION}{left_out}
 
 {table(("imported model", "exporter", "inputs and outputs", "bit-equal"), models)}
 
 Each file is imported with ONNX Runtime and fp32 alone, deployed by its name and asked over HTTP in requests of
-{
-        ", ".join(map(str, ROWS))
-    } rows. Values, types and shapes are compared with a session of ONNX Runtime on the given file.
+{", ".join(map(str, ROWS))} rows. Values, types and shapes are compared with a session of ONNX Runtime on the file.
 """
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,12 @@ def test_the_page_of_the_tasks_has_a_row_for_each_task_and_model() -> None:
     assert "| chat | 1.0e-06 | 1.0e-05 | – |" in text
     assert "| a model | skl2onnx 1.20 | 2 and 3 | yes |" in text
     assert "Not measured in this run: image-classification, " in text
+
+
+def test_a_measurement_that_exists_is_kept(tmp_path: Path) -> None:
+    worst = replace(MEASURED, losses_apart=math.inf)
+    for made, expected in ((worst, worst), (MEASURED, worst)):
+        assert tasks.keep(tmp_path / "kept/a.json", tasks.Measured, lambda made=made: made) == expected
 
 
 def test_answers_differ_without_bound_where_a_text_a_key_or_a_length_differs() -> None:
