@@ -15,7 +15,7 @@ from app.data.preparation.decision import decide
 from app.data.preparation.fingerprint import fingerprint_of, settings_of
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.sample import SAMPLE_FILE, Sample, SampleBuilder, fraction_for
-from app.data.preparation.survey import KEPT, SPLITS
+from app.data.preparation.survey import IN_TRAIN, KEPT, SPLITS
 from app.data.preparation.units import (
     TABLE_KINDS,
     Contents,
@@ -27,6 +27,7 @@ from app.data.preparation.units import (
 )
 from app.data.preparation.work import UnitResult, UnitWork
 from app.data.preparation.writers import block_schema, labelled_schema
+from app.data.prepared import TRAIN, VALIDATION
 from app.data.shards import Shard, ShardIndex
 from app.data.targets import save_labels
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
@@ -154,7 +155,7 @@ class Preparer:
         for unit in work.units:
             sample = Sample.load(work.sample_file(unit.number))
             codes = np.frombuffer(work.codes_file(unit.number).read_bytes(), np.uint8)
-            is_kept = (codes == KEPT) & (work.splits(unit.number) == SPLITS.index("train"))
+            is_kept = (codes == KEPT) & (work.splits(unit.number) == IN_TRAIN)
             builder.limit(sample.fraction)
             for row, item, fraction in zip(sample.rows, sample.inputs, sample.fractions.tolist(), strict=True):
                 if is_kept[row]:
@@ -200,7 +201,7 @@ class Preparer:
 
     def _require_blocks(self, splits: dict[str, list[Shard]]) -> None:
         config = self.recipe.data
-        for split in ("train", "validation"):
+        for split in (TRAIN, VALIDATION):
             if not splits[split]:
                 raise DataError(
                     f"data.source {config.source!r} has too few tokens in its {split} documents for one block: give "

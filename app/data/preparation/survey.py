@@ -20,13 +20,16 @@ from app.data.images import is_readable
 from app.data.preparation.rows import Rows
 from app.data.preparation.sample import Hashes, SampleBuilder, fractions_of
 from app.data.preparation.slices import Arrays, Slices
+from app.data.prepared import TEST, TRAIN, VALIDATION
 from app.errors import DataError
 
 _MAX_LABELS = 100_000
 """Number of different labels of a unit above which the column is taken for something else."""
 KEPT = 0
 """Code of a row that is kept. Others are 1 + the place of the reason in ``REASONS``."""
-SPLITS = ("train", "validation", "test")
+SPLITS = (TRAIN, VALIDATION, TEST)
+IN_TRAIN, IN_VALIDATION, IN_TEST = range(3)
+"""Places in ``SPLITS``."""
 DIGEST_BYTES = 16
 _SALT = 0x9E3779B97F4A7C15
 
@@ -48,8 +51,8 @@ class SplitRule:
         """Return the place in ``SPLITS`` of each key."""
         fractions = fractions_of(keys, _SALT ^ (self.seed % 2**64))
         splits = np.zeros(len(keys), np.uint8)
-        splits[fractions < self.validation_fraction + self.test_fraction] = SPLITS.index("test")
-        splits[fractions < self.validation_fraction] = SPLITS.index("validation")
+        splits[fractions < self.validation_fraction + self.test_fraction] = IN_TEST
+        splits[fractions < self.validation_fraction] = IN_VALIDATION
         return splits
 
 
@@ -152,20 +155,12 @@ class Surveyor:
                 f"the column of data.columns.label has over {_MAX_LABELS:,} different values, such as {given[-1]!r}: "
                 "name the column of the class"
             )
-        splits = self._rule.split(self._keys(rows.groups, low))
+        splits = self._rule.split(split_keys(rows.groups, low))
         usable = [item if code == KEPT else None for item, code in zip(cleaned, codes.tolist(), strict=True)]
         self._sample.add(self.num_rows, usable, low)
         self._write(self._slices.add(high, low, splits, codes, np.array(labels, np.int32)))
         self.num_rows += len(cleaned)
         return cleaned
-
-    @staticmethod
-    def _keys(groups: Sequence[str] | None, low: Hashes) -> Hashes:
-        """Return the key by which each row is split. A row without a group is on its own, by its content."""
-        if groups is None:
-            return low
-        own = low.tolist()
-        return np.array([key_of(group) if group else own[row] for row, group in enumerate(groups)], np.uint64)
 
     def _write(self, slices: Iterable[Arrays]) -> None:
         for columns in slices:
@@ -177,8 +172,20 @@ class Surveyor:
         self._file.close()
 
 
-def key_of(group: str) -> int:
-    """Return the key by which the rows of a group are split."""
+def split_keys(groups: Sequence[str] | None, low: Hashes) -> Hashes:
+    """Return the key by which each row is split: of its group, or of its content if it has none.
+
+    Args:
+        groups: the group of each row, "" for none. None: no row has one.
+        low: the lower half of the hash of each row.
+    """
+    if groups is None:
+        return low
+    own = low.tolist()
+    return np.array([_key_of(group) if group else own[row] for row, group in enumerate(groups)], np.uint64)
+
+
+def _key_of(group: str) -> int:
     return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), sys.byteorder)
 
 

@@ -10,14 +10,12 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import DataConfig
-from app.data.preparation.survey import KEPT, SPLITS
+from app.data.preparation.survey import IN_TRAIN, IN_VALIDATION, KEPT
 from app.data.preparation.writers import BlockWriter
 from app.data.shards import Shard
 from app.data.streaming.messages import Message
 from app.data.streaming.rows import ChosenRows, StreamRows, sample_of
 from app.data.tokenizer import LanguageTokenizer
-
-_TRAIN, _VALIDATION = SPLITS.index("train"), SPLITS.index("validation")
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class DocumentRows(StreamRows):
         length, wanted = self._config.block_length, samples // batch_size * batch_size
         enough = batch_size if takes_fewer else wanted
         codes, splits = self._decide()
-        train = np.flatnonzero((codes == KEPT) & (splits == _TRAIN))
+        train = np.flatnonzero((codes == KEPT) & (splits == IN_TRAIN))
         # Without a tokenizer this bounds the tokens from above: one is learned when it may be enough.
         if sum(self._sizes[row] for row in train.tolist()) <= enough * length:
             return None
@@ -84,7 +82,7 @@ class DocumentRows(StreamRows):
         used = count * length + 1
         last = int(np.searchsorted(ends, used))
         end = int(train[last]) + 1
-        held_out = np.flatnonzero((codes[:end] == KEPT) & (splits[:end] == _VALIDATION))
+        held_out = np.flatnonzero((codes[:end] == KEPT) & (splits[:end] == IN_VALIDATION))
         validation = Blocks(self._joined(held_out), tokenizer)
         if self.needs_validation and not len(validation):
             return None

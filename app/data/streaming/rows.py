@@ -16,13 +16,21 @@ from app.config import DataConfig
 from app.data.examples import MAX_EXAMPLES, REASONS, CleaningReport, Reason, in_words
 from app.data.preparation.rows import cell_text
 from app.data.preparation.sample import SAMPLE_SIZE
-from app.data.preparation.survey import KEPT, SPLITS, Cleaner, SplitRule, code_of, digest_of, key_of
+from app.data.preparation.survey import (
+    IN_TRAIN,
+    IN_VALIDATION,
+    KEPT,
+    Cleaner,
+    SplitRule,
+    code_of,
+    digest_of,
+    split_keys,
+)
 from app.data.preparation.writers import LabelledWriter
 from app.data.shards import Shard
 from app.data.streaming.messages import Message, Offsets
 from app.errors import DataError
 
-_TRAIN, _VALIDATION = SPLITS.index("train"), SPLITS.index("validation")
 _BAD: tuple[Reason, ...] = ("malformed", "unlabelled", "unknown_label")
 _MIN_JUDGED = 100
 """Number of messages from which the share of bad ones is judged: among fewer, one says little."""
@@ -192,10 +200,10 @@ class StreamRows(ABC):
         """Return the code and the split of each row, of shape (rows,)."""
         codes = np.array([row.code for row in self._rows], np.uint8)
         low = np.frombuffer(b"".join(row.digest for row in self._rows), np.uint64)[1::2]
-        splits = self._rule.split(self._keys(low))
+        splits = self._rule.split(split_keys([row.group for row in self._rows], low))
         self._drop_duplicates(codes)
         if not self._keeps_held_out:
-            codes[(codes == KEPT) & (splits == _VALIDATION)] = code_of("held_out")
+            codes[(codes == KEPT) & (splits == IN_VALIDATION)] = code_of("held_out")
         return codes, splits
 
     def _drop_duplicates(self, codes: NDArray[np.uint8]) -> None:
@@ -209,16 +217,6 @@ class StreamRows(ABC):
                 codes[first] = code_of("conflicting")
             if self._config.clean.deduplicate or has_conflict:
                 codes[others] = code_of("duplicate" if self._config.clean.deduplicate else "conflicting")
-
-    def _keys(self, low: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return what decides the split of each row: the hash of its group, or of its text."""
-        if self._config.group_column is None:
-            return low
-        keys = low.copy()
-        for place, row in enumerate(self._rows):
-            if row.group:
-                keys[place] = key_of(row.group)
-        return keys
 
     def _report(self, codes: NDArray[np.uint8]) -> CleaningReport:
         counts = Counter(REASONS[code - 1] for code in codes[codes != KEPT].tolist())
@@ -247,13 +245,13 @@ class LabelledRows(StreamRows):
     def choose(self, samples: int, batch_size: int, takes_fewer: bool) -> ChosenRows | None:
         wanted = samples // batch_size * batch_size
         codes, splits = self._decide()
-        train = np.flatnonzero((codes == KEPT) & (splits == _TRAIN))
+        train = np.flatnonzero((codes == KEPT) & (splits == IN_TRAIN))
         count = min(len(train) // batch_size * batch_size, wanted)
         if count < (batch_size if takes_fewer else wanted):
             return None
         # Rows after the last one belong to the next micro-epoch.
         end = int(train[count - 1]) + 1
-        held_out = np.flatnonzero((codes[:end] == KEPT) & (splits[:end] == _VALIDATION))
+        held_out = np.flatnonzero((codes[:end] == KEPT) & (splits[:end] == IN_VALIDATION))
         if self.needs_validation and not len(held_out):
             return None
         return ChosenRows(
