@@ -15,6 +15,7 @@ from app.reports.curves import Curves, Of, read_curves
 from app.reports.evaluation import EVALUATION_FILE, Evaluation
 from app.reports.run_folder import RunFolder, cost_of, link_to_run
 from app.telemetry.events import Event, read_events
+from app.telemetry.record import MAX_STALL
 
 _CHARTS: list[tuple[str, str, dict[str, tuple[Of, str]], dict[str, bool]]] = [
     ("Loss", "loss", {"training": ("step", "loss"), "validation": ("epoch", "val_loss")}, {}),
@@ -48,8 +49,6 @@ _PHASES = {
     "checkpoint": "checkpoints",
 }
 _SURVIVED = ("continued", "rolled_back")
-_MAX_STALL = 0.02
-"""Share of a step from which the wait for data is explained."""
 
 
 def training_page(path: UPath) -> Page:
@@ -142,7 +141,7 @@ def _add_time(page: Page, run: RunFolder, curves: Curves) -> None:
         {name: (amount, f"{duration(amount)}, {percent(amount / whole)}") for name, amount in amounts.items()}
     )
     stalls = curves.of_steps["data_stall"].values if "data_stall" in curves.of_steps else []
-    if stalls and curves.reading and fmean(stalls) > _MAX_STALL:
+    if stalls and curves.reading and fmean(stalls) > MAX_STALL:
         page.add_text(f"Training waited for data in {percent(fmean(stalls))} of a step: {curves.reading}.")
     workers = ", ".join(str(attempt.workers) for attempt in run.usage)
     page.add_facts({"workers" if len(run.usage) < 2 else "workers of each attempt": workers, **cost_of(run.usage)})

@@ -91,6 +91,8 @@ BOUNDS: dict[Bound, str] = {
     "network": "the network",
 }
 """What may bound reading, in words."""
+MAX_STALL = 0.02
+"""Share of the time that training may wait for data, before reading is changed or explained."""
 
 
 _SCHEDULE = Path("/proc/thread-self/schedstat")

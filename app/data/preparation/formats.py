@@ -14,14 +14,13 @@ from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS
 from app.data.examples import Input
 from app.data.preparation.json_lines import read_jsonl
 from app.data.preparation.lines import CSV_BLOCK_BYTES, go_to_line
-from app.data.preparation.rows import CellType, Columns, Rows, cell_text, decode, rows_of_cells
+from app.data.preparation.rows import BATCH_BYTES, BATCH_ROWS, CellType, Columns, Rows, cell_text, decode, rows_of_cells
 from app.data.preparation.tars import read_tar
 from app.data.preparation.units import Piece, Unit
 from app.data.sources import Source, find_builtin
 from app.errors import DataError
 from app.storage import is_local, to_path
 
-_BATCH_ROWS, _BATCH_BYTES = 4096, 4 * 2**20
 _FIRST_ROWS = 64
 """Rows of a row group that are read first, to measure them."""
 _BUFFER_BYTES = 2**20
@@ -128,7 +127,7 @@ def _row_group_batches(table: pq.ParquetFile, group: int, names: list[str]) -> I
 def _rows_that_fit(batch: pa.RecordBatch) -> int:
     """Return the number of rows like these that are read together; one at least."""
     size, rows = sum(_decoded_bytes(column) for column in batch.columns), int(batch.num_rows)
-    return max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, size)))
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(1, size)))
 
 
 def _decoded_bytes(column: pa.Array) -> int:
@@ -248,8 +247,8 @@ def _read_builtin(piece: Piece, columns: Columns) -> Iterator[Rows]:
     read = find_builtin(source, BUILTIN)
     assert read is not None
     examples = read()
-    for start in range(0, len(examples), _BATCH_ROWS):
-        part = slice(start, start + _BATCH_ROWS)
+    for start in range(0, len(examples), BATCH_ROWS):
+        part = slice(start, start + BATCH_ROWS)
         yield Rows(examples.inputs[part], examples.labels[part])
 
 

@@ -8,12 +8,11 @@ import orjson
 
 from app.data.examples import Input
 from app.data.preparation.lines import go_to_line, read_line
-from app.data.preparation.rows import CellType, Columns, Rows, cell_text, decode, rows_of_cells
+from app.data.preparation.rows import BATCH_BYTES, BATCH_ROWS, CellType, Columns, Rows, cell_text, decode, rows_of_cells
 from app.data.preparation.units import Piece
 from app.errors import DataError
 from app.storage import to_path
 
-_BATCH_ROWS, _BATCH_BYTES = 4096, 4 * 2**20
 _BOM = b"\xef\xbb\xbf"
 _TYPES: dict[type, CellType] = {str: "text", bytes: "text", bool: "boolean", int: "integer", float: "number"}
 
@@ -29,7 +28,7 @@ def read_jsonl(piece: Piece, columns: Columns) -> Iterator[Rows]:
         rows.append(_parse(line, piece.path, offset))
         offsets.append(offset)
         size += len(line)
-        if size >= _BATCH_BYTES or len(rows) == _BATCH_ROWS:
+        if size >= BATCH_BYTES or len(rows) == BATCH_ROWS:
             yield _rows_of(rows, offsets, columns, piece.path)
             rows, offsets, size = [], [], 0
     if rows:

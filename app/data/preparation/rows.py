@@ -9,6 +9,8 @@ from typing import Literal
 from app.data.examples import Input
 from app.errors import DataError
 
+BATCH_ROWS, BATCH_BYTES = 4096, 4 * 2**20
+"""What is read of a table at a time, at most."""
 CellType = Literal["text", "integer", "number", "boolean", "time"]
 Types = Mapping[str, Mapping[CellType, str]]
 """The file and row of the first cell, by column and cell type. Cells of csv have no type."""

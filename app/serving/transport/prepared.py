@@ -14,7 +14,7 @@ from app.serving.protocol.rest import JSON_LENGTH, read_array, read_infer, write
 from app.serving.protocol.tensors import DATATYPES
 from app.tensors import Tensors, shape_key
 
-_MAX_PREPARED = 1024
+MAX_PREPARED = 1024
 _MAX_JSON_BYTES = 4096
 """Limit on a request without its tensors."""
 _DATA = b'"data":'
@@ -195,7 +195,7 @@ class PreparedRequests:
 
     def _keep(self, key: tuple[ServedModel, str, Hashable], prepared: PreparedRequest) -> None:
         # All at once: it is rare, and needs no record of which was used last.
-        if len(self._prepared) >= _MAX_PREPARED:
+        if len(self._prepared) >= MAX_PREPARED:
             self.clear()
         self._prepared[key] = prepared
 

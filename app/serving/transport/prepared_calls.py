@@ -8,10 +8,9 @@ from tritonclient.grpc import service_pb2 as pb
 from app.serving.model.served import ServedModel
 from app.serving.protocol.grpc import read_infer, write_infer
 from app.serving.protocol.infer import build_response
-from app.serving.transport.prepared import PreparedRequest
+from app.serving.transport.prepared import MAX_PREPARED, PreparedRequest
 from app.tensors import Tensors
 
-_MAX_PREPARED = 1024
 _MAX_BYTES = 4096
 """Limit on a message without its tensors."""
 _MAX_WHOLE_BYTES = 256 * 2**10
@@ -75,7 +74,7 @@ class PreparedCalls:
         message.raw_input_contents.extend(raw)
         call, tensors = self._read(served, message, sum(key[2]))
         if call.prepared.spans and len(key[1]) <= _MAX_BYTES:
-            if len(self._known) >= _MAX_PREPARED:
+            if len(self._known) >= MAX_PREPARED:
                 self.clear()
             self._known[key] = call
         return call, tensors

@@ -14,10 +14,8 @@ from typing import Literal, Self
 import psutil
 import torch
 
-from app.telemetry.record import BOUNDS, NO_TIME, Medium, ReadAhead, ReadTime, bound_of, describe_readers
+from app.telemetry.record import BOUNDS, MAX_STALL, NO_TIME, Medium, ReadAhead, ReadTime, bound_of, describe_readers
 
-MAX_STALL = 0.02
-"""Share of the time that training may wait for data."""
 _MAX_PROCESSES, _MAX_PREFETCH = 32, 16
 _WINDOW_S, _WINDOW_BATCHES = 1.0, 8
 """The minimum seconds and micro-batches between decisions."""
