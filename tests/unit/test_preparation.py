@@ -1,30 +1,20 @@
-"""Preparation as shards: every format, in units, cleaned and split as told, the same bytes whoever works on it."""
+"""Preparation as shards: the same bytes whoever works on it, from one source and its settings."""
 
-import io
-import json
 import os
-import random
 import shutil
 import signal
-import tarfile
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
-from upath import UPath
 
-from app.config import load_recipe
 from app.data.preparation import prepare as preparing
 from app.data.preparation import sample as sampling
-from app.data.preparation.formats import read_unit
 from app.data.preparation.progress import UnitProgress
-from app.data.preparation.rows import Columns
-from app.data.preparation.units import Unit, cut_units, list_files
+from app.data.preparation.units import Unit
 from app.data.preparation.work import UnitWork
 from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
 from app.data.shards import ShardIndex, ShardWriter
@@ -33,47 +23,7 @@ from app.errors import DataError, RecipeError
 from app.heartbeat import HEARTBEAT_FILE
 from app.storage import open_storage, to_path, write_atomically
 from app.tasks import load_prepared, load_with_test, prepare, prepare_shards
-from tests.preparing import ROWS, WORDS, language_recipe, prepared, recipe_of, rows_in, text, write_table
-
-
-@pytest.mark.parametrize("suffix", ["parquet", "arrow", "csv", "jsonl"])
-def test_every_format_gives_every_row_once_in_many_units(tmp_path: Path, suffix: str) -> None:
-    for part in range(2):
-        write_table(tmp_path / f"part{part}.{suffix}", ROWS[600 * part : 600 * (part + 1)])
-    recipe = recipe_of(tmp_path, "data.test_fraction=0.1")
-    files = list_files(recipe.data, "text")
-    assert len(cut_units(files, 20_000)) > 4
-    data = prepared(tmp_path, "data.test_fraction=0.1")
-    found = rows_in(data)
-    assert Counter(row for rows in found.values() for row in rows) == Counter((item, label) for item, label, _ in ROWS)
-    assert 80 < len(found["validation"]) < 160
-    assert 80 < len(found["test"]) < 160
-    assert data.rows == {name: len(rows) for name, rows in found.items()}
-
-
-def test_a_csv_file_is_cut_between_its_rows_only(tmp_path: Path) -> None:
-    odd = ['two\n"lines", quoted', 'a " in it', "commas, of course", "\n\n", '""', "an\r\nend"]
-    rows = [(f"{odd[number % 6]} {number}", ("good", "bad")[number % 2], "") for number in range(3000)]
-    path = tmp_path / "rows.csv"
-    write_table(path, rows)
-    bare = 'bare "quote" 1,good,\nbare "quote 2,bad,\n'
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + bare.encode())
-    (file,) = list_files(recipe_of(path).data, "text")
-    cut = cut_units([file], 9_000)
-    assert len(cut) > 5
-    columns = Columns("text", "label", "author")
-    found, whole = (
-        [
-            row
-            for unit in units
-            for part in read_unit(unit, columns)
-            for row in zip(part.inputs, part.labels or (), strict=True)
-        ]
-        for units in (cut, cut_units([file], 10**6))
-    )
-    assert found == whole
-    assert found[:-2] == [(item, label) for item, label, _ in rows]
-    assert found[-2:] == [('bare "quote" 1', "good"), ('bare "quote 2', "bad")]
+from tests.preparing import ROWS, WORDS, language_recipe, prepared, recipe_of, text, write_table
 
 
 def test_rows_of_one_hash_take_no_more_memory_than_others(tmp_path: Path) -> None:
@@ -90,93 +40,6 @@ def test_rows_of_one_hash_take_no_more_memory_than_others(tmp_path: Path) -> Non
             found.append(prepared(tmp_path / "rows.csv", f"data.clean={keys}", shards, storage).reference.sha256)
     assert found[:3] == found[3:]
     assert len(set(found)) == 3
-
-
-def test_a_row_stays_in_its_split_when_the_data_grow(tmp_path: Path) -> None:
-    write_table(tmp_path / "some.jsonl", ROWS[:700])
-    before = rows_in(prepared(tmp_path / "some.jsonl"))
-    write_table(tmp_path / "more.jsonl", ROWS)
-    after = rows_in(prepared(tmp_path / "more.jsonl"))
-    assert set(before["train"]) <= set(after["train"])
-    assert set(before["validation"]) <= set(after["validation"])
-
-
-def test_rows_of_a_group_are_in_one_split(tmp_path: Path) -> None:
-    write_table(tmp_path / "rows.csv", ROWS)
-    found = rows_in(prepared(tmp_path / "rows.csv", "data.group_column=author", "data.test_fraction=0.2"))
-    author = {item: group for item, _, group in ROWS}
-    groups = [{author[item] for item, _ in rows} for rows in found.values()]
-    assert len(groups) == 3
-    assert sum(map(len, groups)) == len(set().union(*groups)) == 60
-
-
-def test_rows_without_a_group_are_split_one_by_one(tmp_path: Path) -> None:
-    write_table(tmp_path / "rows.csv", [(item, label, "") for item, label, _ in ROWS])
-    data = prepared(tmp_path / "rows.csv", "data.group_column=author", "data.test_fraction=0.2")
-    assert 180 < data.rows["test"] < 300
-    with pytest.raises(RecipeError, match="equal inputs of two groups could be in two splits"):
-        recipe_of(tmp_path / "rows.csv", "data.group_column=author", "data.clean={deduplicate: false}")
-
-
-def test_what_is_dropped_is_what_the_data_in_memory_drop(tmp_path: Path) -> None:
-    odd = [
-        ("  ", "good"),
-        (ROWS[3][0], ROWS[3][1]),
-        (ROWS[4][0], "good"),
-        (f" {ROWS[5][0]} ", ROWS[5][1]),
-        (text(-1), ""),
-    ]
-    write_table(tmp_path / "rows.parquet", [*ROWS[:300], *((*row, "") for row in odd), *ROWS[300:]])
-    source = tmp_path / "rows.parquet"
-    sharded = prepared(source).report
-    in_memory = prepare(load_recipe("recipes/reviews.yaml", [f"data.source={source}", "train.linear_baseline=false"]))
-    assert sharded.model_copy(update={"examples": {}}) == in_memory.report
-    assert sharded.dropped == {"empty": 1, "duplicate": 3, "conflicting": 1, "unlabelled": 1}
-    assert sharded.examples["conflicting"] == [ROWS[4][0]]
-
-
-def test_texts_of_other_lengths_are_dropped_in_shards_and_in_memory(tmp_path: Path) -> None:
-    write_table(tmp_path / "rows.csv", ROWS)
-    keys = ["data.clean={min_length: 60, max_length: 120}"]
-    sharded = prepared(tmp_path / "rows.csv", *keys).report
-    keys += [f"data.source={tmp_path / 'rows.csv'}", "train.linear_baseline=false"]
-    in_memory = prepare(load_recipe("recipes/reviews.yaml", keys)).report
-    assert sharded.dropped == in_memory.dropped
-    assert sharded.dropped["too_short"] == sum(len(item) < 60 for item, _, _ in ROWS)
-    assert sharded.dropped["too_long"] == sum(len(item) > 120 for item, _, _ in ROWS)
-    assert all(len(item) > 120 for item in sharded.examples["too_long"]) or len(sharded.examples["too_long"]) == 10
-
-
-def planted(count: int = 600) -> tuple[list[str], list[str]]:
-    """Unlike texts, and copies of a tenth of them in which one word in a hundred is another."""
-    source = random.Random(0)
-    words = [f"{word}{number}" for word in WORDS for number in range(300)]
-    texts = [source.choices(words, k=source.randint(100, 180)) for _ in range(count)]
-    copies = []
-    for words_of_one in texts[::10]:
-        copy = list(words_of_one)
-        copy[source.randrange(len(copy))] = "other"
-        copies.append(" ".join(copy))
-    return [" ".join(one) for one in texts], copies
-
-
-def test_near_duplicates_are_found_and_nothing_else(tmp_path: Path) -> None:
-    texts, copies = planted()
-    unlike = ["short", "short one", "全然不同的一句话在这里", "另外一句与它毫不相干的话语"]
-    rows = [(item, ("good", "bad")[place % 2], "") for place, item in enumerate([*texts, *unlike, *copies])]
-    write_table(tmp_path / "rows.jsonl", rows)
-    data = prepared(tmp_path / "rows.jsonl", "data.clean={near_duplicates: 0.8}")
-    kept = {item for rows in rows_in(data).values() for item, _ in rows}
-    assert {*texts, *unlike} <= kept  # precision
-    assert len(kept & set(copies)) <= 0.05 * len(copies)  # recall
-    assert data.report.dropped == {"near_duplicate": len(rows) - len(kept)}
-    assert len(data.report.examples["near_duplicate"]) == 10
-    few_at_a_time = recipe_of(tmp_path / "rows.jsonl", "data.clean={near_duplicates: 0.8}", "data.seed=1")
-    shards = few_at_a_time.data.shards
-    assert shards is not None
-    bounded = few_at_a_time.data.model_copy(update={"shards": shards.model_copy(update={"memory": 40_000})})
-    again = prepare(few_at_a_time.model_copy(update={"data": bounded}))
-    assert again.report.dropped == data.report.dropped
 
 
 def test_all_who_work_on_it_write_the_same_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,18 +236,6 @@ def test_documents_become_blocks_of_tokens(tmp_path: Path) -> None:
     assert blocks > 0.9 * sum(len(data.tokenizer.encode(text(number))) + 1 for number in range(400))
 
 
-def test_a_large_text_is_read_in_parts_without_losing_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.data.preparation.units.MAX_DOCUMENT_BYTES", 2000)
-    lines = [text(number) for number in range(1000)]
-    (tmp_path / "all.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    data = prepare(language_recipe(tmp_path / "all.txt", "data.tokenizer={kind: bytes}"))
-    assert data.report.kept > 20
-    assert data.report.given == data.report.kept
-    tokens = (len(data.train) + len(data.validation)) * 16  # type: ignore[attr-defined]
-    size = (tmp_path / "all.txt").stat().st_size
-    assert size - 16 * 2 * 10 < tokens <= size + data.report.kept
-
-
 def test_a_tokenizer_is_learned_from_parts_of_few_large_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -414,40 +265,10 @@ def test_the_settings_of_a_tokenizer_are_written_last(tmp_path: Path) -> None:
     assert not (tmp_path / SETTINGS_FILE).exists()
 
 
-def test_pictures_that_cannot_be_decoded_are_counted_or_refused(tmp_path: Path) -> None:
-    for label, level in (("dark", 0), ("light", 200)):
-        (tmp_path / label).mkdir()
-        for number in range(150):
-            Image.new("L", (8, 8), level + number % 50).resize((8 + number // 50, 8)).save(
-                tmp_path / label / f"{number}.png"
-            )
-    (tmp_path / "dark" / "torn.png").write_bytes(b"\x89PNG nothing")
-    Image.new("1", (9000, 9000)).save(tmp_path / "dark" / "vast.png")  # training refuses so many pixels
-    shards = "data.shards={size: 5KB, window: 20KB}"
-    recipe = load_recipe("recipes/digits.yaml", [f"data.source={tmp_path}", shards])
-    data = prepare(recipe)
-    assert data.report.dropped == {"unreadable": 2}
-    assert data.report.examples["unreadable"] == [str(tmp_path / "dark" / name) for name in ("torn.png", "vast.png")]
-    assert data.train.batch([0, 1]).inputs["pixel_values"].shape[0] == 2
-    for number in range(9):
-        (tmp_path / "dark" / f"torn{number}.png").write_bytes(b"\x89PNG nothing")
-    with pytest.raises(
-        DataError, match=r"11 pictures that cannot be decoded among 311 rows, more than 1%, such as '.*/dark/torn\.png'"
-    ):
-        prepare(recipe)
-
-
 def test_groups_are_of_tables_only(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a text")
     with pytest.raises(DataError, match=r"group_column is 'author', and '.*text\.txt' is not a table"):
         prepare(language_recipe(tmp_path, "data.group_column=author"))
-
-
-def test_a_line_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.data.preparation.lines._MAX_LINE_BYTES", 1000)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "x" * 1200, "label": "a"}))
-    with pytest.raises(DataError, match=r"rows\.jsonl' has a line of more than 1,000 bytes"):
-        prepare(recipe_of(tmp_path / "rows.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -490,98 +311,3 @@ def test_progress_says_how_much_time_is_left(capsys: pytest.CaptureFixture[str])
         progress.add(number)
     told = capsys.readouterr().out.splitlines()
     assert told == ["reading: goes on after 1 of 10 parts", "reading: 3 of 10 parts, 3 of 10 MB, about 42.0 s left"]
-
-
-def test_a_source_on_s3_is_prepared(s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in s3.items():
-        monkeypatch.setenv(name, value)
-    UPath("s3://prepared").mkdir(exist_ok=True)
-    write_table(tmp_path / "rows.parquet", ROWS)
-    to_path("s3://prepared/source/rows.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes())
-    data = prepare(recipe_of("s3://prepared/source", "storage=s3://prepared/storage"))
-    assert sum(data.rows.values()) == len(ROWS)
-    local = prepare(recipe_of(tmp_path / "rows.parquet"))
-    assert data.fingerprint == local.fingerprint
-
-
-def write_tar(path: Path, samples: Sequence[dict[str, bytes]]) -> None:
-    """Write samples of members by extension in WebDataset's layout."""
-    with tarfile.open(path, "w") as tar:
-        for number, sample in enumerate(samples):
-            for extension, content in sample.items():
-                member = tarfile.TarInfo(f"some/{number:05d}.{extension}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-
-
-def test_texts_in_tars_are_read(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    samples = [
-        {"txt": item.encode(), "cls": label.encode()}
-        if number % 2
-        else {"json": json.dumps({"text": item, "label": label}).encode()}
-        for number, (item, label, _) in enumerate(ROWS)
-    ]
-    write_tar(source / "a.tar", samples[:700])
-    write_tar(source / "b.tar", samples[700:])
-    found = rows_in(prepared(source))
-    assert {row for rows in found.values() for row in rows} == {(item, label) for item, label, _ in ROWS}
-    write_tar(source / "b.tar", [{"txt": b"no label"}])
-    with pytest.raises(
-        DataError, match=r"b\.tar', sample some/00000 has no member that is a label: it has \.txt; expected"
-    ):
-        prepared(source)
-    (source / "b.tar").write_bytes((source / "a.tar").read_bytes()[:5000])
-    with pytest.raises(DataError, match=r"b\.tar' cannot be read as tar"):
-        prepared(source)
-
-
-def test_pictures_in_tars_are_read(tmp_path: Path) -> None:
-    samples = []
-    for number in range(120):
-        content = io.BytesIO()
-        Image.new("L", (8, 8), number).save(content, "PNG")
-        samples.append({"png": content.getvalue(), ("cls", "txt")[number % 2]: (b"dark", b"light")[number > 60]})
-    write_tar(tmp_path / "pictures.tar", [*samples, {"png": b"torn", "cls": b"dark"}])
-    recipe = load_recipe("recipes/digits.yaml", [f"data.source={tmp_path}", "data.shards={size: 5KB, window: 20KB}"])
-    data = prepare(recipe)
-    assert sum(data.rows.values()) == 120
-    assert data.report.examples["unreadable"] == [f"'{tmp_path / 'pictures.tar'}', sample some/00120"]
-
-
-def test_each_label_is_in_every_split_and_no_other_row_moves(tmp_path: Path) -> None:
-    rows = [(item, f"rare {number // 4}" if number < 40 else label, "") for number, (item, label, _) in enumerate(ROWS)]
-    write_table(tmp_path / "rows.csv", rows)
-    keys = ["data.test_fraction=0.1", "data.validation_fraction=0.05"]
-    found = rows_in(prepared(tmp_path / "rows.csv", "data.stratify=true", *keys))
-    labels = [{label for _, label in split} for split in found.values()]
-    assert labels[0] == labels[1] == labels[2]
-    assert len(labels[0]) == 13
-    common = [(item, label, "") for item, label, _ in rows if not label.startswith("rare")]
-    write_table(tmp_path / "common.csv", common)
-    plain = rows_in(prepared(tmp_path / "common.csv", *keys))
-    for split, kept in plain.items():
-        assert set(kept) <= set(found[split])
-    with pytest.raises(RecipeError, match="stratify and group_column 'author' contradict each other"):
-        recipe_of(tmp_path / "rows.csv", "data.stratify=true", "data.group_column=author")
-
-
-def test_texts_are_dropped_by_language_and_symbols(tmp_path: Path) -> None:
-    english = "The river flows past the old stone house and into the valley, where nobody lives any more"
-    odd = [
-        ("Der Fluss fließt an dem alten Haus vorbei und in das Tal, in dem niemand mehr wohnt", "language"),
-        ("这条河流过古老的石头房子，流进山谷，那里再也没有人居住了", None),
-        ("=== <<>> *** !!! ??? --- ### $$$ %%% house", "symbols"),
-        ("नदी पुराने पत्थर के घर के पास से बहती है और घाटी में जाती है", "language"),
-    ]
-    rows = [(f"{english} {number}", ("good", "bad")[number % 2], "") for number in range(200)]
-    write_table(tmp_path / "rows.csv", [*rows, *((item, "good", "") for item, _ in odd)])
-    keys = ["data.clean={languages: [en, zh], max_symbol_share: 0.2}"]
-    sharded = prepared(tmp_path / "rows.csv", *keys).report
-    assert sharded.dropped == {"language": 2, "symbols": 1}
-    assert sharded.examples["language"] == [item for item, reason in odd if reason == "language"]
-    keys += [f"data.source={tmp_path / 'rows.csv'}", "train.linear_baseline=false"]
-    assert prepare(load_recipe("recipes/reviews.yaml", keys)).report.dropped == sharded.dropped
-    with pytest.raises(RecipeError, match="languages has english: expected codes of ISO 639-1 among"):
-        prepared(tmp_path / "rows.csv", "data.clean={languages: [english]}")

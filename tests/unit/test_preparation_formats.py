@@ -1,0 +1,138 @@
+"""Files of every format are read in units, and no row is lost or read twice."""
+
+import io
+import json
+import tarfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from upath import UPath
+
+from app.config import load_recipe
+from app.data.preparation.formats import read_unit
+from app.data.preparation.rows import Columns
+from app.data.preparation.units import cut_units, list_files
+from app.errors import DataError
+from app.storage import to_path
+from app.tasks import prepare
+from tests.preparing import ROWS, language_recipe, prepared, recipe_of, rows_in, text, write_table
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "csv", "jsonl"])
+def test_every_format_gives_every_row_once_in_many_units(tmp_path: Path, suffix: str) -> None:
+    for part in range(2):
+        write_table(tmp_path / f"part{part}.{suffix}", ROWS[600 * part : 600 * (part + 1)])
+    recipe = recipe_of(tmp_path, "data.test_fraction=0.1")
+    files = list_files(recipe.data, "text")
+    assert len(cut_units(files, 20_000)) > 4
+    data = prepared(tmp_path, "data.test_fraction=0.1")
+    found = rows_in(data)
+    assert Counter(row for rows in found.values() for row in rows) == Counter((item, label) for item, label, _ in ROWS)
+    assert 80 < len(found["validation"]) < 160
+    assert 80 < len(found["test"]) < 160
+    assert data.rows == {name: len(rows) for name, rows in found.items()}
+
+
+def test_a_csv_file_is_cut_between_its_rows_only(tmp_path: Path) -> None:
+    odd = ['two\n"lines", quoted', 'a " in it', "commas, of course", "\n\n", '""', "an\r\nend"]
+    rows = [(f"{odd[number % 6]} {number}", ("good", "bad")[number % 2], "") for number in range(3000)]
+    path = tmp_path / "rows.csv"
+    write_table(path, rows)
+    bare = 'bare "quote" 1,good,\nbare "quote 2,bad,\n'
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + bare.encode())
+    (file,) = list_files(recipe_of(path).data, "text")
+    cut = cut_units([file], 9_000)
+    assert len(cut) > 5
+    columns = Columns("text", "label", "author")
+    found, whole = (
+        [
+            row
+            for unit in units
+            for part in read_unit(unit, columns)
+            for row in zip(part.inputs, part.labels or (), strict=True)
+        ]
+        for units in (cut, cut_units([file], 10**6))
+    )
+    assert found == whole
+    assert found[:-2] == [(item, label) for item, label, _ in rows]
+    assert found[-2:] == [('bare "quote" 1', "good"), ('bare "quote 2', "bad")]
+
+
+def test_a_large_text_is_read_in_parts_without_losing_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.data.preparation.units.MAX_DOCUMENT_BYTES", 2000)
+    lines = [text(number) for number in range(1000)]
+    (tmp_path / "all.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    data = prepare(language_recipe(tmp_path / "all.txt", "data.tokenizer={kind: bytes}"))
+    assert data.report.kept > 20
+    assert data.report.given == data.report.kept
+    tokens = (len(data.train) + len(data.validation)) * 16  # type: ignore[attr-defined]
+    size = (tmp_path / "all.txt").stat().st_size
+    assert size - 16 * 2 * 10 < tokens <= size + data.report.kept
+
+
+def test_a_line_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.data.preparation.lines._MAX_LINE_BYTES", 1000)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "x" * 1200, "label": "a"}))
+    with pytest.raises(DataError, match=r"rows\.jsonl' has a line of more than 1,000 bytes"):
+        prepare(recipe_of(tmp_path / "rows.jsonl"))
+
+
+def test_a_source_on_s3_is_prepared(s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    UPath("s3://prepared").mkdir(exist_ok=True)
+    write_table(tmp_path / "rows.parquet", ROWS)
+    to_path("s3://prepared/source/rows.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes())
+    data = prepare(recipe_of("s3://prepared/source", "storage=s3://prepared/storage"))
+    assert sum(data.rows.values()) == len(ROWS)
+    local = prepare(recipe_of(tmp_path / "rows.parquet"))
+    assert data.fingerprint == local.fingerprint
+
+
+def write_tar(path: Path, samples: Sequence[dict[str, bytes]]) -> None:
+    """Write samples of members by extension in WebDataset's layout."""
+    with tarfile.open(path, "w") as tar:
+        for number, sample in enumerate(samples):
+            for extension, content in sample.items():
+                member = tarfile.TarInfo(f"some/{number:05d}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+def test_texts_in_tars_are_read(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    samples = [
+        {"txt": item.encode(), "cls": label.encode()}
+        if number % 2
+        else {"json": json.dumps({"text": item, "label": label}).encode()}
+        for number, (item, label, _) in enumerate(ROWS)
+    ]
+    write_tar(source / "a.tar", samples[:700])
+    write_tar(source / "b.tar", samples[700:])
+    found = rows_in(prepared(source))
+    assert {row for rows in found.values() for row in rows} == {(item, label) for item, label, _ in ROWS}
+    write_tar(source / "b.tar", [{"txt": b"no label"}])
+    with pytest.raises(
+        DataError, match=r"b\.tar', sample some/00000 has no member that is a label: it has \.txt; expected"
+    ):
+        prepared(source)
+    (source / "b.tar").write_bytes((source / "a.tar").read_bytes()[:5000])
+    with pytest.raises(DataError, match=r"b\.tar' cannot be read as tar"):
+        prepared(source)
+
+
+def test_pictures_in_tars_are_read(tmp_path: Path) -> None:
+    samples = []
+    for number in range(120):
+        content = io.BytesIO()
+        Image.new("L", (8, 8), number).save(content, "PNG")
+        samples.append({"png": content.getvalue(), ("cls", "txt")[number % 2]: (b"dark", b"light")[number > 60]})
+    write_tar(tmp_path / "pictures.tar", [*samples, {"png": b"torn", "cls": b"dark"}])
+    recipe = load_recipe("recipes/digits.yaml", [f"data.source={tmp_path}", "data.shards={size: 5KB, window: 20KB}"])
+    data = prepare(recipe)
+    assert sum(data.rows.values()) == 120
+    assert data.report.examples["unreadable"] == [f"'{tmp_path / 'pictures.tar'}', sample some/00120"]
