@@ -220,7 +220,7 @@ def test_the_data_of_a_further_micro_epoch_are_read_with_what_was_learned(monkey
         assert learned > 0
         monkeypatch.setattr(reading_module, "_WINDOW_BATCHES", 1000)
         other: Any = SlowData()
-        feed.read_from(other)
+        feed.read_from(other, order_of(recipe, other))
         assert len(list(train_on(feed, [2]))) == len(first)
         assert feed.loader.take_reading().processes >= learned
 
