@@ -22,7 +22,7 @@ from app.config.compile import (
     ObjectiveConfig,
 )
 from app.config.curriculum import CurriculumConfig
-from app.config.data import CleanConfig, DataConfig, ImageConfig, ShardsConfig, TokenizerConfig
+from app.config.data import AudioConfig, CleanConfig, DataConfig, ImageConfig, ShardsConfig, TokenizerConfig
 from app.config.layout import Layout
 from app.config.loading import (
     dump_recipe,
@@ -76,6 +76,7 @@ __all__ = [
     "TOKEN_CLASSIFICATION",
     "AdapterConfig",
     "AlertConfig",
+    "AudioConfig",
     "AugmentAudioConfig",
     "AugmentConfig",
     "AugmentImageConfig",

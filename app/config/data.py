@@ -75,6 +75,18 @@ class ImageConfig(Section):
     channels: Literal[1, 3] = Field(default=3, description="1: grey, 3: RGB")
 
 
+class AudioConfig(Section):
+    """The spectrograms to which recordings are converted, with a frame every 10 ms."""
+
+    rate: Annotated[int, Field(ge=1000, le=192_000)] = Field(
+        default=16_000, description="samples a second; recordings with other rates are converted"
+    )
+    seconds: Annotated[float, Field(gt=0.0, le=600.0)] = Field(
+        default=1.0, description="length; longer recordings are cut, and shorter ones are filled up with silence"
+    )
+    bins: PositiveInt = Field(default=40, description="mel bins of a frame")
+
+
 class ChatConfig(Section):
     """How conversations become blocks of tokens."""
 
@@ -171,6 +183,7 @@ class DataConfig(Section):
     clean: CleanConfig = CleanConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     image: ImageConfig = ImageConfig()
+    audio: AudioConfig = AudioConfig()
     buckets: Annotated[list[PositiveInt], Field(min_length=1)] = Field(
         default=[32, 64, 128, 256],
         description="lengths in tokens to which batches are padded; longer texts are cut at the last one",

@@ -210,7 +210,7 @@ class Recipe(Section):
             unread += [(self.model, "model.pretrained"), (self.train, "train.linear_baseline")]
             unread += [(self.train, f"train.{key}") for key in ("augment", "curriculum", "tokens_per_batch")]
         elif ":" not in self.task:
-            unread.append((data.columns, "data.columns.fields"))
+            unread += [(data.columns, "data.columns.fields"), (data, "data.audio")]
         if ":" not in self.task and not self.task.endswith("-multilabel"):
             unread.append((data.columns, "data.columns.separator"))
         if self.task != SENTENCE_EMBEDDING and ":" not in self.task:

@@ -15,9 +15,10 @@ JOINED = " + "
 class FieldConfig(Section):
     """A field of samples that have several, such as a text with a picture."""
 
-    kind: Annotated[str, Field(pattern=rf"^(text|image|row|{IMPORT_STRING})$")] = Field(
-        description="text; image: the column has the path or URI of a file; row: numbers and categories of several "
-        "columns; or the import path of a processor of your own, whose column has the path or URI of a file"
+    kind: Annotated[str, Field(pattern=rf"^(text|image|audio|row|{IMPORT_STRING})$")] = Field(
+        description="text; image, or audio (a wav file): the column has the path or URI of a file; row: numbers and "
+        "categories of several columns; or the import path of a processor of your own, whose column has the path or "
+        "URI of a file"
     )
     column: str | None = Field(default=None, description="column of the field; default: the field's name")
     columns: Annotated[list[str], Field(min_length=1)] | None = Field(

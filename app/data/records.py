@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from upath import UPath
 
 from app.config import DataConfig
+from app.data.audio import AudioProcessor
 from app.data.examples import Input, Modality
 from app.data.images import ImageProcessor
 from app.data.processor import Processor
@@ -26,7 +27,12 @@ from app.tensors import Tensors, TensorSpec
 
 SETTINGS_FILE = "fields.json"
 PRESENT = "present"
-_PROCESSORS: dict[str, type[Processor]] = {"text": TextProcessor, "image": ImageProcessor, "row": TabularProcessor}
+_PROCESSORS: dict[str, type[Processor]] = {
+    "text": TextProcessor,
+    "image": ImageProcessor,
+    "audio": AudioProcessor,
+    "row": TabularProcessor,
+}
 
 
 def processor_type(kind: str) -> type[Processor]:

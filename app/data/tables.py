@@ -14,6 +14,7 @@ import pandas as pd
 from upath import UPath
 
 from app.config import ColumnsConfig, FieldConfig
+from app.data.audio import require_recording
 from app.data.images import require_picture
 from app.errors import DataError
 from app.storage import no_op, to_path
@@ -105,7 +106,7 @@ def _field_values(table: pd.DataFrame, path: UPath, name: str, field: FieldConfi
     if not is_file(field.kind):
         return [text.strip() or None for text in _texts(table, path, column)]
     cells = [value if isinstance(value, bytes) else _cell(value).strip() or None for value in table[column]]
-    require = require_picture if field.kind == "image" else no_op
+    require = {"image": require_picture, "audio": require_recording}.get(field.kind, no_op)
 
     def read(number: int, cell: str | bytes | None) -> str | None:
         if cell is None:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import yaml
 from typer.testing import CliRunner
 from upath import UPath
 
@@ -22,6 +23,7 @@ from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.tasks import prepare
 from tests.helpers import ROOT, SGD, folder_of, losses, train_alone
 from tests.serving import serving
+from tests.wavs import SOUND_FIELDS, tone, wav, write_sounds
 
 RECIPE = str(ROOT / "recipes/digit_halves.yaml")
 FAST = ["compile.engines=[openvino, onnxruntime]", "compile.batch_sizes=[1, 8]", "compile.precisions=[fp32, int8]"]
@@ -151,3 +153,42 @@ def test_two_ranks_train_and_validate_as_one(stage: int, tmp_path: Path) -> None
     assert losses(two) == pytest.approx(losses(one), rel=1e-4)
     for name in ("val_loss", "val_accuracy"):
         assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_recording_is_a_field_from_training_to_predict(tmp_path: Path) -> None:
+    write_sounds(tmp_path, count=96)
+    text = {"factory": "app.models.text:encoder_classifier", "args": {"layers": 1, "width": 8, "heads": 2}}
+    encoders = {"title": text, "sound": {"factory": "app.models.audio:spectrogram_cnn", "args": {"width": 8}}}
+    tree = {
+        "name": "sounds",
+        "task": "multimodal-classification",
+        "storage": str(tmp_path / "storage"),
+        "data": {
+            "source": str(tmp_path / "sounds.csv"),
+            "columns": {"fields": SOUND_FIELDS},
+            "audio": {"seconds": 0.25},
+            "buckets": [8],
+            "validation_fraction": 0.25,
+        },
+        "model": {"factory": "app.models.multimodal:late_fusion", "args": {"width": 16, "encoders": encoders}},
+        "train": {"global_batch_size": 8, "epochs": 6, "workers": 1, "optimizer": {"name": "adamw", "lr": 0.01}},
+        "compile": {"engines": ["onnxruntime"], "batch_sizes": [1, 8], "precisions": ["fp32"]},
+    }
+    file = tmp_path / "sounds.yaml"
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    train_alone(recipe=str(file))
+    recipe = load_recipe(str(file))
+    result = execute(Run.start("compile", recipe), compile_model)
+    assert result.status == "succeeded", result.error
+    version = VersionConfig.of(
+        recipe.storage or "", Repository(UPath(recipe.storage)).manifest(recipe.name, 1), recipe.serve
+    )
+    with serving() as server:
+        server.run(server.endpoint.update(EndpointConfig(models={recipe.name: DeployedModel(production=version)})))
+        url = f"http://{server.http}/v1/models/{recipe.name}/predict"
+        sounds = [base64.b64encode(wav(tone(frequency, seed=500))).decode() for frequency in (300, 3000)]
+        answer = httpx.post(url, json={"inputs": [{"sound": sound} for sound in sounds]}, timeout=30)
+        refused = httpx.post(url, json={"inputs": {"sound": "bm8gd2F2"}}, timeout=30)
+    assert [one["label"] for one in answer.json()["predictions"]] == ["low", "high"]
+    assert (refused.status_code, "field 'sound': a recording of 6 bytes cannot be read" in refused.text) == (400, True)

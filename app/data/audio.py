@@ -1,0 +1,146 @@
+"""Recordings as log-mel spectrograms: wav files, by Python's own reader and NumPy."""
+
+import io
+import wave
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import ClassVar, Self
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from upath import UPath
+
+from app.config import AudioConfig, DataConfig
+from app.data.examples import Input, Modality
+from app.errors import DataError
+from app.storage import write_atomically
+from app.tensors import Tensors, TensorSpec
+
+SETTINGS_FILE = "audio.json"
+_FRAMES_PER_S, _WINDOW_S = 100, 0.025
+_FLOOR = 1e-6
+"""Added to the power, because silence has no logarithm."""
+_MAX_MEASURED = 1000
+"""Recordings of which the mean and the deviation are measured."""
+Samples = NDArray[np.float32]
+
+
+class _Settings(AudioConfig):
+    mean: float
+    std: float
+    """Of all values in the training recordings."""
+
+
+class AudioProcessor:
+    """``log_mel``, float32 of shape (batch, bins, frames), scaled to mean 0 and deviation 1. A frame is 10 ms.
+
+    A recording is a wav file of 16-bit PCM. Its channels are averaged. It is cut, or filled up with silence.
+    """
+
+    modality: ClassVar[Modality] = "audio"
+
+    def __init__(self, settings: _Settings) -> None:
+        self._settings = settings
+
+    @classmethod
+    def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:
+        """Measure the mean and the deviation of evenly spread training recordings."""
+        measured = inputs[:: max(1, -(-len(inputs) // _MAX_MEASURED))]
+        values = np.stack([_log_mel(item, config.audio) for item in measured])
+        # All recordings may be silent.
+        std = float(values.std()) or 1.0
+        return cls(_Settings(**config.audio.model_dump(), mean=float(values.mean()), std=std))
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("log_mel", np.dtype(np.float32), (-1, self._settings.bins, _frames(self._settings))),)
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """``bins`` and ``frames`` of a spectrogram."""
+        return {"bins": self._settings.bins, "frames": _frames(self._settings)}
+
+    def encode(self, inputs: Sequence[Input]) -> Tensors:
+        values = np.stack([_log_mel(item, self._settings) for item in inputs])
+        return {"log_mel": ((values - self._settings.mean) / self._settings.std).astype(np.float32)}
+
+    def save(self, folder: UPath) -> None:
+        write_atomically(folder / SETTINGS_FILE, self._settings.model_dump_json(indent=1).encode())
+
+    @classmethod
+    def load(cls, folder: UPath) -> Self:
+        return cls(_Settings.model_validate_json((folder / SETTINGS_FILE).read_bytes()))
+
+
+def require_recording(content: bytes) -> None:
+    """Read the beginning of a recording. Raises DataError if it cannot be read."""
+    _read_wav(content, seconds=_WINDOW_S)
+
+
+def _frames(config: AudioConfig) -> int:
+    return max(1, round(config.seconds * _FRAMES_PER_S))
+
+
+def _log_mel(item: Input, config: AudioConfig) -> NDArray[np.float64]:
+    """Return the logarithms of a recording's mel spectrogram, of shape (bins, frames)."""
+    samples = _resampled(*_read_wav(item, config.seconds), config.rate)
+    width, frames = round(_WINDOW_S * config.rate), _frames(config)
+    starts = np.arange(frames) * config.rate // _FRAMES_PER_S
+    # A frame is in the middle of its window.
+    padded = np.zeros(int(starts[-1]) + width, np.float32)
+    samples = samples[: len(padded) - width // 2]
+    padded[width // 2 : width // 2 + len(samples)] = samples
+    windows = sliding_window_view(padded, width)[starts] * np.hanning(width)
+    power = np.abs(np.fft.rfft(windows, _fft_size(width))) ** 2
+    result: NDArray[np.float64] = np.log(_mel_filters(config.rate, config.bins) @ power.T + _FLOOR)
+    return result
+
+
+def _fft_size(width: int) -> int:
+    """Return the power of 2 that covers a window."""
+    return 1 << (width - 1).bit_length()
+
+
+@cache
+def _mel_filters(rate: int, bins: int) -> NDArray[np.float64]:
+    """Return triangular filters, evenly spaced on the mel scale (O'Shaughnessy 1987), of shape (bins, frequencies)."""
+    highest = 2595.0 * np.log10(1.0 + rate / 2 / 700.0)
+    edges = 700.0 * (10.0 ** (np.linspace(0.0, highest, bins + 2) / 2595.0) - 1.0)
+    frequencies = np.fft.rfftfreq(_fft_size(round(_WINDOW_S * rate)), 1.0 / rate)
+    rising = (frequencies - edges[:-2, None]) / np.diff(edges)[:-1, None]
+    falling = (edges[2:, None] - frequencies) / np.diff(edges)[1:, None]
+    filters: NDArray[np.float64] = np.clip(np.minimum(rising, falling), 0.0, None)
+    return filters
+
+
+def _read_wav(item: Input, seconds: float) -> tuple[Samples, int]:
+    """Return the first samples of a wav file, from -1 to 1 of shape (samples,), and how many make a second."""
+    assert isinstance(item, bytes)
+    try:
+        with wave.open(io.BytesIO(item)) as file:
+            channels, width, rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
+            content = file.readframes(min(file.getnframes(), round(seconds * rate)))
+    except (wave.Error, EOFError) as error:
+        raise DataError(
+            f"a recording of {len(item)} bytes cannot be read ({error}): expected a wav file of 16-bit PCM"
+        ) from error
+    if width != 2 or not rate:
+        raise DataError(
+            f"a recording has {rate:,} samples of {8 * width} bits a second: expected 16 bits, so convert it to 16-bit "
+            "PCM"
+        )
+    whole = len(content) // (2 * channels) * 2 * channels
+    samples = np.frombuffer(content[:whole], "<i2").reshape(-1, channels).mean(1, dtype=np.float32) / 2**15
+    return samples.astype(np.float32), rate
+
+
+def _resampled(samples: Samples, rate: int, wanted: int) -> Samples:
+    """Return samples at another rate, of which the frequencies that both rates have are kept."""
+    if rate == wanted or not len(samples):
+        return samples
+    count = max(1, round(len(samples) * wanted / rate))
+    # It cuts the spectrum, or fills it up with zeros.
+    spectrum = np.fft.rfft(samples)[: count // 2 + 1]
+    resampled: Samples = (np.fft.irfft(spectrum, count) * count / len(samples)).astype(np.float32)
+    return resampled
