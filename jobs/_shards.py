@@ -11,6 +11,7 @@ from app.data.prepared import PreparedData
 from app.errors import ClusterError
 from app.runs import Run
 from app.tasks import prepare_shards
+from app.training.sources import adds_sources
 from jobs._cluster import connect
 
 _TASKS_PER_CPU, _MIN_TASKS = 2, 64
@@ -25,7 +26,8 @@ def prepare_on_cluster(run: Run, prepared: UPath | None = None) -> PreparedData 
 
     A run that goes on, or that gets the folder ``prepared`` of another job, keeps the data that it has.
     """
-    if run.recipe.data.shards is None or prepared is not None or (run.folder / DATA).exists():
+    keeps_data = (run.folder / DATA).exists() and not adds_sources(run)
+    if run.recipe.data.shards is None or prepared is not None or keeps_data:
         return None
     return prepare_shards(run.recipe, _run_units)
 

@@ -10,15 +10,17 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 from upath import UPath
 
+from app.conditional import read
 from app.config import ShardsConfig
 from app.data.examples import Input
 from app.data.origins import Origins
 from app.data.prepared import SHARDS_FILE, TRAIN, VALIDATION, Batch, Dataset
 from app.data.shard_cache import ShardCache
 from app.data.shards import CLASS, LENGTH, Shard, ShardIndex
-from app.errors import StorageError
+from app.errors import DataError, StorageError
 from app.storage import is_local, to_path, write_atomically
 
+_GROWN = "grown"
 INPUT, TOKENS = "input", "tokens"
 """Columns of shards: ``INPUT`` for labelled examples, beside ``CLASS``; ``TOKENS`` for language modelling."""
 Item = TypeVar("Item")
@@ -34,9 +36,27 @@ class ShardReference(BaseModel):
 
     @classmethod
     def find(cls, folder: UPath) -> Self | None:
-        """Return the reference in a folder of prepared data; None if the data lie in the folder itself."""
-        file = folder / SHARDS_FILE
-        return cls.model_validate_json(file.read_bytes()) if file.exists() else None
+        """Return the reference in a folder of prepared data; None if the data lie in the folder itself.
+
+        The data of a run that has added sources have one in a folder of its own.
+        """
+        found = read(folder / _GROWN / SHARDS_FILE) or read(folder / SHARDS_FILE)
+        return None if found is None else cls.model_validate_json(found)
+
+    def save_grown(self, folder: UPath) -> None:
+        """Replace the reference in a folder of prepared data. Its other files, and their checksums, stay."""
+        (folder / _GROWN).mkdir(exist_ok=True)
+        self.save(folder / _GROWN)
+
+    def require_within(self, grown: "ShardReference") -> None:
+        """Raise DataError unless the first shards of each split of ``grown`` are these."""
+        for split, shards in self.index.splits.items():
+            after = grown.index.splits.get(split, [])
+            if [shard.sha256 for shard in after[: len(shards)]] != [shard.sha256 for shard in shards]:
+                raise DataError(
+                    f"the {split} split of the sources that the run has is not what it was when it began: restore "
+                    "their files, put added sources after them, or start a new run"
+                )
 
     def save(self, folder: UPath) -> None:
         """Write the reference for ``find``."""

@@ -46,6 +46,17 @@ class ShardedLabelledData(LabelledData):
         """Return the data with other training rows, such as those of a stream's next micro-epoch."""
         return replace(self, train=LabelledDataset(ShardedSplit(rows), self.processor, self.targets))
 
+    def grown(self, prepared: Self) -> Self:
+        """Return the data with the sources that ``prepared`` has after its own. Labels and processor stay.
+
+        Raises:
+            DataError: an added source has other labels, or the sources before have changed.
+        """
+        if unknown := sorted({*prepared.labels} - {*self.labels}):
+            raise DataError(f"an added source has the label {unknown[0]!r}, which the run's model lacks: leave it out")
+        self.reference.require_within(prepared.reference)
+        return self.open(prepared.reference, self.processor, self.targets, prepared.report)
+
     def save(self, folder: UPath) -> None:
         """Write the reference, the labels, the report and the processor's own files."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -129,6 +140,17 @@ class ShardedLanguageData:
     def with_train(self, rows: ShardedRows) -> Self:
         """Return the data with other training rows, such as those of a stream's next micro-epoch."""
         return replace(self, train=ShardedBlocks(rows, self.train.block_length))
+
+    def grown(self, prepared: Self) -> Self:
+        """Return the data with the sources that ``prepared`` has after its own.
+
+        Raises:
+            DataError: the tokenizer depends on the sources, or the sources before have changed.
+        """
+        if prepared.tokenizer.to_json() != self.tokenizer.to_json():
+            raise DataError("the tokenizer is learned from the sources, so none can be added: start a new run")
+        self.reference.require_within(prepared.reference)
+        return self.open(prepared.reference, self.tokenizer, prepared.report)
 
     def save(self, folder: UPath) -> None:
         """Write the reference, the report and the tokenizer's own files."""

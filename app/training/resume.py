@@ -5,6 +5,7 @@ from operator import attrgetter
 from upath import UPath
 
 from app.config import AutoPlan, Recipe, StreamConfig, load_stored_recipe
+from app.config.sources import join_sources
 from app.errors import RecipeError, StorageError
 from app.heartbeat import require_not_running
 from app.runs import CONFIG_FILE, Run, has_succeeded, newest_first, recipe_named_in, runs_folder
@@ -80,19 +81,28 @@ def _recipe_of(run: UPath) -> Recipe:
         raise RecipeError(f"run {run.name} cannot go on: {error}; leave train.resume out to start a new run") from error
 
 
-def _comparable(recipe: Recipe) -> Recipe:
-    """Return the recipe as given, with the defaults of keys that affect only later messages of a stream."""
+def _comparable(recipe: Recipe, num_sources: int) -> Recipe:
+    """Return the recipe as given, without what affects only later batches: weights, and sources after the first."""
     given = recipe.as_given
-    if (stream := given.data.stream) is None:
-        return given
-    fixed = StreamConfig(labels=stream.labels, samples=stream.samples)
-    return given.model_copy(update={"data": given.data.model_copy(update={"stream": fixed})})
+    update: dict[str, object] = {}
+    if stream := given.data.stream:
+        update = {"stream": StreamConfig(labels=stream.labels, samples=stream.samples)}
+    if given.data.sources:
+        kept = [source.model_copy(update={"weight": None}) for source in given.data.sources[:num_sources]]
+        update = {"sources": kept, "source": join_sources(kept), "temperature": 1.0}
+    return given.model_copy(update={"data": given.data.model_copy(update=update)}) if update else given
 
 
 def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:
+    num_sources = len(earlier.data.sources)
+    if num_sources and len(recipe.data.sources) > num_sources and recipe.data.shards is None:
+        raise RecipeError(
+            f"data.sources has a source that run {run_id} has not, which only a run on data in shards can add: leave "
+            "it out, or start a new run with data.shards"
+        )
     for key in _FIXED_KEYS:
         value_in = attrgetter(key)
-        if value_in(_comparable(recipe)) != value_in(_comparable(earlier)):
+        if value_in(_comparable(recipe, num_sources)) != value_in(_comparable(earlier, num_sources)):
             raise RecipeError(
                 f"{key} is not what run {run_id} was started with, and its checkpoints are of no use with another: "
                 "change it back, or leave train.resume out to start a new run"

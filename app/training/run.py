@@ -42,6 +42,7 @@ from app.training.engine.deepspeed_engine import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
 from app.training.evaluation import write_evaluation
 from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, best_of
+from app.training.sources import record_mixture, with_added_sources
 from app.training.stop_request import StopRequest, withdraw_stop_request
 from app.training.weights import convert_weights, publish_weights
 from app.warnings import best_effort, warn
@@ -150,6 +151,8 @@ def open_run(run: Run, data: PreparedData) -> None:
         data.save(run.folder / DATA)
         DataReport.of(run.recipe.data.source, data).save(run.folder)
         best_effort(partial(_show_changes, run, data), "the report has no changed samples", "the job")
+    if run.recipe.data.sources:
+        record_mixture(run, data)
 
 
 def _show_changes(run: Run, data: PreparedData) -> None:
@@ -243,7 +246,7 @@ def _data_of(run: Run, prepared: UPath | None) -> PreparedData:
     """Return the data that the run has saved, else what is in ``prepared``, else prepare it from the source."""
     if _is_saved(run):
         verify_checksums(run.folder / DATA)
-        return load_prepared(run.recipe, run.folder / DATA)
+        return with_added_sources(run, load_prepared(run.recipe, run.folder / DATA))
     if prepared is None:
         return prepare(run.recipe)
     verify_checksums(prepared)

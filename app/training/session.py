@@ -227,7 +227,12 @@ def _order_of(recipe: Recipe, data: PreparedData, run_folder: UPath, activity: A
 
         activity.begin("measuring how hard samples are")
         difficulty = on_first(partial(recorded_difficulty, recipe, data, run_folder, activity.report_progress))
-    return order_of(recipe, data, difficulty)
+    periods = []
+    if recipe.data.sources:
+        from app.training.data.mixture import recorded_periods
+
+        periods = recorded_periods(run_folder)
+    return order_of(recipe, data, difficulty, periods)
 
 
 def _with_teacher(data: PreparedData, recipe: Recipe) -> PreparedData:

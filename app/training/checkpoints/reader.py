@@ -51,7 +51,7 @@ def _read(
 
     try:
         files = VerifiedFolder(folder)
-        state, saved = _read_state(files), SavedParts(files, on_progress)
+        state, saved = read_state(files), SavedParts(files, on_progress)
         for content in destinations(engine, layout, state, saved.names):
             if missing := sorted(content.keys() - saved.names):
                 raise TrainingError(
@@ -72,7 +72,7 @@ def _read(
     return state, {name.removeprefix(prefix): tensor for name, tensor in own.items()}
 
 
-def _read_state(folder: VerifiedFolder) -> TrainState:
+def read_state(folder: VerifiedFolder) -> TrainState:
     """Read the state that is no tensor. Raises StorageError if the file does not match its checksum."""
     return TrainState.model_validate_json(folder.read(STATE_FILE))
 
@@ -86,7 +86,7 @@ def export_weights(folder: UPath, path: Path) -> None:
     from app.training.checkpoints.parts import SavedParts
 
     files = VerifiedFolder(folder)
-    state, saved = _read_state(files), SavedParts(files)
+    state, saved = read_state(files), SavedParts(files)
     key_of = {name: key for key in saved.in_file_order() if (name := names.in_model(key)) is not None}
 
     def read(name: str) -> Tensor:

@@ -1,25 +1,69 @@
 """Several sources in one order: an epoch has as many samples as all of them, each source its share by weight.
 
-The samples of a source come equally often, give or take one.
+The samples of a source come equally often, give or take one. Where sources or weights change in a run, an order has an
+earlier one for the batches before. Each source goes on where it was, and the epoch under way keeps its length.
 """
 
 import zlib
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from app.data.prepared import ShardedSamples
-from app.errors import TrainingError
-from app.training.data.batches import Indices, MemoryOrder, SampleOrder, sorted_batches
+from app.training.data.batches import Indices, Lengths, SampleOrder, sorted_batches
 from app.training.data.mixture import Mixture
-from app.training.data.shard_order import ShardOrder
+
+_NONE: Indices = np.empty(0, np.int64)
+
+
+class MixtureOrder(SampleOrder):
+    """What the orders in memory and in shards have in common."""
+
+    mixture: Mixture
+    start: tuple[int, int]
+    """The epoch and the number of the first batch that is its own."""
+    earlier: "MixtureOrder | None"
+    """The order of the batches before; None if there are none."""
+
+    @abstractmethod
+    def own_batch(self, epoch: int, number: int) -> Indices:
+        """Return a global batch from ``start`` on."""
+
+    @abstractmethod
+    def _count(self, epoch: int, numbers: Sequence[int]) -> list[int]:
+        """Return how many samples of each source are in some batches from ``start`` on."""
+
+    def num_batches(self, epoch: int) -> int:
+        """Return the number of batches that have as many samples as all sources together."""
+        if self.earlier and epoch <= self.start[0]:
+            return self.earlier.num_batches(epoch)
+        return self.mixture.num_samples // self.size
+
+    def batch(self, epoch: int, number: int) -> Indices:
+        """Return a global batch, as indices of shape (size,)."""
+        if self.earlier and (epoch, number) < self.start:
+            return self.earlier.batch(epoch, number)
+        return self.own_batch(epoch, number)
+
+    def source_samples(self, epoch: int, numbers: Sequence[int]) -> dict[str, int]:
+        """Return how many samples of each source are in these batches of an epoch."""
+        before = [number for number in numbers if (epoch, number) < self.start]
+        seen = dict.fromkeys(self.mixture.names, 0)
+        if self.earlier and before:
+            seen |= self.earlier.source_samples(epoch, before)
+        own = self._count(epoch, [number for number in numbers if (epoch, number) >= self.start])
+        return {name: seen[name] + count for name, count in zip(self.mixture.names, own, strict=True)}
+
+    def _first_number(self, epoch: int) -> int:
+        """Return the number of the first batch of an epoch that is its own."""
+        return self.start[1] if epoch == self.start[0] else 0
 
 
 @dataclass
-class MixedOrder(MemoryOrder):
+class MixedOrder(MixtureOrder):
     """The order of samples in memory from several sources.
 
     Each source is read in permutations of its own, one after the other, over all epochs. The shares of an epoch are
@@ -28,132 +72,101 @@ class MixedOrder(MemoryOrder):
 
     name: ClassVar[str] = "mixed-1"
 
-    mixture: Mixture = field(kw_only=True)
-    _counts: list[int] = field(default_factory=list, init=False)
-    """Samples of each source in an epoch."""
-
-    def __post_init__(self) -> None:
-        self._counts = self.mixture.counts(len(self.lengths) // self.size * self.size).tolist()
-
-    def make_batches(self, epoch: int) -> Indices:
-        """Return the batches of an epoch, of shape (batches, size)."""
-        drawn = [self._draw(place, (epoch - 1) * count, count) for place, count in enumerate(self._counts)]
-        # Each source is spread evenly over the epoch.
-        times = np.concatenate([(np.arange(count) + 0.5) / count for count in self._counts])
-        order = np.concatenate(drawn)[np.argsort(times, kind="stable")]
-        return sorted_batches(order, self.lengths, self.size, self._generator(epoch))
-
-    def source_samples(self, epoch: int, numbers: Sequence[int]) -> dict[str, int]:
-        """Return how many samples of each source are in these batches of an epoch."""
-        seen = np.zeros(len(self._counts), np.int64)
-        for number in numbers:
-            seen += np.bincount(self.mixture.origins.train[self.batch(epoch, number)], minlength=len(seen))
-        return dict(zip(self.mixture.names, seen.tolist(), strict=True))
-
-    def _draw(self, place: int, start: int, count: int) -> Indices:
-        """Return samples of a source, from the ``start``-th that the run reads of it."""
-        members = np.flatnonzero(self.mixture.origins.train == place)
-        key = zlib.crc32(self.mixture.names[place].encode())
-        first, last = start // len(members), (start + count - 1) // len(members)
-        rounds = [self._generator(key, number).permutation(members) for number in range(first, last + 1)]
-        skipped = start - first * len(members)
-        return np.concatenate(rounds)[skipped : skipped + count]
-
-
-@dataclass
-class SourceShards:
-    """The shards of one source, as samples numbered from 0."""
-
-    samples: ShardedSamples
-    shards: Sequence[int]
-    """Their indices among all shards."""
-    shard_rows: list[int] = field(init=False)
-    """Number of rows of each shard."""
-    first_rows: NDArray[np.int64] = field(init=False)
-    """Index of the first row of each shard, and the number of all rows."""
-
-    def __post_init__(self) -> None:
-        self.shard_rows = [self.samples.shard_rows[shard] for shard in self.shards]
-        self.first_rows = np.concatenate([[0], np.cumsum(self.shard_rows)]).astype(np.int64)
-
-    def __len__(self) -> int:
-        return int(self.first_rows[-1])
-
-    @property
-    def window_rows(self) -> int:
-        """This source's part of the window, by its share of all rows."""
-        return max(1, self.samples.window_rows * len(self) // max(1, len(self.samples)))
-
-    @property
-    def has_one_length(self) -> bool:
-        """Whether all rows, of other sources too, have the same length."""
-        return self.samples.has_one_length
-
-    def lengths_of(self, shard: int) -> NDArray[np.int32]:
-        """Return the length of each row of a shard."""
-        return self.samples.lengths_of(self.shards[shard])
-
-    def prefetch(self, shards: Sequence[int]) -> None:
-        """Have these shards downloaded in the background."""
-        self.samples.prefetch([self.shards[shard] for shard in shards])
-
-    def rows(self, indices: Indices) -> Indices:
-        """Return the numbers that these rows have among the rows of all sources."""
-        places = np.searchsorted(self.first_rows, indices, side="right") - 1
-        firsts = np.array([self.samples.first_rows[shard] for shard in self.shards], np.int64)
-        moved: Indices = firsts[places] + indices - self.first_rows[places]
-        return moved
-
-
-@dataclass
-class MixedShardOrder(SampleOrder):
-    """The order of samples in shards from several sources: each batch has the same number of samples of each.
-
-    Each source has canonical streams of its own, over its own epochs. A batch consists of the next batch of each
-    source, and a rank takes every n-th sample. Ranks therefore read the shards of all streams.
-    """
-
-    name: ClassVar[str] = "mixed-streams-1"
-
-    samples: ShardedSamples
+    lengths: Lengths
     size: int
     seed: int
     mixture: Mixture = field(kw_only=True)
-    _sources: list[tuple[SourceShards, ShardOrder]] = field(default_factory=list, init=False)
-    _batch: tuple[tuple[int, int], Indices] | None = field(default=None, init=False)
-    """Epoch and number of the last batch that was asked for, and its samples."""
+    start: tuple[int, int] = field(default=(1, 0), kw_only=True)
+    earlier: "MixedOrder | None" = field(default=None, kw_only=True)
+    _counts: list[int] = field(default_factory=list, init=False)
+    """Samples of each source in a whole epoch."""
+    _epoch: tuple[int, Indices] | None = field(default=None, init=False)
+    """The last epoch that was asked for, and its own batches."""
 
     def __post_init__(self) -> None:
-        source_of = self.mixture.origins.train[self.samples.first_rows[:-1]]
-        counts = self.mixture.counts(self.size, "a batch").tolist()
-        for place, (name, count) in enumerate(zip(self.mixture.names, counts, strict=True)):
-            shards = SourceShards(self.samples, np.flatnonzero(source_of == place).tolist())
-            if len(shards) < count:
-                raise TrainingError(
-                    f"data.sources {name} has {len(shards):,} training rows, and a batch takes {count:,}: lower its "
-                    "weight or train.global_batch_size"
-                )
-            self._sources.append((shards, ShardOrder(shards, count, self.seed + place)))
+        self._counts = self.mixture.counts(self.mixture.num_samples // self.size * self.size).tolist()
 
-    def num_batches(self, epoch: int) -> int:  # noqa: ARG002
-        """Return the number of batches that have as many samples as all sources together."""
-        return len(self.samples) // self.size
+    def own_batch(self, epoch: int, number: int) -> Indices:
+        """Return a global batch from ``start`` on."""
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, self._make_batches(epoch)
+        batch: Indices = self._epoch[1][number - self._first_number(epoch)]
+        return batch
 
-    def batch(self, epoch: int, number: int) -> Indices:
-        """Return a global batch, as indices of shape (size,)."""
-        if self._batch is None or self._batch[0] != (epoch, number):
-            passed = (epoch - 1) * self.num_batches(epoch) + number
-            parts = [shards.rows(_batch_of(order, passed)) for shards, order in self._sources]
-            self._batch = (epoch, number), np.concatenate(parts)
-        return self._batch[1]
+    def _make_batches(self, epoch: int) -> Indices:
+        """Return the epoch's own batches, of shape (batches, size)."""
+        drawn = self._drawn(epoch)
+        # Each source is spread evenly over the epoch.
+        times = np.concatenate([(np.arange(len(rows)) + 0.5) / max(1, len(rows)) for rows in drawn])
+        order = np.concatenate(drawn)[np.argsort(times, kind="stable")]
+        return sorted_batches(order, self.lengths, self.size, self._generator(epoch))
 
-    def source_samples(self, epoch: int, numbers: Sequence[int]) -> dict[str, int]:  # noqa: ARG002
-        """Return how many samples of each source are in these batches: the same number in each."""
-        counts = [order.size * len(numbers) for _, order in self._sources]
-        return dict(zip(self.mixture.names, counts, strict=True))
+    def _count(self, epoch: int, numbers: Sequence[int]) -> list[int]:
+        seen = np.zeros(len(self._counts), np.int64)
+        for number in numbers:
+            seen += np.bincount(self.mixture.origins.train[self.batch(epoch, number)], minlength=len(seen))
+        counted: list[int] = seen.tolist()
+        return counted
+
+    @cached_property
+    def _first_counts(self) -> list[int]:
+        """Samples of each source in the own batches of the first epoch."""
+        epoch, number = self.start
+        counts: list[int] = self.mixture.split((self.num_batches(epoch) - number) * self.size).tolist()
+        return counts
+
+    @cached_property
+    def _begun(self) -> list[tuple[Indices, int]]:
+        """What each source goes on with: the rest of an epoch's samples, and how many it has read with them."""
+        begun = self.earlier.rests(*self.start) if self.earlier else []
+        return [*begun, *[(_NONE, 0)] * (len(self._counts) - len(begun))]
+
+    def _drawn(self, epoch: int) -> list[Indices]:
+        """Return the samples of each source in the epoch's own batches, in the order in which it reads them."""
+        return [self._read(place, *self._span(epoch, place)) for place in range(len(self._counts))]
+
+    def _span(self, epoch: int, place: int) -> tuple[int, int]:
+        """Return how many samples a source has read since ``start`` before the epoch and after it."""
+        first, count, passed = self._first_counts[place], self._counts[place], epoch - self.start[0]
+        return (0, first) if passed == 0 else (first + (passed - 1) * count, first + passed * count)
+
+    def _read(self, place: int, start: int, stop: int) -> Indices:
+        """Return samples of a source: first the rest that it goes on with, then its further permutations."""
+        rest, passed = self._begun[place]
+        further = max(start, len(rest)), max(stop, len(rest))
+        first, last = (passed + number - len(rest) for number in further)
+        return np.concatenate([rest[start:stop], self._permuted(place, first, last)])
+
+    def _permuted(self, place: int, start: int, stop: int) -> Indices:
+        """Return samples of a source's permutations, laid end to end."""
+        members = np.flatnonzero(self.mixture.origins.train == place)
+        key = zlib.crc32(self.mixture.names[place].encode())
+        first = start // len(members)
+        rounds = [
+            self._generator(key, number).permutation(members) for number in range(first, -(-stop // len(members)))
+        ]
+        skipped = first * len(members)
+        return np.concatenate([_NONE, *rounds])[start - skipped : stop - skipped]
+
+    def rests(self, epoch: int, number: int) -> list[tuple[Indices, int]]:
+        """Return what each source has left before a batch: samples not used yet, and how many it has read with them."""
+        numbers = range(self._first_number(epoch), number)
+        used = np.concatenate([_NONE, *[self.own_batch(epoch, one) for one in numbers]])
+        found = []
+        for place, drawn in enumerate(self._drawn(epoch)):
+            rest, passed = self._begun[place]
+            stop = self._span(epoch, place)[1]
+            left = np.concatenate([_without(drawn, used), rest[stop:]])
+            found.append((left, passed + max(0, stop - len(rest))))
+        return found
 
 
-def _batch_of(order: ShardOrder, passed: int) -> Indices:
-    """Return the batch of a source after so many of the run. Its epochs end at other batches than the run's."""
-    epoch, number = divmod(passed, order.num_batches(1))
-    return order.batch(epoch + 1, number)
+def _without(samples: Indices, used: Indices) -> Indices:
+    """Return the samples without those used, each as often as it was used."""
+    order = np.argsort(samples, kind="stable")
+    ordered = samples[order]
+    occurrence = np.empty_like(order)
+    occurrence[order] = np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
+    times = np.bincount(used, minlength=int(samples.max(initial=0)) + 1)[samples]
+    left: Indices = samples[occurrence >= times]
+    return left

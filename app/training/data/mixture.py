@@ -4,11 +4,55 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, TypeAdapter
+from upath import UPath
 
+from app.conditional import read
 from app.config import DataConfig
 from app.data.origins import Origins
 from app.data.prepared import PreparedData
 from app.errors import RecipeError
+from app.storage import write_atomically
+
+_FILE = "mixture.json"
+
+
+class MixturePeriod(BaseModel):
+    """A part of a run in which its sources and their shares stay the same."""
+
+    epoch: int = 1
+    number: int = 0
+    """The epoch and the global batch with which it begins."""
+    names: list[str]
+    """Those of an earlier period are the first of them."""
+    shares: list[float]
+    window_rows: int
+    """With shards: how many rows of these sources are shuffled together."""
+
+    @property
+    def start(self) -> tuple[int, int]:
+        """The epoch and the global batch with which it begins."""
+        return self.epoch, self.number
+
+
+_PERIODS = TypeAdapter(list[MixturePeriod])
+
+
+def recorded_periods(run_folder: UPath) -> list[MixturePeriod]:
+    """Return the periods of a run in order; empty if it has one source, or was never opened."""
+    content = read(run_folder / _FILE)
+    return [] if content is None else _PERIODS.validate_json(content)
+
+
+def record_period(run_folder: UPath, period: MixturePeriod) -> bool:
+    """Record that all batches from here on are of this period. Return whether sources or shares change with it."""
+    earlier = recorded_periods(run_folder)
+    if earlier and (earlier[-1].names, earlier[-1].shares) == (period.names, period.shares):
+        return False
+    kept = [one for one in earlier if one.start < period.start]
+    first = period if kept else period.model_copy(update={"epoch": 1, "number": 0})
+    write_atomically(run_folder / _FILE, _PERIODS.dump_json([*kept, first], indent=1))
+    return bool(kept)
 
 
 @dataclass(frozen=True)
@@ -19,28 +63,50 @@ class Mixture:
     shares: NDArray[np.float64]
     """Share of the training samples of each source. They add up to 1."""
     origins: Origins
+    """Of all samples. Those of later sources are of no name here."""
+    window_rows: int = 0
 
     @classmethod
     def of(cls, config: DataConfig, data: PreparedData) -> "Mixture | None":
         """Return the mixture of ``data.sources``; None if there is one source."""
-        origins = data.origins
+        origins, shards = data.origins, data.train.shards
         if not config.sources or origins is None:
             return None
         sizes = np.bincount(origins.train, minlength=len(config.sources)).astype(np.float64)
         given = [source.weight for source in config.sources if source.weight is not None]
         weights = np.array(given) if given else sizes ** (1.0 / config.temperature)
-        return cls([source.title for source in config.sources], weights / weights.sum(), origins)
+        names = [source.title for source in config.sources]
+        return cls(names, weights / weights.sum(), origins, shards.window_rows if shards else 0)
 
     def __str__(self) -> str:
         shares = zip(self.names, self.shares.tolist(), strict=True)
         return ", ".join(f"{name} {share:.1%}" for name, share in shares)
 
-    def counts(self, total: int, what: str = "an epoch") -> NDArray[np.int64]:
-        """Return how many of ``total`` samples, of ``what``, are of each source. Raise RecipeError if one has none."""
+    def during(self, period: MixturePeriod) -> "Mixture":
+        """Return the mixture of an earlier period."""
+        return Mixture(period.names, np.array(period.shares), self.origins, period.window_rows)
+
+    def period(self, epoch: int = 1, number: int = 0) -> MixturePeriod:
+        """Return the period that begins with a global batch and has this mixture."""
+        shares, window_rows = self.shares.tolist(), self.window_rows
+        return MixturePeriod(epoch=epoch, number=number, names=self.names, shares=shares, window_rows=window_rows)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of training samples of all its sources."""
+        return int(np.count_nonzero(self.origins.train < len(self.names)))
+
+    def split(self, total: int) -> NDArray[np.int64]:
+        """Return how many of ``total`` samples are of each source."""
         exact = self.shares * total
         counts = np.floor(exact).astype(np.int64)
         # The largest remainders get the samples that are left.
         counts[np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]] += 1
+        return counts
+
+    def counts(self, total: int, what: str = "an epoch") -> NDArray[np.int64]:
+        """Return how many of ``total`` samples, of ``what``, are of each source. Raise RecipeError if one has none."""
+        counts = self.split(total)
         for name, count in zip(self.names, counts.tolist(), strict=True):
             if not count:
                 raise RecipeError(f"data.sources {name} has no sample among {total:,} of {what}: raise its weight")

@@ -1,28 +1,37 @@
 """The order of a recipe's training samples, and what it asks of the recipe and the data."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from app.config import Recipe
 from app.data.labelled import LabelledData
-from app.data.prepared import PreparedData
+from app.data.prepared import Dataset, PreparedData
 from app.errors import RecipeError, TrainingError
 from app.training.data.batches import MemoryOrder, SampleOrder
 from app.training.data.curriculum import CurriculumOrder
 from app.training.data.groups import GroupedOrder
-from app.training.data.mixed_orders import MixedOrder, MixedShardOrder
-from app.training.data.mixture import Mixture
+from app.training.data.mixed_orders import MixedOrder, MixtureOrder
+from app.training.data.mixed_shards import MixedShardOrder
+from app.training.data.mixture import Mixture, MixturePeriod
 from app.training.data.shard_order import ShardOrder
 from app.training.data.tokens import token_order_of
 
 
-def order_of(recipe: Recipe, data: PreparedData, difficulty: NDArray[np.float32] | None = None) -> SampleOrder:
+def order_of(
+    recipe: Recipe,
+    data: PreparedData,
+    difficulty: NDArray[np.float32] | None = None,
+    periods: Sequence[MixturePeriod] = (),
+) -> SampleOrder:
     """Return the order of a recipe's training samples.
 
     Args:
         recipe: the recipe.
         data: its prepared data.
         difficulty: how hard each sample is, for a curriculum. Without it, batches have other samples, but as many.
+        periods: how a run has mixed several sources so far, and the recipe's mixture. Without them, there is only that.
 
     Raises:
         RecipeError: batches are sized in tokens, and the samples have no length in tokens; or a source has no share.
@@ -37,20 +46,36 @@ def order_of(recipe: Recipe, data: PreparedData, difficulty: NDArray[np.float32]
             f"train.global_batch_size is {size}, the training split has {num_samples} samples: lower the batch size or "
             "give more data"
         )
-    mixture = Mixture.of(recipe.data, data) if recipe.data.sources else None
-    if shards := data.train.shards:
-        return MixedShardOrder(shards, size, seed, mixture=mixture) if mixture else ShardOrder(shards, size, seed)
+    if recipe.data.sources and (mixture := Mixture.of(recipe.data, data)):
+        return _mixed_order(data.train, size, seed, mixture, periods)
+    if data.train.shards:
+        return ShardOrder(data.train.shards, size, seed)
     lengths, groups = data.train.lengths, data.train.groups
     if groups is not None:
         return GroupedOrder(lengths, size, seed, groups=groups)
     if config.curriculum and difficulty is not None:
         return CurriculumOrder(lengths, size, seed, difficulty=difficulty, config=config.curriculum)
-    if mixture:
-        return MixedOrder(lengths, size, seed, mixture=mixture)
     if recipe.data.sampling == "natural":
         return MemoryOrder(lengths, size, seed)
     assert isinstance(data, LabelledData)  # recipes of other tasks are refused
     return MemoryOrder(lengths, size, seed, data.train.split.classes)
+
+
+def _mixed_order(
+    samples: Dataset, size: int, seed: int, mixture: Mixture, periods: Sequence[MixturePeriod]
+) -> MixtureOrder:
+    """Return the order of several sources, in the periods that a run has recorded. Without any, there is one."""
+    in_memory: MixedOrder | None = None
+    in_shards: MixedShardOrder | None = None
+    for period in periods or [mixture.period()]:
+        given, start = mixture.during(period), period.start
+        if samples.shards:
+            in_shards = MixedShardOrder(samples.shards, size, seed, mixture=given, start=start, earlier=in_shards)
+        else:
+            in_memory = MixedOrder(samples.lengths, size, seed, mixture=given, start=start, earlier=in_memory)
+    found = in_shards or in_memory
+    assert found is not None
+    return found
 
 
 def count_steps(recipe: Recipe, order: SampleOrder) -> int:

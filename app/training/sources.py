@@ -1,0 +1,56 @@
+"""The sources of a run that goes on: those that its recipe adds, and the batch from which on their shares change."""
+
+from app.artifacts import CHECKPOINTS, DATA
+from app.checksums import VerifiedFolder
+from app.data.prepared import DataReport, PreparedData
+from app.runs import Run
+from app.tasks import prepare
+from app.training.checkpoints.reader import read_state
+from app.training.checkpoints.store import CheckpointStore
+from app.training.data.mixture import Mixture, record_period, recorded_periods
+
+
+def adds_sources(run: Run) -> bool:
+    """Return whether the recipe of a run that goes on has more sources than the run had."""
+    if not run.recipe.data.sources:
+        return False
+    periods = recorded_periods(run.folder)
+    return bool(periods) and len(periods[-1].names) < len(run.recipe.data.sources)
+
+
+def with_added_sources(run: Run, data: PreparedData) -> PreparedData:
+    """Return the data that a run has saved, with the sources that its recipe adds. Write nothing but shards.
+
+    Raises:
+        DataError: an added source does not suit the run, or the sources before have changed.
+    """
+    if not adds_sources(run):
+        return data
+    from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData  # most runs add none
+
+    prepared = prepare(run.recipe)
+    if isinstance(data, ShardedLabelledData) and isinstance(prepared, ShardedLabelledData):
+        return data.grown(prepared)
+    assert isinstance(data, ShardedLanguageData)  # recipes of data in memory are refused
+    assert isinstance(prepared, ShardedLanguageData)
+    return data.grown(prepared)
+
+
+def record_mixture(run: Run, data: PreparedData) -> None:
+    """Record the sources and their shares for the batches from the newest checkpoint on."""
+    if adds_sources(run):
+        from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
+
+        assert isinstance(data, ShardedLabelledData | ShardedLanguageData)
+        # It goes first: without it, the recorded sources would have no samples.
+        data.reference.save_grown(run.folder / DATA)
+        DataReport.of(run.recipe.data.source, data).save(run.folder)
+    mixture, store = Mixture.of(run.recipe.data, data), CheckpointStore(run.folder / CHECKPOINTS)
+    assert mixture is not None  # checked before the run was opened
+    state = store.newest_readable(store.committed(), lambda saved: read_state(VerifiedFolder(store.folder_of(saved))))
+    epoch, number = (state.position.epoch, state.position.batches_done) if state else (1, 0)
+    if record_period(run.folder, mixture.period(epoch, number)):
+        print(
+            f"data.sources from batch {number:,} of epoch {epoch} on: {mixture}; sources before go on where they were",
+            flush=True,
+        )

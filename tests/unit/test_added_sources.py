@@ -1,0 +1,208 @@
+"""A run that goes on with other weights, or with one more source: what was read stays read."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from upath import UPath
+
+from app.artifacts import DATA
+from app.config import Recipe, load_recipe
+from app.data.origins import Origins
+from app.errors import DataError, RecipeError
+from app.runs import Run
+from app.tasks import load_prepared, prepare
+from app.training.data.batches import DataRank, SampleOrder
+from app.training.data.mixed_orders import MixedOrder
+from app.training.data.mixture import Mixture, recorded_periods
+from app.training.data.orders import count_steps, order_of
+from app.training.records import Ending
+from app.training.resume import start_or_resume
+from app.training.run import open_run, prepare_run
+from app.training.session import train
+from app.training.stop_request import StopRequest
+from app.training.worker import start_worker
+from tests.helpers import ROOT
+from tests.unit.test_sources import recipe_of, write_source
+
+SIZES, BATCH = [600, 300, 100], 20
+ORIGINS = np.repeat([0, 1, 2], SIZES).astype(np.int16)
+LENGTHS = np.random.default_rng(0).integers(1, 100, sum(SIZES))
+SHARDS = "data.shards={size: 4096, window: 12KB}"
+Places = list[tuple[int, int]]
+
+
+def in_memory(*periods: tuple[tuple[int, int], list[float]]) -> MixedOrder:
+    """Return an order whose sources, the first few of three, have these shares from each of these batches on."""
+    order = None
+    for start, shares in periods:
+        mixture = Mixture(["a", "b", "c"][: len(shares)], np.array(shares), Origins(ORIGINS, ORIGINS))
+        order = MixedOrder(LENGTHS, BATCH, seed=5, mixture=mixture, start=start, earlier=order)
+    assert order is not None
+    return order
+
+
+def places_of(order: SampleOrder, epochs: int) -> Places:
+    return [(epoch, number) for epoch in range(1, epochs + 1) for number in range(order.num_batches(epoch))]
+
+
+def times_read(order: SampleOrder, places: Places) -> Counter[int]:
+    return Counter(row for at in places for row in order.batch(*at).tolist())
+
+
+@pytest.mark.parametrize(
+    "periods",
+    [
+        [((1, 0), [0.5, 0.5]), ((2, 17), [0.5, 0.2, 0.3])],
+        [((1, 0), [0.7, 0.3]), ((2, 0), [0.2, 0.8])],
+        [((1, 0), [0.5, 0.5]), ((1, 9), [0.1, 0.9]), ((1, 30), [0.6, 0.4]), ((3, 5), [0.4, 0.3, 0.3])],
+    ],
+    ids=["one-more-source", "other-weights", "several-times"],
+)
+def test_every_source_goes_on_where_it_was(periods: list[tuple[tuple[int, int], list[float]]]) -> None:
+    order, places = in_memory(*periods), places_of(in_memory(*periods), 5)
+    before = in_memory(*periods[:-1])
+    start, shares = periods[-1]
+    assert all(np.array_equal(order.batch(*at), before.batch(*at)) for at in places if at < start)
+    seen = times_read(order, places)
+    for place in range(len(shares)):
+        times = [seen[row] for row in np.flatnonzero(place == ORIGINS).tolist()]
+        assert max(times) - min(times) <= 1
+    samples = [order.source_samples(epoch, range(order.num_batches(epoch))) for epoch in (4, 5)]
+    total = order.num_batches(4) * BATCH
+    assert samples == [dict(zip("abc", (round(share * total) for share in shares), strict=False))] * 2
+    # The epoch under way keeps its length, and later ones have that of all sources.
+    assert order.num_batches(start[0]) == before.num_batches(start[0])
+    assert order.num_batches(5) == sum(SIZES[: len(shares)]) // BATCH
+
+
+def write_sources(folder: Path, weights: Sequence[float]) -> str:
+    """Write sources of 300, 60 and 120 rows, and return the key for as many as there are weights."""
+    files = [write_source(folder, name, rows) for name, rows in (("big", 300), ("small", 60), ("late", 120))]
+    given = [f"{{source: {file}, weight: {weight}}}" for file, weight in zip(files, weights, strict=False)]
+    return f"[{', '.join(given)}]"
+
+
+def started(recipe: Recipe) -> tuple[Run, Any]:
+    run = start_or_resume("train", recipe)
+    data = prepare_run(run)
+    open_run(run, data)
+    return run, load_prepared(run.recipe, run.folder / DATA)
+
+
+def trained(run: Run, data: Any, stops: bool = False) -> Ending:
+    """Train to the end, or to the first checkpoint."""
+    try:
+        poll = (lambda: StopRequest.STOP) if stops else None
+        return train(run.recipe, data, start_worker(run.recipe.train), run.folder, poll_stop_request=poll)
+    finally:
+        run.until_result.close()
+
+
+@pytest.mark.parametrize("keys", [[], [SHARDS]], ids=["memory", "shards"])
+def test_weights_may_change_in_a_run(tmp_path: Path, keys: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    every = [*keys, "train.checkpoint.every_steps=5"]
+    run, data = started(recipe_of(tmp_path, write_sources(tmp_path, (3.0, 1.0)), *every))
+    step = trained(run, data, stops=True).step
+    recipe = recipe_of(tmp_path, write_sources(tmp_path, (1.0, 1.0)), *every, f"train.resume={run.run_id}")
+    run, data = started(recipe)
+    assert f"data.sources from batch {step} of epoch 1 on: big 50.0%, small 50.0%" in capsys.readouterr().out
+    records = trained(run, data).records
+    batches = records[0].step
+    parts = {"big": step * 12 + (batches - step) * 8, "small": step * 4 + (batches - step) * 8}
+    if keys:
+        assert records[0].source_samples == parts
+    assert records[1].source_samples == {"big": batches * 8, "small": batches * 8}
+    order = order_of(run.recipe, data, periods=recorded_periods(run.folder))
+    assert records[-1].step == count_steps(run.recipe, order)
+
+
+def test_a_source_may_be_added_to_a_run_on_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    every = [SHARDS, "train.checkpoint.every_steps=5", "train.epochs=3"]
+    run, data = started(recipe_of(tmp_path, write_sources(tmp_path, (3.0, 1.0)), *every))
+    before = order_of(run.recipe, data)
+    step, labels = trained(run, data, stops=True).step, data.labels
+    recipe = recipe_of(tmp_path, write_sources(tmp_path, (2.0, 1.0, 1.0)), *every, f"train.resume={run.run_id}")
+    run, data = started(recipe)
+    assert (
+        f"data.sources from batch {step} of epoch 1 on: big 50.0%, small 25.0%, late 25.0%" in capsys.readouterr().out
+    )
+    assert (data.labels, len(data.train)) == (labels, len(prepare(recipe).train))
+    records = trained(run, data).records
+
+    order = order_of(run.recipe, data, periods=recorded_periods(run.folder))
+    places, origins = places_of(order, 3), data.origins.train
+    assert records[-1].step == len(places)
+    batches = records[0].step
+    assert records[0].source_samples == {
+        "big": step * 12 + (batches - step) * 8, "small": batches * 4, "late": (batches - step) * 4,
+    }  # fmt: skip
+    assert {"val_loss_big", "val_loss_small", "val_loss_late"} <= records[-1].metrics.keys()
+    assert all(np.array_equal(order.batch(*at), before.batch(*at)) for at in places if at < (1, step))
+    # The ledger: nothing of a source comes again before all of it was read, but for rows that fill no batch.
+    for place, after in enumerate((8, 4, 4)):
+        rows = [row for at in places for row in order.batch(*at).tolist() if origins[row] == place]
+        size = int((origins == place).sum())
+        first = rows[: size - 2 * max(12, after)]
+        assert len(set(first)) == len(first)
+        times = Counter(rows)
+        assert max(times.values()) <= -(-len(rows) // (size - 2 * max(12, after)))
+    again = order_of(run.recipe, data, periods=recorded_periods(run.folder))
+    shares = [again.share(2, 3, DataRank(rank, 4)) for rank in range(4)]
+    assert sorted(np.concatenate(shares)) == sorted(order.batch(2, 3))
+    assert [period.start for period in recorded_periods(run.folder)] == [(1, 0), (1, step)]
+
+
+@pytest.mark.parametrize("tokenizer", ["{kind: bytes}", "{kind: bpe, vocab_size: 300}"])
+def test_documents_may_be_added_if_the_tokenizer_stays(tmp_path: Path, tokenizer: str) -> None:
+    names = ("prose", "code", "letters")
+    for name in names:
+        (tmp_path / name).mkdir()
+        for number in range(30):
+            text = f"{name} {number} {'abc' * number} " * 60
+            (tmp_path / name / f"{number}.txt").write_text(text, encoding="utf-8")
+    found: list[Any] = []
+    for count in (2, 3):
+        given = ", ".join(f"{{source: {tmp_path}/{name}}}" for name in names[:count])
+        keys = [f"data.sources=[{given}]", "data.source=null", f"data.tokenizer={tokenizer}", SHARDS]
+        keys += ["data.block_length=32", f"storage={tmp_path / 'storage'}"]
+        found.append(prepare(load_recipe(ROOT / "recipes/stdlib_gpt.yaml", keys)))
+    data, prepared = found
+    if "bpe" in tokenizer:
+        with pytest.raises(DataError, match="the tokenizer is learned from the sources, so none can be added"):
+            data.grown(prepared)
+        return
+    grown = data.grown(prepared)
+    rows = range(len(data.train))
+    assert np.array_equal(grown.train.batch(rows).inputs["input_ids"], data.train.batch(rows).inputs["input_ids"])
+    assert np.bincount(grown.origins.train).tolist()[:2] == np.bincount(data.origins.train).tolist()
+
+
+def test_what_cannot_be_added_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    every = ["train.checkpoint.every_steps=5"]
+    run, data = started(recipe_of(tmp_path, write_sources(tmp_path, (3.0, 1.0)), *every))
+    trained(run, data, stops=True)
+    more = write_sources(tmp_path, (2.0, 1.0, 1.0))
+    with pytest.raises(RecipeError, match=r"only a run on data in shards can add"):
+        start_or_resume("train", recipe_of(tmp_path, more, *every, f"train.resume={run.run_id}"))
+
+    every.append(SHARDS)
+    run, data = started(recipe_of(tmp_path, write_sources(tmp_path, (3.0, 1.0)), *every))
+    trained(run, data, stops=True)
+    resumed = [*every, f"train.resume={run.run_id}"]
+    with pytest.raises(RecipeError, match=r"^data is not what run .* was started with"):
+        start_or_resume("train", recipe_of(tmp_path, f"[{{source: {tmp_path}/big.csv}}]", *resumed))
+    lines = (tmp_path / "late.csv").read_text(encoding="utf-8")
+    (tmp_path / "late.csv").write_text(lines.replace(",x", ",z"), encoding="utf-8")
+    with pytest.raises(DataError, match=r"has the label 'z', which the run's model lacks"):
+        prepare_run(start_or_resume("train", recipe_of(tmp_path, more, *resumed)))
+    (tmp_path / "late.csv").write_text(lines, encoding="utf-8")
+    big = (tmp_path / "big.csv").read_text(encoding="utf-8")
+    (tmp_path / "big.csv").write_text(big.replace("big w", "huge w"), encoding="utf-8")
+    with pytest.raises(DataError, match=r"the train split of the sources that the run has is not what it was"):
+        prepare_run(start_or_resume("train", recipe_of(tmp_path, more, *resumed)))
+    assert [period.names for period in recorded_periods(run.folder)] == [["big", "small"]]
+    assert not (UPath(run.folder) / DATA / "grown").exists()
