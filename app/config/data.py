@@ -40,6 +40,11 @@ class CleanConfig(Section):
         description="with shards: drop texts whose word sequences of five are at least so similar to an earlier text "
         "(Jaccard index, estimated by MinHash), such as 0.8; default: keep them",
     )
+    label_noise: Literal["report", "drop"] | None = Field(
+        default=None,
+        description="for text-classification: find training texts whose label is likely wrong (confident learning). "
+        "report: count them, and show ten; drop: leave them out, too; default: do not look",
+    )
 
     @model_validator(mode="after")
     def _lengths_ascend(self) -> Self:
@@ -282,6 +287,8 @@ class DataConfig(Section):
             raise ValueError(f"{key} is not read with stream, whose micro-epochs have their own shards: leave it out")
         if self.clean.near_duplicates is not None:
             raise ValueError("clean.near_duplicates compares all rows, and a stream has no end: leave it out")
+        if self.clean.label_noise is not None:
+            raise ValueError("clean.label_noise learns from all rows, and a stream has no end: leave it out")
         return self
 
     @model_validator(mode="after")

@@ -218,6 +218,8 @@ class Recipe(Section):
             unread += [(self.train, "train.temperature")]
         if self.task != TOKEN_CLASSIFICATION and ":" not in self.task:
             unread += [(data.columns, f"data.columns.{key}") for key in ("tokens", "tags", "spans")]
+        if self.task != "text-classification" and ":" not in self.task:
+            unread.append((data.clean, "data.clean.label_noise"))
         if self.task != CHAT:
             unread += [(data.chat, "data.chat.packing"), (data.chat, "data.chat.template")]
         for section, key in unread:

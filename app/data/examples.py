@@ -43,7 +43,7 @@ MAX_EXAMPLES = 10
 Reason = Literal[
     "not_text", "empty", "unlabelled", "duplicate", "conflicting", "in_test", "no_answer",
     "too_short", "too_long", "near_duplicate", "unreadable", "malformed", "unknown_label", "held_out", "symbols",
-    "language", "in_validation",
+    "language", "in_validation", "label_noise",
 ]  # fmt: skip
 REASONS: tuple[Reason, ...] = get_args(Reason)
 _WORDS: dict[Reason, str] = {
@@ -64,6 +64,7 @@ _WORDS: dict[Reason, str] = {
     "held_out": "held out after the first micro-epoch",
     "symbols": "over data.clean.max_symbol_share",
     "language": "in other languages than data.clean.languages",
+    "label_noise": "with a label that is likely wrong",
 }
 
 
@@ -81,8 +82,10 @@ class CleaningReport(BaseModel):
     dropped: dict[Reason, int]
     cut: int = 0
     """Conversations that are kept in part."""
+    suspected: int = 0
+    """Training examples that are kept although their label is likely wrong."""
     examples: dict[Reason, list[str]] = {}
-    """A few of those dropped for each reason, shortened. Only data in shards have them."""
+    """A few of those dropped for each reason, or suspected, shortened. In memory only those with doubted labels."""
 
     def __add__(self, later: "CleaningReport") -> "CleaningReport":
         """Return the report of both, with the examples of the earlier one first."""
@@ -93,7 +96,10 @@ class CleaningReport(BaseModel):
         }
         dropped = dict(Counter(self.dropped) + Counter(later.dropped))
         given, kept, cut = self.given + later.given, self.kept + later.kept, self.cut + later.cut
-        return CleaningReport(what=self.what, given=given, kept=kept, dropped=dropped, cut=cut, examples=examples)
+        suspected = self.suspected + later.suspected
+        return CleaningReport(
+            what=self.what, given=given, kept=kept, dropped=dropped, cut=cut, suspected=suspected, examples=examples
+        )
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -108,7 +114,10 @@ class CleaningReport(BaseModel):
     def __str__(self) -> str:
         reasons = [f"{count:,} {words}" for words, count in self.reasons.items()]
         cut = f"; cut at data.block_length tokens: {self.cut:,}" if self.cut else ""
-        return f"{self.given:,} {self.what}, {self.kept:,} kept; dropped: {', '.join(reasons) or 'none'}{cut}"
+        suspected = f"; kept with a label that is likely wrong: {self.suspected:,}" if self.suspected else ""
+        return (
+            f"{self.given:,} {self.what}, {self.kept:,} kept; dropped: {', '.join(reasons) or 'none'}{cut}{suspected}"
+        )
 
     def save(self, folder: UPath) -> None:
         """Write the report for ``load``."""

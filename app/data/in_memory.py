@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from app.config import DataConfig
-from app.data.examples import Examples, Input, clean
+from app.data.examples import MAX_EXAMPLES, CleaningReport, Examples, Input, clean
 from app.data.labelled import LabelledData, LabelledDataset, Split
 from app.data.origins import Origins
 from app.data.processor import Processor, fit_processor
@@ -64,6 +64,8 @@ def prepare_examples(
         test: Split | None = Split(test_examples.inputs, targets.read(test_examples.labels, config, "test_source"))
     else:
         train, test = _hold_out(train, len(examples), targets, config)
+    if config.clean.label_noise:
+        train, report = _judge_labels(train, targets, config, report)
 
     processor = fit_processor(processor_type, train.inputs, config, pretrained)
     targets = targets.fitted(train.classes)
@@ -75,6 +77,32 @@ def prepare_examples(
         report,
         LabelledDataset(test, processor, targets) if test else None,
     )
+
+
+def _judge_labels(
+    train: Split, targets: Targets, config: DataConfig, report: CleaningReport
+) -> tuple[Split, CleaningReport]:
+    """Look for training texts whose label is likely wrong, and leave them out if the recipe says so.
+
+    Raises:
+        DataError: the inputs are not texts with one label each, or no training text of a label is left.
+    """
+    from app.data.label_noise import judge_texts  # scikit-learn takes a second to import
+
+    texts = [item for item in train.inputs if isinstance(item, str)]
+    if not targets.labels or not all(isinstance(value, int) for value in train.classes) or len(texts) < len(train):
+        raise DataError("data.clean.label_noise is for texts with one label each: leave it out")
+    doubts = judge_texts(texts, train.classes, targets.labels)
+    report = report.model_copy(update={"examples": {"label_noise": list(doubts.values())[:MAX_EXAMPLES]}})
+    if config.clean.label_noise == "report":
+        return train, report.model_copy(update={"suspected": len(doubts)})
+    left = Split(*train.take([row for row in range(len(train)) if row not in doubts]))
+    if missing := sorted(set(train.classes) - set(left.classes)):
+        raise DataError(
+            f"data.clean.label_noise drops every training text of {targets.labels[missing[0]]!r}: set it to report"
+        )
+    dropped = report.dropped | ({"label_noise": len(doubts)} if doubts else {})
+    return left, report.model_copy(update={"kept": report.kept - len(doubts), "dropped": dropped})
 
 
 def _load_sources(config: DataConfig, processor_type: type[Processor]) -> tuple[Examples, dict[Input, int]]:

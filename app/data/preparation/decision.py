@@ -2,6 +2,7 @@
 
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,11 @@ from app.errors import DataError
 from app.storage import write_atomically
 
 
-def decide(work: UnitWork) -> tuple[CleaningReport, list[str]]:
-    """Decide which rows are kept, and return how many were dropped, and the labels of those kept."""
+def decide(work: UnitWork, judge_units: Callable[[], None]) -> tuple[CleaningReport, list[str]]:
+    """Decide which rows are kept, and return how many were dropped, and the labels of those kept.
+
+    ``judge_units`` looks for doubtful labels in each unit. It is called if ``data.clean.label_noise`` is set.
+    """
     facts = [work.facts(unit.number) for unit in work.units]
     merge_types(unit.types for unit in facts)
     surveys = Surveys(
@@ -41,7 +45,17 @@ def decide(work: UnitWork) -> tuple[CleaningReport, list[str]]:
         if threshold := config.clean.near_duplicates:
             files = [work.signature_files(unit.number) for unit in work.units]
             NearDuplicates(files, surveys.starts, threshold, config.shards.memory).drop(codes)
-        return _count(work, surveys, codes, next((unit.unreadable for unit in facts if unit.unreadable), ""))
+        doubted, examples = 0, list[str]()
+        if config.clean.label_noise:
+            from app.data.preparation.noisy_labels import find_noise  # scikit-learn takes a second to import
+
+            doubted, examples = find_noise(work, surveys, codes, judge_units)
+        unreadable = next((unit.unreadable for unit in facts if unit.unreadable), "")
+        report, labels = _count(work, surveys, codes, unreadable)
+    if doubted:
+        suspected = doubted if config.clean.label_noise == "report" else 0
+        report = report.model_copy(update={"suspected": suspected, "examples": {"label_noise": examples}})
+    return report, labels
 
 
 def _count(

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from app.pretrained import open_pretrained
 
 SHARDS = "data"
 """Folder of storage that has the shards of each source and way to prepare it."""
-_OF_TEXTS = ("near_duplicates", "min_length", "max_length", "max_symbol_share", "languages")
+_OF_TEXTS = ("near_duplicates", "label_noise", "min_length", "max_length", "max_symbol_share", "languages")
 _UNIT_SHARDS = 8
 
 RunUnits = Callable[[Callable[[int], int], Sequence[int]], Iterable[int]]
@@ -102,11 +103,16 @@ class Preparer:
         fraction = fraction_for(sum(unit.bytes for unit in units))
         work = UnitWork(str(folder), config, tuple(units), self.contents, fraction)
         self._run("reading", work, work.survey, "facts-")
-        report, labels = decide(work)
+        report, labels = decide(work, lambda: self._judge(work))
         self._save_codec(work, labels)
         self._run("writing shards", work, work.write, "unit-")
         self._require_unchanged(sources, folder)
         self._publish(work, folder, fingerprint, settings, report)
+
+    def _judge(self, work: UnitWork) -> None:
+        from app.data.preparation.noisy_labels import judge_unit  # scikit-learn takes a second to import
+
+        self._run("judging labels", work, partial(judge_unit, work), "doubts-")
 
     def _sources(self) -> list[list[SourceFile]]:
         """Return the files of each source."""
@@ -181,7 +187,7 @@ class Preparer:
             for reason, shown in result.examples.items():
                 examples[reason] = [*examples.get(reason, []), *shown][:MAX_EXAMPLES]
         self._require_blocks(splits)
-        report.model_copy(update={"examples": examples}).save(folder)
+        report.model_copy(update={"examples": examples | report.examples}).save(folder)
         schema = (
             block_schema(LanguageTokenizer.load(folder))
             if self.contents == "language-modeling"

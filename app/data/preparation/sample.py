@@ -61,9 +61,13 @@ def fraction_for(size: int) -> float:
 class SampleBuilder:
     """Builds a sample in bounded memory. Its fraction of the inputs falls when it becomes too large."""
 
-    def __init__(self, fraction: float, cuts: bool = False) -> None:
-        """``cuts``: the sample has parts of long documents. A few whole ones could be too many, or none."""
-        self._fraction, self._cuts = fraction, cuts
+    def __init__(self, fraction: float, max_size: int | None = None, cuts: bool = False) -> None:
+        """Begin with a fraction.
+
+        ``max_size`` is ``SAMPLE_SIZE`` by default. ``cuts``: the sample has parts of long documents. A few whole ones
+        could be too many, or none.
+        """
+        self._fraction, self._max_size, self._cuts = fraction, max_size or SAMPLE_SIZE, cuts
         self._items: list[tuple[int, Input, float]] = []
         self._size = 0
 
@@ -73,7 +77,7 @@ class SampleBuilder:
         for number, item in enumerate(inputs):
             if item is None:
                 continue
-            if self._cuts and len(item) > (_SLICE if self._fraction < 1.0 else SAMPLE_SIZE):
+            if self._cuts and len(item) > (_SLICE if self._fraction < 1.0 else self._max_size):
                 keys = low[number] ^ np.arange(-(-len(item) // _SLICE), dtype=np.uint64)
                 of_slices = fractions_of(keys, _SALT)
                 for place in np.flatnonzero(of_slices < self._fraction).tolist():
@@ -88,7 +92,7 @@ class SampleBuilder:
             return
         self._items.append((row, item, fraction))
         self._size += len(item)
-        while self._size > SAMPLE_SIZE and len(self._items) > 1:
+        while self._size > self._max_size and len(self._items) > 1:
             self.limit(_STEP * self._fraction)
 
     def limit(self, fraction: float) -> None:

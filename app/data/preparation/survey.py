@@ -144,7 +144,7 @@ class Surveyor:
     def add(self, rows: Rows) -> list[Input | None]:
         """Survey some rows, and return the cleaned inputs. Raises DataError if there are too many labels."""
         cleaned = [self._cleaner.clean(item) for item in rows.inputs]
-        high, low = np.frombuffer(b"".join(map(digest_of, cleaned)), np.uint64).reshape(-1, 2).T
+        high, low = hashes_of(cleaned)
         given: Sequence[str | None] = rows.labels or [None] * len(cleaned)
         codes = np.array(
             [self._cleaner.code(item, label) for item, label in zip(cleaned, given, strict=True)], np.uint8
@@ -187,6 +187,11 @@ def split_keys(groups: Sequence[str] | None, low: Hashes) -> Hashes:
 
 def _key_of(group: str) -> int:
     return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), sys.byteorder)
+
+
+def hashes_of(items: Sequence[Input | None]) -> Hashes:
+    """Return the two halves of the hash of each cleaned input, of shape (2, inputs)."""
+    return np.frombuffer(b"".join(map(digest_of, items)), np.uint64).reshape(-1, 2).T
 
 
 def digest_of(item: Input | None) -> bytes:

@@ -62,6 +62,15 @@ class UnitWork:
         """The folder of files that are needed until the preparation ends."""
         return to_path(self.folder) / WORK
 
+    @property
+    def judge_file(self) -> UPath:
+        """The ``LabelJudge``, if ``data.clean.label_noise`` is set."""
+        return self.work / "judge.npz"
+
+    def doubts_file(self, number: int) -> UPath:
+        """The ``UnitDoubts`` of a unit."""
+        return self.work / f"doubts-{number:05d}.json"
+
     def finished(self, prefix: str) -> set[int]:
         """Return the numbers of the units that have a file of this prefix."""
         names = [name.removeprefix(prefix) for name in list_names(self.work) if name.startswith(prefix)]
@@ -96,10 +105,14 @@ class UnitWork:
         """The file of the rows of a unit that moved from the split of their hash, with their new splits."""
         return self.work / f"moves-{number:05d}.bin"
 
+    def unmoved_splits(self, number: int) -> NDArray[np.uint8]:
+        """Return the split of each row of a unit by its hash, as an index into ``SPLITS``."""
+        found = [survey.splits for survey in Survey.read(self.survey_file(number))]
+        return np.concatenate([np.empty(0, np.uint8), *found])
+
     def splits(self, number: int) -> NDArray[np.uint8]:
         """Return the split of each row of a unit, as an index into ``SPLITS``, once all is decided."""
-        found = [survey.splits for survey in Survey.read(self.survey_file(number))]
-        splits = np.concatenate([np.empty(0, np.uint8), *found])
+        splits = self.unmoved_splits(number)
         rows, places = np.frombuffer(self.moves_file(number).read_bytes(), np.int64).reshape(2, -1)
         splits[rows] = places
         return splits
@@ -146,7 +159,7 @@ class UnitWork:
         examples: dict[Reason, list[str]] = {}
         writers = {split: self._writer(split, number) for split in SPLITS}
         names = [*self.facts(number).label_names, ""]  # -1 is no label
-        for start, inputs, rows in self._converted(number):
+        for start, inputs, rows in self.converted(number):
             part = slice(start, start + len(inputs))
             if part.stop > len(codes):
                 raise self._changed(number)
@@ -158,7 +171,7 @@ class UnitWork:
         write_atomically(self.result_file(number), result.model_dump_json().encode())
         return number
 
-    def _converted(self, number: int) -> Iterator[tuple[int, list[Input | None], Rows]]:
+    def converted(self, number: int) -> Iterator[tuple[int, list[Input | None], Rows]]:
         """Yield the first row of each batch of a unit, its converted inputs, and the batch."""
         start, cleaner, digest = 0, self._cleaner, RowsDigest()
         for rows in read_unit(self.units[number], self._columns(number)):

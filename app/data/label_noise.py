@@ -1,0 +1,138 @@
+"""Texts whose label is likely wrong, by confident learning (Northcutt et al. 2021, JAIR 70, arXiv:1911.00068).
+
+A linear model of character n-grams judges each text, and has not seen that text. A label is doubted when the model is
+as sure of another class as it usually is of the texts of that class.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import softmax
+from sklearn.feature_extraction.text import HashingVectorizer, TfidfTransformer
+from sklearn.linear_model import LogisticRegression
+from upath import UPath
+
+from app.data.preparation.sample import SampleBuilder
+from app.data.preparation.survey import hashes_of
+from app.errors import DataError
+from app.storage import write_atomically
+
+_FOLDS = 5
+_FEATURES, _WEIGHTS = 2**16, 2**23
+"""Features of a text, and maximum weights of a model: with many classes there are fewer features."""
+_MAX_CHARACTERS = 2000
+"""Characters of a text that are read. More take longer, and change little."""
+_MAX_SHOWN = 120
+LEARNED_CHARACTERS = 4_000_000
+"""Characters of the texts of which the models are learned, at most. They take about 60 bytes each."""
+FINE = -1
+"""Suggested class of a text whose own label is not doubted."""
+
+
+@dataclass(frozen=True)
+class LabelJudge:
+    """Models of several folds, each learned from the texts of the other folds. A text's key decides its fold."""
+
+    labels: NDArray[np.str_]
+    weights: NDArray[np.float32]
+    """Of shape (folds, features, classes)."""
+    biases: NDArray[np.float32]
+    """Of shape (folds, classes)."""
+    thresholds: NDArray[np.float64]
+    """Mean probability that texts of a class have of it, of shape (classes,)."""
+
+    @classmethod
+    def fit(cls, texts: Sequence[str], classes: NDArray[Any], keys: NDArray[np.uint64], labels: Sequence[str]) -> Self:
+        """Learn from training texts, with the index of the label of each and with its hash.
+
+        Raises:
+            DataError: there are too few texts for each fold to have two classes.
+        """
+        count = min(_FEATURES, 2 ** int(np.log2(_WEIGHTS / len(labels))))
+        weights = np.zeros((_FOLDS, count, len(labels)), np.float32)
+        biases = np.full((_FOLDS, len(labels)), -np.inf, np.float32)
+        vectors, folds = _vectors_of(texts, count), keys % np.uint64(_FOLDS)
+        for fold in range(_FOLDS):
+            others = folds != fold
+            found = np.unique(classes[others])
+            if len(found) < 2:
+                raise DataError(
+                    f"data.clean.label_noise learns from {len(texts):,} training texts, of which {int(others.sum()):,} "
+                    "have fewer than two classes: give more, or leave it out"
+                )
+            model = LogisticRegression(C=4.0, max_iter=500).fit(vectors[others], classes[others])
+            # With two classes, the model has the weights of the second one only.
+            places = found if len(found) > 2 else found[1:]
+            weights[fold][:, places], biases[fold, found] = model.coef_.T, 0.0
+            biases[fold, places] = model.intercept_
+        judge = cls(np.array(labels, np.str_), weights, biases, np.ones(len(labels)))
+        own = judge._probabilities(vectors, folds)[np.arange(len(texts)), classes]
+        sums, counts = (np.bincount(classes, given, len(labels)) for given in (own, None))
+        # Nothing is known of a class without texts.
+        thresholds = np.divide(sums, counts, out=np.full(len(labels), np.inf), where=counts > 0)
+        return cls(judge.labels, weights, biases, thresholds)
+
+    def suggest(self, texts: Sequence[str], classes: NDArray[Any], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return the likelier class of each text, of shape (texts,); ``FINE`` where its own is not doubted."""
+        if not texts:
+            return np.empty(0, np.int64)
+        probabilities = self._probabilities(_vectors_of(texts, self.weights.shape[1]), keys % np.uint64(_FOLDS))
+        sure = np.where(probabilities >= self.thresholds, probabilities, 0.0)
+        likeliest = sure.argmax(axis=1)
+        is_doubted = (sure.max(axis=1) > 0.0) & (likeliest != classes)
+        return np.where(is_doubted, likeliest, FINE)
+
+    def _probabilities(self, vectors: Any, folds: NDArray[np.uint64]) -> NDArray[np.float64]:
+        """Return what the model of each text's fold thinks, of shape (texts, classes)."""
+        logits = np.empty((vectors.shape[0], len(self.labels)))
+        for fold in range(_FOLDS):
+            mine = np.flatnonzero(folds == fold)
+            logits[mine] = vectors[mine] @ self.weights[fold] + self.biases[fold]
+        probabilities: NDArray[np.float64] = softmax(logits, axis=1)
+        return probabilities
+
+    def save(self, path: UPath) -> None:
+        """Write the models for ``load``."""
+        buffer = BytesIO()
+        np.savez(buffer, **vars(self))
+        write_atomically(path, buffer.getvalue())
+
+    @classmethod
+    def load(cls, path: UPath) -> Self:
+        """Return what ``save`` wrote."""
+        with np.load(BytesIO(path.read_bytes())) as arrays:
+            return cls(**arrays)
+
+
+def judge_texts(texts: Sequence[str], classes: Sequence[int], labels: Sequence[str]) -> dict[int, str]:
+    """Return what a report shows of each text whose label is doubted, by its index.
+
+    Models are learned from a sample of the texts. Raises DataError if there are too few.
+    """
+    given, (_, keys) = np.array(classes, np.int64), hashes_of(texts)
+    builder = SampleBuilder(1.0, LEARNED_CHARACTERS)
+    builder.add(0, texts, keys)
+    rows = builder.build().rows
+    judge = LabelJudge.fit([texts[row] for row in rows.tolist()], given[rows], keys[rows], labels)
+    suggested = judge.suggest(texts, given, keys)
+    doubted = np.flatnonzero(suggested != FINE).tolist()
+    return {row: in_words(texts[row], labels[given[row]], labels[suggested[row]]) for row in doubted}
+
+
+def in_words(text: str, label: str, suggested: str) -> str:
+    """Return how a report shows a text whose label is doubted."""
+    return f"{label}, likelier {suggested}: {text[:_MAX_SHOWN]}"
+
+
+def _vectors_of(texts: Sequence[str], count: int) -> Any:
+    """Return the frequencies of character 1- and 2-grams, a sparse matrix of shape (texts, count)."""
+    hashing = HashingVectorizer(
+        analyzer="char", ngram_range=(1, 2), n_features=count, alternate_sign=False, norm=None, dtype=np.float32
+    )
+    counts = hashing.transform(text[:_MAX_CHARACTERS] for text in texts)
+    # Rows are alike whatever the others are, so no weight depends on all of them.
+    return TfidfTransformer(use_idf=False, sublinear_tf=True).fit_transform(counts)

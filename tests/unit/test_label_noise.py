@@ -1,0 +1,103 @@
+"""Labels that are likely wrong: found where they were planted, counted, shown, and dropped where asked."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from app.config import load_recipe
+from app.data.builtin import BUILTIN
+from app.data.examples import clean
+from app.data.labelled import LabelledData
+from app.data.prepared import PreparedData
+from app.errors import DataError, RecipeError
+from app.tasks import prepare
+from tests.preparing import recipe_of, write_table
+
+OTHER = {"positive": "negative", "negative": "positive"}
+
+
+def planted(path: Path, count: int = 4000) -> set[str]:
+    """Write reviews, and return the texts of a twentieth of them, which have the other label."""
+    recipe = load_recipe("recipes/reviews.yaml", [])
+    reviews, _ = clean(BUILTIN["reviews"](), recipe.data.clean)
+    source = random.Random(0)
+    rows = source.sample(list(reviews), count)
+    flipped = {str(item) for item, _ in rows[: count // 20]}
+    source.shuffle(rows)
+    write_table(path, [(str(item), OTHER[label] if item in flipped else label, "") for item, label in rows])
+    return flipped
+
+
+def prepared(source: Path, is_sharded: bool, *overrides: str) -> PreparedData:
+    """The data of a recipe, in shards or in memory."""
+    if is_sharded:
+        return prepare(recipe_of(source, "data.shards={size: 50KB, window: 200KB, memory: 1MB}", *overrides))
+    return prepare(load_recipe("recipes/reviews.yaml", [f"data.source={source}", *overrides]))
+
+
+def texts_of(data: PreparedData, split: str) -> Sequence[str]:
+    assert isinstance(data, LabelledData)
+    part = getattr(data, split).split
+    inputs, _ = part.take(range(len(part)))
+    return [str(item) for item in inputs]
+
+
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "memory"])
+def test_planted_labels_are_found_and_dropped_from_training_only(tmp_path: Path, is_sharded: bool) -> None:
+    flipped = planted(tmp_path / "rows.csv")
+    keys = ["data.test_fraction=0.1"]
+    before = prepared(tmp_path / "rows.csv", is_sharded, *keys)
+    after = prepared(tmp_path / "rows.csv", is_sharded, *keys, "data.clean={label_noise: drop}")
+    kept, given = set(texts_of(after, "train")), set(texts_of(before, "train"))
+    assert kept < given
+    found, wrong = given - kept, given & flipped
+    assert len(found & wrong) > 0.5 * len(wrong)  # recall
+    assert len(found & wrong) > 0.2 * len(found)  # precision: four times that of a guess
+    assert after.report.dropped == before.report.dropped | {"label_noise": len(found)}
+    assert after.report.kept == before.report.kept - len(found)
+    for split in ("validation", "test"):
+        assert texts_of(after, split) == texts_of(before, split)
+    shown = after.report.examples["label_noise"]
+    assert len(shown) == 10
+    for one in shown:
+        label, _, text = one.partition(": ")
+        assert label in ("positive, likelier negative", "negative, likelier positive")
+        assert any(item.startswith(text) for item in found)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "memory"])
+def test_a_report_drops_nothing(tmp_path: Path, is_sharded: bool) -> None:
+    planted(tmp_path / "rows.csv", 1000)
+    before = prepared(tmp_path / "rows.csv", is_sharded)
+    after = prepared(tmp_path / "rows.csv", is_sharded, "data.clean={label_noise: report}")
+    assert texts_of(after, "train") == texts_of(before, "train")
+    assert after.report.dropped == before.report.dropped
+    assert after.report.kept == before.report.kept
+    assert len(after.report.examples["label_noise"]) == 10
+    assert f"; kept with a label that is likely wrong: {after.report.suspected:,}" in str(after.report)
+    assert 30 < after.report.suspected < 200
+
+
+def test_units_and_their_order_do_not_change_what_is_doubted(tmp_path: Path) -> None:
+    planted(tmp_path / "rows.csv", 1000)
+    keys = ["data.clean={label_noise: drop}"]
+    whole = prepared(tmp_path / "rows.csv", True, *keys)
+    cut = prepare(recipe_of(tmp_path / "rows.csv", *keys))
+    assert sorted(texts_of(cut, "train")) == sorted(texts_of(whole, "train"))
+    assert cut.report.dropped == whole.report.dropped
+
+
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "memory"])
+def test_too_few_texts_are_refused(tmp_path: Path, is_sharded: bool) -> None:
+    rows = [(f"text {number}", "good", "") for number in range(60)] + [("one", "bad", ""), ("two", "bad", "")]
+    write_table(tmp_path / "rows.csv", rows)
+    keys = ["data.clean={label_noise: drop}", "data.validation_fraction=0.5", "data.test_fraction=null"]
+    with pytest.raises(DataError, match=r"label_noise learns from \d+ training texts, .* fewer than two classes: give"):
+        prepared(tmp_path / "rows.csv", is_sharded, *keys)
+
+
+def test_other_tasks_do_not_read_it() -> None:
+    with pytest.raises(RecipeError, match=r"data\.clean\.label_noise is 'drop', which task image-classification"):
+        load_recipe("recipes/digits.yaml", ["data.clean={label_noise: drop}"])
