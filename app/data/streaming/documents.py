@@ -52,6 +52,7 @@ class DocumentRows(StreamRows):
         self._tokenizer = tokenizer
         self._sizes: list[int] = []
         """Tokens of each row with its end token, or at most so many while there is no tokenizer; 0 if it is dropped."""
+        self._total = 0
         self._tokens: list[NDArray[np.unsignedinteger[Any]]] = []
 
     def add(self, messages: Sequence[Message]) -> None:
@@ -61,9 +62,8 @@ class DocumentRows(StreamRows):
 
     def missing(self, samples: int) -> int:
         needed = samples * self._config.block_length / (1.0 - self._config.held_out_fraction) + 1
-        size = sum(self._sizes)
-        mean = size / self.candidates if self.candidates else needed
-        return math.ceil((needed - size) / mean)
+        mean = self._total / self.candidates if self.candidates else needed
+        return math.ceil((needed - self._total) / mean)
 
     def choose(self, samples: int, batch_size: int, takes_fewer: bool) -> ChosenRows | None:
         length, wanted = self._config.block_length, samples // batch_size * batch_size
@@ -101,7 +101,7 @@ class DocumentRows(StreamRows):
         last = int(np.searchsorted(np.cumsum([self._sizes[row] for row in rows.tolist()]), num_bytes))
         texts = [self._rows[row].text for row in rows[: last + 1].tolist()]
         self._tokenizer = LanguageTokenizer.fit(sample_of(texts), self._config)
-        self._sizes = []
+        self._sizes, self._total = [], 0
         self._measure()
         return self._tokenizer
 
@@ -109,10 +109,12 @@ class DocumentRows(StreamRows):
         """Measure the rows that were not measured yet, and keep their tokens."""
         for row in self._rows[len(self._sizes) :]:
             if self._tokenizer is None:
-                self._sizes.append(len(row.text.encode()) + 1 if row.code == KEPT else 0)
-                continue
-            self._tokens.append(self._tokenizer.join([row.text] if row.code == KEPT else []))
-            self._sizes.append(len(self._tokens[-1]))
+                size = len(row.text.encode()) + 1 if row.code == KEPT else 0
+            else:
+                self._tokens.append(self._tokenizer.join([row.text] if row.code == KEPT else []))
+                size = len(self._tokens[-1])
+            self._sizes.append(size)
+            self._total += size
 
     def _joined(self, rows: NDArray[np.int64]) -> NDArray[np.unsignedinteger[Any]]:
         assert self._tokenizer is not None
