@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pandas as pd
@@ -21,14 +21,26 @@ from app.storage import no_op, to_path
 
 _READERS_AT_ONCE = 16
 
+
+def _read_json_lines(file: BinaryIO, path: str) -> pd.DataFrame:
+    """Return the rows as they are: pandas would turn whole numbers beside empty cells into decimals."""
+    from app.data.preparation.json_lines import BOM, parse_line  # other tables do not need it
+
+    rows, offset = [], 0
+    for line in file:
+        if line.strip():
+            rows.append(parse_line(line if offset else line.removeprefix(BOM), path, offset))
+        offset += len(line)
+    return pd.DataFrame(rows, dtype=object)
+
+
 # Cells are read as texts, because pandas would change a text such as NA or 007.
 _READERS: dict[str, Callable[..., pd.DataFrame]] = {
     ".csv": partial(pd.read_csv, dtype=str, keep_default_na=False),
-    ".jsonl": partial(pd.read_json, lines=True, dtype=False),
     # By default, an empty cell would turn a column of whole numbers into decimals, and the label 1 into 1.0.
     ".parquet": partial(pd.read_parquet, dtype_backend="numpy_nullable"),
-    ".arrow": pd.read_feather,
-    ".feather": pd.read_feather,
+    ".arrow": partial(pd.read_feather, dtype_backend="numpy_nullable"),
+    ".feather": partial(pd.read_feather, dtype_backend="numpy_nullable"),
 }
 
 
@@ -135,7 +147,7 @@ def _read(path: UPath) -> pd.DataFrame | None:
     """Return the table; None if it is empty. Raises DataError if it is none."""
     try:
         with path.open("rb") as file:
-            table = _READERS[path.suffix](file)
+            table = _read_json_lines(file, str(path)) if path.suffix == ".jsonl" else _READERS[path.suffix](file)
     except pd.errors.EmptyDataError:
         return None
     except (ValueError, OSError) as error:

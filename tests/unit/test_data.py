@@ -46,6 +46,7 @@ def test_reviews_are_cleaned_as_counted() -> None:
         "kept": 17_363,
         "dropped": {"empty": 1, "duplicate": 17_713, "conflicting": 47},
         "cut": 0,
+        "suspected": 0,
         "examples": {},
     }
     assert len(set(kept.inputs)) == len(kept) == 17_363
@@ -185,7 +186,7 @@ def test_an_image_folder_is_read(tmp_path: Path) -> None:
         ("{folder}/header.csv", ["header.csv", "no examples"]),
         ("{folder}/other.csv", ["data.columns.label", "'label'", "text, target"]),
         ("{folder}/one.csv", ["one.csv", "expected two"]),
-        ("{folder}/broken.jsonl", ["broken.jsonl", "not a jsonl table"]),
+        ("{folder}/broken.jsonl", ["broken.jsonl", "a line at byte 0 that is not JSON"]),
         ("{folder}/folder", ["folder", "no examples"]),
     ],
 )

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pyarrow import feather
 from sklearn.metrics import f1_score, mean_absolute_error, r2_score, root_mean_squared_error
 from upath import UPath
 
@@ -182,6 +183,13 @@ def test_a_table_with_or_without_numbers_is_exported(rows: list[dict[str, Any]],
     np.testing.assert_allclose(outputs, expected.numpy(), atol=1e-6)
 
 
-def test_an_empty_cell_leaves_the_other_labels_of_a_parquet_file_as_they_are(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"label": [1, None, 2]}), tmp_path / "rows.parquet")
-    assert read_table(UPath(tmp_path / "rows.parquet"), {"label": "label"}) == [["1", "", "2"]]
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl"])
+def test_an_empty_cell_leaves_the_other_labels_as_they_are(tmp_path: Path, suffix: str) -> None:
+    table, path = pa.table({"label": [1, None, 2]}), tmp_path / f"rows.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    elif suffix == "arrow":
+        feather.write_feather(table, path)
+    else:
+        path.write_text("\n".join(map(json.dumps, table.to_pylist())), encoding="utf-8")
+    assert read_table(UPath(path), {"label": "label"}) == [["1", "", "2"]]

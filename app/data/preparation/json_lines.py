@@ -13,7 +13,7 @@ from app.data.preparation.units import Piece
 from app.errors import DataError
 from app.storage import to_path
 
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _TYPES: dict[type, CellType] = {str: "text", bytes: "text", bool: "boolean", int: "integer", float: "number"}
 
 
@@ -25,7 +25,7 @@ def read_jsonl(piece: Piece, columns: Columns) -> Iterator[Rows]:
     for offset, line in _lines(piece):
         if not line.strip():
             continue
-        rows.append(_parse(line, piece.path, offset))
+        rows.append(parse_line(line, piece.path, offset))
         offsets.append(offset)
         size += len(line)
         if size >= BATCH_BYTES or len(rows) == BATCH_ROWS:
@@ -35,7 +35,8 @@ def read_jsonl(piece: Piece, columns: Columns) -> Iterator[Rows]:
         yield _rows_of(rows, offsets, columns, piece.path)
 
 
-def _parse(line: bytes, path: str, offset: int) -> Mapping[str, Any]:
+def parse_line(line: bytes, path: str, offset: int) -> Mapping[str, Any]:
+    """Return the row of a line that begins at byte ``offset``. Raises DataError if it is not a JSON object."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -64,7 +65,7 @@ def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
     with to_path(piece.path).open("rb") as file:
         position = go_to_line(file, piece.start, piece.path)
         while (piece.stop is None or position < piece.stop) and (line := read_line(file, piece.path)):
-            yield position, line if position else line.removeprefix(_BOM)
+            yield position, line if position else line.removeprefix(BOM)
             position += len(line)
 
 
