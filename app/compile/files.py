@@ -134,6 +134,7 @@ class ModelFiles:
             EngineError: the engine cannot run it on this machine.
         """
         settings = EngineSettings(variant.precision, concurrency.threads, concurrency.streams, variant.device)
+        # The module needs no file, so a model that cannot be exported still runs.
         if variant.runs_module:
             return self.source_model.open_module(settings)
         return open_engine(variant.engine, self.engine_path(variant), settings)
@@ -186,6 +187,7 @@ class ModelFiles:
         fp32_path, samples = self._onnx_path("fp32"), self.source_model.calibration_batches(calibration.samples)
         if precision == "fp8":
             return quantize_fp8(fp32_path, samples, path)
+        # Only int8 is searched for: fp8 has no clipping to choose, and no fine-tuning.
         finetune = None
         if (given := self._config.int8.finetune) is not None:
             finetune = partial(self.source_model.write_finetuned, config=given, log=self._log)

@@ -39,12 +39,14 @@ class Rows:
     @classmethod
     def of(cls, split: Dataset, signature: Signature) -> "Rows":
         """Group the rows. If the input length varies, encode each row once to find its length."""
+        # A file with a fixed batch size of 1 cannot take more.
         max_rows = 1 if signature.takes_one_row else BATCH
         if (place := signature.length_axis) is None:
             return cls(split, [range(len(split))], max_rows)
         name, axis = place
         groups: defaultdict[int, list[int]] = defaultdict(list)
         for index in range(len(split)):
+            # Encoded alone, because in a batch the longest row sets the length of all.
             groups[split.batch([index]).inputs[name].shape[axis]].append(index)
         return cls(split, [groups[length] for length in sorted(groups)], max_rows)
 
@@ -134,6 +136,7 @@ class Tally:
         if (metric := self._judge.metric) is not None:
             given = torch.from_numpy(outputs[self._judge.output].astype(np.float32, copy=False))
             counted = select_counted(given, torch.from_numpy(batch.targets))
+            # Such a metric is no sum over rows: it is computed from all of them at the end.
             if isinstance(metric, SklearnMetric):
                 self._rows.append(metric.rows(*counted))
             sums = metric.sums(*counted).double()

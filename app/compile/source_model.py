@@ -93,6 +93,7 @@ class SourceModel(Source):
     def pruned(self) -> "SourceModel":
         trained = replace(self.trained, model=prune_2_to_4(self.trained.model))
         sparse = _evaluated(trained, self.weights, self.data, self.threads)
+        # The gates count the loss of pruning, too, so the score is that of before.
         return replace(sparse, score_to_keep=self.score_to_keep, is_pruned=True)
 
     def load_test(self) -> Dataset | None:
@@ -180,6 +181,7 @@ def _check_inputs(trained: TrainedModel, weights: UPath) -> None:
 
 def _prepared_data(weights: UPath, trained: TrainedModel) -> PreparedData:
     folder = weights.parent / DATA
+    # A folder that was copied elsewhere has lost the data by which it is judged.
     if weights.name != WEIGHTS or not folder.exists():
         raise StorageError(
             f"{str(weights)!r} has no prepared data beside it: give the {WEIGHTS} folder inside a train run's folder"

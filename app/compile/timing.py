@@ -134,8 +134,6 @@ class OperatingPoint(Scored):
     throughput: float
     """Rows per second, for rows of all lengths in their shares."""
 
-    """None if the rows have no classes."""
-
     size_bytes: int
 
     @property
@@ -182,9 +180,11 @@ def operating_points(
     for _, group in groupby(sorted(points, key=streams_and_threads), key=streams_and_threads):
         measured = sorted(group, key=lambda point: point.length or 0)
         sizes = sorted({point.batch_size for point in measured})
+        # Ordered by length above, so each setting has its points in the order of the lengths.
         settings = [[point for point in measured if point.batch_size == size] for size in sizes]
         # The others failed at some length.
         settings = [setting for setting in settings if len(setting) == len(shares)]
+        # Inputs of one size have nothing to choose a size by.
         chosen = [] if None in shares else _chosen(settings, choose)
         by_length = {point.length: point.batch_size for point in chosen}
         for setting in settings if not chosen or chosen in settings else [*settings, chosen]:
@@ -224,6 +224,7 @@ def combine_lengths(
         concurrency=points[0].concurrency,
         batch_size=max(point.batch_size for point in points),
         latency_ms=sum(w * point.latency_ms for w, point in zip(weights, points, strict=True)) / total,
+        # The slowest length bounds all rows. A mean of percentiles would be no percentile.
         latency_p95_ms=max(point.latency_p95_ms for point in points),
         # A harmonic mean, because rows of each length take their own time.
         throughput=total / sum(w / point.throughput for w, point in zip(weights, points, strict=True)),

@@ -140,6 +140,7 @@ def agreeing_rows(copy: Response, answer: Response, scores: str | None) -> tuple
     rows = len(next(iter(theirs.values())))
     agree = np.ones(rows, np.bool_)
     for name, right in theirs.items():
+        # A missing output or another shape is a difference in every row.
         if name not in ours or ours[name].shape != right.shape:
             return 0, rows
         agree &= _agree(ours[name].reshape(rows, -1), right.reshape(rows, -1))
@@ -161,6 +162,7 @@ def _compared(response: InferResponse | PredictResponse, scores: str | None) -> 
     """Return the first choices of an answer: of a row one, or one for each of its tokens. Without any, all outputs."""
     if isinstance(response, PredictResponse):
         answers = [prediction.model_extra or {} for prediction in response.predictions]
+        # Vectors have no label, and are compared as numbers.
         if any("embedding" in answer for answer in answers):
             return {"embedding": np.array([answer["embedding"] for answer in answers])}
         return {"label": np.array([_without_scores(prediction) for prediction in response.predictions])}
@@ -258,6 +260,7 @@ class Rollout:
     def shares(self) -> list[tuple[str, ServedModel, float]]:
         """The role of each version, and the share of the requests without a version that it gets, or copies of them."""
         candidates = [(role, share.served, share.percent / 100) for role, share in self._candidates]
+        # A shadow takes nothing from production: its copies are requests that others have answered.
         rest = 1.0 - sum(ratio for role, _, ratio in candidates if role == "canary")
         return [("production", self._production, rest), *candidates]
 

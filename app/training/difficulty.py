@@ -32,6 +32,7 @@ def recorded_difficulty(
         RecipeError: the task's samples have no such difficulty, or the model does not suit them.
         DataError: the column is missing, or has cells that are not numbers.
     """
+    # A resumed run reads what it began with: other numbers would give another order.
     if (run_folder / _FILE).exists():
         recorded: NDArray[np.float32] = np.load(io.BytesIO((run_folder / _FILE).read_bytes()), allow_pickle=False)
         return recorded
@@ -68,6 +69,7 @@ def find_difficulty(recipe: Recipe, data: PreparedData, on_progress: ProgressCal
     if curriculum.model is not None:
         return _by_loss(recipe, _labelled(recipe, data), curriculum.model, on_progress)
     lengths = np.asarray(data.train.lengths, np.float32)
+    # An order by equal lengths would be no curriculum at all, and nobody would notice.
     if len(lengths) and lengths.min() == lengths.max():
         raise RecipeError(
             f"train.curriculum.by is length, and all samples of task {recipe.task} have one length: set it to loss"

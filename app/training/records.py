@@ -118,6 +118,7 @@ class TrainMetrics(BaseModel):
         prediction: Prediction | None = None,
     ) -> Self:
         """Return the outcome of a run with this best epoch and this end."""
+        # The metrics are those of the best epoch, and totals count to the last.
         last = ending.records[-1]
         return cls(
             **best.metrics,

@@ -144,11 +144,13 @@ class TaughtDataset(Dataset):
         model = self._teacher = self._teacher or self._load()
         scores, size = model.manifest.scores, model.manifest.serving.max_batch_size
         assert scores is not None
+        # The engine was measured, and perhaps built, for batches of at most this size.
         parts = [inputs[first : first + size] for first in range(0, len(inputs), size)]
         logits = [model.engine.run(model.natural_processor.encode(part))[scores] for part in parts]
         return np.concatenate(logits)[:, [model.labels.index(label) for label in self.labels]]
 
     def _load(self) -> LoadedModel:
         name, _, number = self.model.partition("/")
+        # A recipe that was resolved names the number, so production may change while a run trains.
         version = int(number) if number else Repository(self.storage).production(name)
         return load_model(self.storage, name, version, torch.get_num_threads())

@@ -184,6 +184,7 @@ def made_up_rows(model: ImportedModel, sizes: Mapping[str, Sequence[int]]) -> Im
     Raises:
         RecipeError: ``sizes`` names one that does not vary.
     """
+    # A size that is fixed in the file, or misspelled, would be ignored without a word.
     names = varying_sizes(model.signature)
     if unknown := [name for name in sizes if name not in names]:
         raise RecipeError(
@@ -259,5 +260,6 @@ def _is_same(alone: NDArray[Any], together: NDArray[Any]) -> bool:
         return False
     if together.dtype.kind != "f":
         return bool(np.mean(alone != together) <= _MAX_INFLUENCE)
+    # By norm, because kernels for other batch sizes add in another order, and elements near 0 vary most.
     difference = np.linalg.norm(alone.astype(np.float64) - together)
     return bool(difference <= _MAX_INFLUENCE * np.linalg.norm(together.astype(np.float64)))

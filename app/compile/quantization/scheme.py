@@ -105,6 +105,7 @@ def _layer(node: ir.Node) -> Layer | None:
             return _with_weight(node, axis=0)
         case "Gemm" if float_weight(node.inputs[1]) and not node.attributes.get_int("transA", 0):
             return _with_weight(node, axis=0 if node.attributes.get_int("transB", 0) else 1)
+        # A weight with more axes is a batch of matrices, in which channels are no single axis.
         case "MatMul" if weight := float_weight(node.inputs[1]):
             return _with_weight(node, axis=1) if len(weight.shape) == 2 else None
         case "Gather" if (table := float_weight(node.inputs[0])) and not node.attributes.get_int("axis", 0):
@@ -160,6 +161,7 @@ def _is_reduced(value: ir.Value | None) -> bool:
 
     OpenVINO 2026.4 fuses the following QuantizeLinear into the reduction, and then returns wrong numbers.
     """
+    # Branches can meet again, and each node is followed once.
     values, seen = [value], set[ir.Node]()
     while values:
         current = values.pop()

@@ -83,6 +83,7 @@ def find_quantization(
     """
     with _prepared(source, samples, target) as prepared:
         search = _Search(prepared, evaluate, log)
+        # In this order, because only the last step gives up layers in int8.
         methods = _AUTO if config.method == "auto" else (config.method,)
         attempt = (
             search.by_method(methods)
@@ -186,6 +187,7 @@ class _Attempt:
         before, smoothed = self.prepared, self.prepared.file.with_name("finetuned.onnx")
         trained = smoothed.with_name("trained.onnx")
         finetune(roundings_of(before.file, before.layers, self.thresholds), trained)
+        # Training began from the unsmoothed model, and the thresholds are those of the smoothed one.
         smooth(trained, before.factors, smoothed)
         layers = tuple(find_layers(load_model(smoothed)))
         # Another export of the model has other names in the same order.
@@ -198,6 +200,7 @@ class _Attempt:
     def write(self, target: Path) -> Path:
         layers = [layer for layer in self.prepared.layers if layer not in self.exempt]
         if self.weights_only:
+            # Without activations a layer computes in float, and its weights alone are stored in int8.
             layers += [replace(layer, activations=()) for layer in self.exempt if layer.activations]
         write_quantized(self.prepared.file, layers, self.thresholds, INT8, target)
         return target

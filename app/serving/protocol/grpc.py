@@ -112,6 +112,7 @@ def read_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _request_parameters(parameters: Mapping[str, pb.InferParameter]) -> RequestParameters:
+    # A request without any needs no object of its own.
     if not parameters:
         return _DEFAULT
     return replace(RequestParameters.of(read_parameters(parameters)), binary_data_output=True)
@@ -158,6 +159,7 @@ def _elements(name: str, datatype: str, contents: pb.InferTensorContents) -> Seq
                 f"input {short_repr(name)} is {short_repr(datatype)} and has {len(elements)} {field.name}: expected "
                 f"{expected or 'raw_input_contents'}"
             )
+    # A datatype without a field, such as FP16, comes as raw bytes only. ``from_elements`` refuses it.
     return getattr(contents, expected) if expected else ()
 
 

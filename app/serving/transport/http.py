@@ -67,6 +67,7 @@ class HttpApi:
         except Exception as error:
             await error_response(error, asked.traceparent)(scope, receive, send)
             return
+        # The client has gone, and nobody would read an answer.
         if answered is None:
             return
         content, response_headers = answered
@@ -153,11 +154,13 @@ class DirectInference:
         async def receive_counted() -> Message:
             nonlocal held
             message = await receive()
+            # No more than the limit at which reading would stop anyway.
             more = min(held + factor * len(message.get("body", b"")), max_bytes) - held
             self.hold(more)
             held += more
             return message
 
+        # Before the body is read, so a flood of requests is refused without taking memory.
         try:
             self.enter()
         except OverloadError as error:

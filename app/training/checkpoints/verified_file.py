@@ -51,6 +51,7 @@ class VerifiedFile(io.RawIOBase):
             StorageError: the file is missing, too short or changed.
         """
         needed = sorted({number for span in spans for number in self._piece_numbers(span)})
+        # Dropped, so that memory holds only what the next reads need.
         self._pieces = {number: self._pieces[number] for number in needed if number in self._pieces}
         self._read([number for number in needed if number not in self._pieces])
 
