@@ -104,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     began, load = time.monotonic(), load_average()
     with tempfile.TemporaryDirectory(prefix="bench-tasks-") as temporary, local_cluster() as cluster:
         folder, kept = Path(temporary), arguments.measured or Path(temporary) / "measured"
+        earlier = len(list(kept.glob("*.json")))
         wanted = [case for case in cases(folder) if not arguments.tasks or case.task in arguments.tasks]
         found = [keep(kept / f"{case.task}.json", Measured, partial(measure, case, cluster, folder)) for case in wanted]
         imported = [
@@ -111,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             for model in foreign_models(folder)
         ]
     minutes = (time.monotonic() - began) / 60
-    text = report(found, imported, minutes, f"Load average: {load} before, {load_average()} after.")
+    note = f" {earlier} rows are of earlier runs." if earlier else ""
+    text = report(found, imported, minutes, f"Load average: {load} before, {load_average()} after.{note}")
     arguments.output.write_text(text, encoding="utf-8")
     print(text)
 
