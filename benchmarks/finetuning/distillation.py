@@ -34,16 +34,27 @@ from benchmarks.markdown import Goal, table, verdict
 RESULTS = Path(__file__).with_name("DISTILLATION.md")
 RECIPE = "recipes/reviews.yaml"
 COMMON = (
+    "data.test_fraction=0.25",
     "train.workers=1",
     "train.linear_baseline=false",
     "train.resume=latest",
     "train.epochs=10",
+    "train.early_stopping.patience=100",
     "train.report_samples=0",
     "compile.engines=[onnxruntime]",
     "compile.precisions=[fp32]",
 )
-SMALL = ("model.args={layers: 1, width: 32, heads: 2, dropout: 0.1, embedding_dropout: 0.1}",)
-TEACHER = "train.teacher={model: large/1, temperature: 2.0, weight: 0.9}"
+SMALL = ("train.epochs=20", "train.optimizer.lr=3.0e-3")
+PLAIN = (
+    "model.args={layers: 1, width: 8, heads: 1, dropout: 0.3, embedding_dropout: 0.3}",
+    "train.label_smoothing=0.0",
+)
+"""The best of three settings on the validation split with seed 0."""
+TAUGHT = (
+    "model.args={layers: 1, width: 8, heads: 1, dropout: 0.1, embedding_dropout: 0.1}",
+    "train.label_smoothing=0.0",
+    "train.teacher={model: large/1, temperature: 2.0, weight: 1.0}",
+)
 SEEDS = (0, 1, 2)
 GOAL = 0.5
 
@@ -97,8 +108,8 @@ def measure(folder: Path) -> Findings:
         _publish("large", large, repository)
     students, small = [], large
     for seed in SEEDS:
-        small = _trained(f"plain-{seed}", folder, *SMALL, f"train.seed={seed}")
-        taught = _trained(f"taught-{seed}", folder, *SMALL, f"train.seed={seed}", TEACHER)
+        small = _trained(f"plain-{seed}", folder, *SMALL, *PLAIN, f"train.seed={seed}")
+        taught = _trained(f"taught-{seed}", folder, *SMALL, *TAUGHT, f"train.seed={seed}")
         students.append(Student(seed, _on_test(small)[0], _on_test(taught)[0]))
         print(students[-1], flush=True)
     accuracy, rows = _on_test(large)
@@ -158,6 +169,7 @@ def report(found: Findings, load: str) -> str:
         ("small, labels alone", f"{found.parameters[1]:,}", f"{plain:.4f} ({_each(found, 'plain')})"),
         ("small, with the teacher", f"{found.parameters[1]:,}", f"{taught:.4f} ({_each(found, 'taught')})"),
     ]
+    keys = [("both", _keys(SMALL)), ("labels alone", _keys(PLAIN)), ("with the teacher", _keys(TAUGHT))]
     error = (found.large * (1 - found.large) / found.rows) ** 0.5
     return f"""# Distillation of the reviews
 
@@ -168,13 +180,23 @@ def report(found: Findings, load: str) -> str:
 
 {table(("model", "parameters", "accuracy on the test split"), rows)}
 
-The large model is that of `{RECIPE}`. The small ones have `{" ".join(SMALL)}`. All train for
-10 epochs and keep the epoch with the best validation accuracy. In brackets are the seeds {", ".join(map(str, SEEDS))}.
-With one seed, both students see the same batches from the same weights. The teacher is
-`{TEACHER}`.
+The large model is that of `{RECIPE}`, trained for 10 epochs. The students have these keys:
 
-The test split has {found.rows:,} reviews, which no training saw. The standard error of one accuracy is {error:.4f}.
+{table(("student", "keys"), keys)}
+
+All keep the epoch with the best validation accuracy. In brackets are the seeds {", ".join(map(str, SEEDS))}. With one
+seed, both students begin with the same weights and see the same batches. The large model has one seed.
+
+The keys were chosen on the validation split with seed 0. For labels alone, dropout of 0.1 was worse. Label smoothing of
+0.1 beside dropout of 0.3 was no better. With the teacher, one setting was tried.
+
+The test split has {found.rows:,} reviews, which no training saw. The standard error of one accuracy is {error:.4f}. All
+models are measured on the same reviews.
 """
+
+
+def _keys(keys: Sequence[str]) -> str:
+    return " ".join(f"`{key}`" for key in keys)
 
 
 def _each(found: Findings, name: str) -> str:
