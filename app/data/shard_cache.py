@@ -170,8 +170,7 @@ class ShardCache:
         try:
             source.fs.get_file(source.path, str(temporary))
             require_intact(str(source), shard, sha256_of_file(temporary))
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())  # else a crash could leave the new name with no content
+            # It is not synced: what a crash tears is noticed by its checksum, and downloaded again.
             with _locked(cached.parent / _LOCK_FILE):
                 _make_room(cached.parent, self._max_bytes - shard.bytes)
                 temporary.rename(cached)
