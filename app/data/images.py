@@ -23,6 +23,10 @@ ImageChange = Callable[[Image.Image], Image.Image]
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 _MAX_PIXELS = 2**26
 """Decoding takes eight bytes of memory per pixel, however small the file is."""
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
+"""Returns an array of a shape, with any content."""
+
+_allocate: Allocate = np.empty
 
 
 def encode_png(levels: NDArray[np.uint8]) -> bytes:
@@ -36,6 +40,16 @@ def require_picture(content: bytes) -> None:
     """Decode a picture. Raises DataError if it cannot be decoded, or is too large."""
     with _opened(content) as image:
         image.load()
+
+
+def allocate_with(allocate: Allocate) -> None:
+    """Have batches of pictures take memory from a function, in this process."""
+    global _allocate
+    _allocate = allocate
+
+
+def _stack(pictures: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    return np.stack(pictures, out=_allocate((len(pictures), *pictures[0].shape), pictures[0].dtype))
 
 
 @contextmanager
@@ -121,12 +135,12 @@ class ImageProcessor:
         return {"channels": self._config.channels, "image_size": self._config.size}
 
     def encode(self, inputs: Sequence[Input]) -> Tensors:
-        return {"pixel_values": np.stack([self._decode(item) for item in inputs])}
+        return {"pixel_values": _stack([self._decode(item) for item in inputs])}
 
     def encode_changed(self, inputs: Sequence[Input], changes: Sequence[ImageChange]) -> Tensors:
         """Return the batch with the changes of ``app.data.augmentation``, which are made before resizing."""
         changed = [self._decode(item, change) for item, change in zip(inputs, changes, strict=True)]
-        return {"pixel_values": np.stack(changed)}
+        return {"pixel_values": _stack(changed)}
 
     def _decode(self, item: Input, change: ImageChange | None = None) -> NDArray[np.float32]:
         """Return one image, float32 of shape (channels, size, size)."""

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from app.config import Layout, TrainConfig
+from app.config import Layout, TrainConfig, load_recipe
 from app.config.layout import lay_out
 from app.config.plan import PlanConfig
+from app.config.train import LoaderConfig
 from app.data.prepared import Batch, Dataset
+from app.tasks import prepare
 from app.training.activity import Activity
 from app.training.data.batches import MemoryOrder
 from app.training.data.feed import Feed
+from app.training.data.orders import order_of
 from app.training.worker import Worker
 
 SAMPLES, BATCH = 64, 16
@@ -109,3 +112,18 @@ def test_the_training_process_reads_without_touching_its_own_sequence(rank: int)
         torch.manual_seed(5)
         read = torch.cat([batch.inputs["noise"][:, 0] for batch in opened.train(1, range(4))])
     assert read.tolist() == pytest.approx([number for row in drawn for number in row])
+
+
+def test_pictures_that_are_read_ahead_are_the_same_in_memory_that_is_shared() -> None:
+    recipe = load_recipe("recipes/digits.yaml", ["train.augment={image: {crop: 0.6, color: 0.5}}"])
+    data = prepare(recipe)
+    order, worker = order_of(recipe, data), Worker(0, 1, torch.device("cpu"))
+    pictures = []
+    for processes in (0, 2):
+        config = recipe.train.model_copy(update={"loader": LoaderConfig(num_workers=processes)})
+        with closing(Feed(data, config, config.layout(1), worker, Activity(), order)) as opened:
+            batches = list(opened.train(1, range(3)))
+        shared = [batch.inputs["pixel_values"].is_shared() for batch in batches]  # type: ignore[no-untyped-call]
+        assert shared == [bool(processes)] * 3
+        pictures.append([batch.inputs["pixel_values"].numpy().tobytes() for batch in batches])
+    assert pictures[0] == pictures[1]

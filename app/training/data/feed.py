@@ -4,21 +4,24 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from app.config import Layout, TrainConfig
 from app.data.augmentation import Augmentation, augmentation_of
+from app.data.images import allocate_with
 from app.data.labelled import LabelledDataset
 from app.data.prepared import IGNORED, Batch, Dataset, PreparedData
 from app.models.precision import TORCH_DTYPES
 from app.telemetry.record import NO_TIME, Medium, ReadAhead, ReadingRecord, ReadTime
 from app.telemetry.step_time import Phase
+from app.torch_internals import shared_array
 from app.training.activity import Activity
 from app.training.data.batches import DataRank, Indices, SampleOrder, validation_share
 from app.training.data.reading import ReadingControl
@@ -222,6 +225,7 @@ class Loader:
             num_workers=processes,
             persistent_workers=processes > 0,
             prefetch_factor=prefetch if processes else None,
+            worker_init_fn=_share_batches,
             pin_memory=self._worker.device.type == "cuda",
             # Its own generator: a draw from torch's default one would change what a resumed run computes.
             generator=torch.Generator().manual_seed(self._config.seed),
@@ -315,7 +319,7 @@ class _Reader(TorchDataset[MicroBatch]):
         # An empty batch has the shape of one sample that does not count, because some ranks must compute along.
         batch = self._read(request)
         absent = batch.absent if self._drops_absent else ()
-        inputs = {name: torch.from_numpy(given) for name, given in batch.inputs.items() if name not in absent}
+        inputs = {name: _tensor_of(given) for name, given in batch.inputs.items() if name not in absent}
         targets = torch.from_numpy(batch.targets)
         taught = None if batch.taught is None else torch.from_numpy(batch.taught)
         if not request.indices:
@@ -328,3 +332,13 @@ class _Reader(TorchDataset[MicroBatch]):
             return samples.batch(request.indices or [request.stand_in])
         assert isinstance(samples, LabelledDataset)
         return self._augmentation.batch(samples, request.indices, request.partners, request.epoch, request.batch)
+
+
+def _share_batches(process: int) -> None:  # noqa: ARG001
+    """Have a loader's process make batches in memory that it shares with training, instead of copying them there."""
+    allocate_with(shared_array)
+
+
+def _tensor_of(array: NDArray[Any]) -> Tensor:
+    """Return an array as a tensor, in the memory in which it was allocated."""
+    return array.base if isinstance(array.base, Tensor) else torch.from_numpy(array)
