@@ -105,10 +105,9 @@ def _page(phases: list[Phase], total: int, lost: int, twice: int, seed: int) -> 
     ]
     return f"""# Training that is killed
 
-Written by `python -m benchmarks.data.kills --seed {seed}`. A small model trains on texts in shards, with a
-checkpoint every five steps. In each life a random rank gets SIGKILL, up to {_MAX_PAUSE_S:g} s after the first new
-checkpoint. The run goes on
-from its newest whole checkpoint. After five kills it goes on with another number of processes.
+Written by `python -m benchmarks.data.kills --seed {seed}`. A small model trains on texts in shards, with a checkpoint
+every five steps. In each life a random rank gets SIGKILL, up to {_MAX_PAUSE_S:g} s after the first new checkpoint.
+The run goes on from its newest whole checkpoint. After five kills it goes on with another number of processes.
 
 The model counts its texts in a buffer that checkpoints keep, and the counts are compared with the batches of all
 epochs. The undisturbed run of a phase begins with a copy of the storage, and trains with as many processes without

@@ -12,7 +12,7 @@ from benchmarks.data.readers import BATCH, Reading, Source, read
 from benchmarks.markdown import Goal, table, verdict
 from benchmarks.rounds import turns
 
-_ROUNDS, _PEER_ROWS = 3, 150_000
+_ROUNDS, _PEER_ROWS = 3, 100_000
 TITLE = "Reading texts from S3"
 HEAD = f"""\
 The texts are those of [preparation](PREPARING.md). Two new processes read each row once. `rclone serve s3` serves
