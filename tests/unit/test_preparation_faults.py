@@ -158,6 +158,15 @@ def test_files_that_are_not_read_are_told(tmp_path: Path, capsys: pytest.Capture
     assert f"1 files are not read, such as '{tmp_path / 'README.md'}'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("folder", ["storage", ""], ids=["in the source", "the source itself"])
+def test_shards_in_the_source_are_not_read(tmp_path: Path, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_table(tmp_path / "rows.csv", ROWS)
+    keys = [f"storage={tmp_path / folder}", "data.clean={near_duplicates: 0.8}"]
+    first = prepared(tmp_path, *keys)
+    assert prepared(tmp_path, *keys, "data.seed=1").report == first.report
+    assert "are not read" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("refused", ["listing", "reading"])
 def test_refused_credentials_are_told(
     s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from upath import UPath
 
-from app.config import Recipe
+from app.config import DataConfig, Recipe
 from app.data.examples import MAX_EXAMPLES, CleaningReport, Input, Reason
 from app.data.preparation.decision import decide
 from app.data.preparation.fingerprint import fingerprint_of, settings_of
@@ -35,12 +35,14 @@ from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError, RecipeError
 from app.heartbeat import wait_for_lock
 from app.pretrained import open_pretrained
+from app.storage import absolute_location
 
 SHARDS = "data"
 """Folder of storage that has the shards of each source and way to prepare it."""
 _OF_TEXTS = ("near_duplicates", "label_noise", "min_length", "max_length", "max_symbol_share", "languages")
 _UNIT_SHARDS = 8
 
+Listed = TypeVar("Listed", SourceFile, str)
 RunUnits = Callable[[Callable[[int], int], Sequence[int]], Iterable[int]]
 """Calls a function with the number of each unit, and yields each number when that unit is done."""
 
@@ -92,9 +94,7 @@ class Preparer:
         """Make the shards, or go on where an earlier job was interrupted."""
         config = self.recipe.data
         assert config.shards is not None
-        unread = [path for one in config.each_source() for path in list_unread(one, self.contents)]
-        # A source can have storage in it.
-        if unread := [path for path in unread if not path.startswith(f"{self.storage}/")]:
+        if unread := [path for one in config.each_source() for path in self._listed(one, list_unread)]:
             print(
                 f"data.source {config.source!r}: {len(unread):,} files are not read, such as {unread[0]!r}", flush=True
             )
@@ -106,7 +106,7 @@ class Preparer:
         report, labels = decide(work, lambda: self._judge(work))
         self._save_codec(work, labels)
         self._run("writing shards", work, work.write, "unit-")
-        self._require_unchanged(sources, folder)
+        self._require_unchanged(sources)
         self._publish(work, folder, fingerprint, settings, report)
 
     def _judge(self, work: UnitWork) -> None:
@@ -115,15 +115,22 @@ class Preparer:
         self._run("judging labels", work, partial(judge_unit, work), "doubts-")
 
     def _sources(self) -> list[list[SourceFile]]:
-        """Return the files of each source."""
-        return [list_files(one, self.contents) for one in self.recipe.data.each_source()]
+        """Return the files of each source. Those of storage, which a source can have in it, are left out."""
+        return [self._listed(one, list_files) for one in self.recipe.data.each_source()]
 
-    def _require_unchanged(self, sources: list[list[SourceFile]], folder: UPath) -> None:
+    def _listed(self, one: DataConfig, list_them: Callable[[DataConfig, Contents], list[Listed]]) -> list[Listed]:
+        """List files of one source, without those of storage if the source has storage in it."""
+        found = list_them(one, self.contents)
+        source, root = (f"{absolute_location(str(place)).rstrip('/')}/" for place in (one.source, self.storage))
+        if not root.startswith(source):
+            return found
+        stored = f"{root}{SHARDS}/" if root == source else root
+        return [file for file in found if not absolute_location(str(file)).startswith(stored)]
+
+    def _require_unchanged(self, sources: list[list[SourceFile]]) -> None:
         """List the source again. Raises DataError if it is not as it was: its fingerprint would tell a lie."""
         before, now = ({file for found in given for file in found} for given in (sources, self._sources()))
-        changed = sorted({file.path for file in before ^ now})
-        # A source can have storage in it.
-        if changed := [path for path in changed if not path.startswith(f"{folder}/")]:
+        if changed := sorted({file.path for file in before ^ now}):
             raise DataError(
                 f"data.source {self.recipe.data.source!r} changed while it was prepared ({len(changed):,} files, such "
                 f"as {changed[0]!r}): prepare the data again"

@@ -51,6 +51,9 @@ class SourceFile:
     version: str
     """The store's ETag, or the time of the last change."""
 
+    def __str__(self) -> str:
+        return self.path
+
 
 @dataclass(frozen=True)
 class Piece:
