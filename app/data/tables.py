@@ -16,6 +16,7 @@ from upath import UPath
 from app.config import ColumnsConfig, FieldConfig
 from app.data.audio import require_recording
 from app.data.images import require_picture
+from app.data.preparation.lines import BOM, parse_line
 from app.errors import DataError
 from app.storage import no_op, to_path
 
@@ -24,8 +25,6 @@ _READERS_AT_ONCE = 16
 
 def _read_json_lines(file: BinaryIO, path: str) -> pd.DataFrame:
     """Return the rows as they are: pandas would turn whole numbers beside empty cells into decimals."""
-    from app.data.preparation.json_lines import BOM, parse_line  # other tables do not need it
-
     rows, offset = [], 0
     for line in file:
         if line.strip():

@@ -1,19 +1,15 @@
 """JSON lines: an object in each, whose keys are columns."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from app.data.examples import Input
-from app.data.preparation.lines import go_to_line, read_line
-from app.data.preparation.rows import BATCH_BYTES, BATCH_ROWS, CellType, Columns, Rows, cell_text, decode, rows_of_cells
+from app.data.preparation.lines import BOM, go_to_line, parse_line, read_line
+from app.data.preparation.rows import BATCH_BYTES, BATCH_ROWS, CellType, Columns, Rows, cell_text, rows_of_cells
 from app.data.preparation.units import Piece
 from app.errors import DataError
 from app.storage import to_path
 
-BOM = b"\xef\xbb\xbf"
 _TYPES: dict[type, CellType] = {str: "text", bytes: "text", bool: "boolean", int: "integer", float: "number"}
 
 
@@ -33,31 +29,6 @@ def read_jsonl(piece: Piece, columns: Columns) -> Iterator[Rows]:
             rows, offsets, size = [], [], 0
     if rows:
         yield _rows_of(rows, offsets, columns, piece.path)
-
-
-def parse_line(line: bytes, path: str, offset: int) -> Mapping[str, Any]:
-    """Return the row of a line that begins at byte ``offset``. Raises DataError if it is not a JSON object."""
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        row = _parse_python(line, path, offset)
-    if not isinstance(row, dict):
-        raise DataError(f"{path!r} has a line at byte {offset:,} that is a {type(row).__name__}: expected an object")
-    return row
-
-
-def _parse_python(line: bytes, path: str, offset: int) -> Any:
-    """Parse what only Python's json module writes: NaN, and halves of a surrogate pair, as bytes."""
-    try:
-        row = json.loads(line.decode())
-    except ValueError as error:
-        raise DataError(f"{path!r} has a line at byte {offset:,} that is not JSON ({error}): correct it") from error
-    if not isinstance(row, dict):
-        return row
-    return {
-        name: decode(value.encode("utf-8", "surrogatepass")) if isinstance(value, str) else value
-        for name, value in row.items()
-    }
 
 
 def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:

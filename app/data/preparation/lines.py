@@ -1,11 +1,16 @@
-"""Lines and csv rows of a file, and the positions where they begin, at which large files are cut."""
+"""Lines, JSON lines and csv rows of a file, and the positions where they begin, at which large files are cut."""
 
 import csv
-from collections.abc import Iterator
-from typing import BinaryIO
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
 
+import orjson
+
+from app.data.preparation.rows import decode
 from app.errors import DataError
 
+BOM = b"\xef\xbb\xbf"
 _MAX_LINE_BYTES = 64 * 2**20
 CSV_BLOCK_BYTES = 16 * 2**20
 """A row of a csv file must fit into a block."""
@@ -28,6 +33,31 @@ def go_to_line(file: BinaryIO, start: int, path: str) -> int:
     # If the byte before is the end of a line, the line begins here.
     file.seek(start - 1)
     return start - 1 + len(read_line(file, path))
+
+
+def parse_line(line: bytes, path: str, offset: int) -> Mapping[str, Any]:
+    """Return the row of a line that begins at byte ``offset``. Raises DataError if it is not a JSON object."""
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        row = _parse_python(line, path, offset)
+    if not isinstance(row, dict):
+        raise DataError(f"{path!r} has a line at byte {offset:,} that is a {type(row).__name__}: expected an object")
+    return row
+
+
+def _parse_python(line: bytes, path: str, offset: int) -> Any:
+    """Parse what only Python's json module writes: NaN, and halves of a surrogate pair, as bytes."""
+    try:
+        row = json.loads(line.decode())
+    except ValueError as error:
+        raise DataError(f"{path!r} has a line at byte {offset:,} that is not JSON ({error}): correct it") from error
+    if not isinstance(row, dict):
+        return row
+    return {
+        name: decode(value.encode("utf-8", "surrogatepass")) if isinstance(value, str) else value
+        for name, value in row.items()
+    }
 
 
 def csv_row_ends(file: BinaryIO, path: str) -> Iterator[int]:
