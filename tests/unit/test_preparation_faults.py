@@ -1,6 +1,8 @@
 """Faults of a source: which file and row, what was expected, and what to do; nothing is dropped silently."""
 
+import io
 import json
+import tarfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -201,3 +203,38 @@ def test_arrow_files_with_large_batches_are_refused(tmp_path: Path) -> None:
         file.write_table(table)
     with pytest.raises(DataError, match=r"rows\.arrow' has record batches of about [\d,]+ bytes, .* write smaller"):
         prepared(tmp_path / "rows.arrow", "data.shards={size: 5KB, window: 20KB, memory: 40KB}")
+
+
+def tar_of(path: Path, count: int = 60) -> None:
+    """Write a tar of texts with their labels."""
+    with tarfile.open(path, "w") as tar:
+        for number, (item, label, _) in enumerate(ROWS[:count]):
+            for extension, content in (("txt", item.encode()), ("cls", label.encode())):
+                member = tarfile.TarInfo(f"{number:04d}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("fault", ["cut between blocks", "cut in a header", "changed header"])
+def test_a_torn_tar_is_not_taken_for_a_short_one(tmp_path: Path, fault: str) -> None:
+    path = tmp_path / "rows.tar"
+    tar_of(path)
+    assert prepared(path).report.given == 60
+    content = bytearray(path.read_bytes())
+    if fault == "changed header":
+        content[20 * 1024 : 20 * 1024 + 512] = b"x" * 512
+    else:
+        del content[20 * 1024 + (0 if fault == "cut between blocks" else 200) :]
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"rows\.tar' is torn: at byte 20,480 it has neither a member nor the mark"):
+        prepared(path)
+
+
+def test_a_torn_parquet_file_is_to_be_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    write_table(path, ROWS)
+    content = bytearray(path.read_bytes())
+    content[3000:3400] = bytes(400)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"rows\.parquet' cannot be read .*: write it again if it is torn"):
+        prepared(path)

@@ -109,6 +109,11 @@ def _require_readable(config: DataConfig, report: CleaningReport, first: str) ->
 
 
 def _require_splits(config: DataConfig, sizes: NDArray[np.int64], report: str) -> None:
+    if not sizes.sum():
+        raise DataError(
+            f"data.source {config.source!r} has no row left after cleaning ({report}): correct data.columns, "
+            "data.clean or the source"
+        )
     for split, size, fraction in zip(SPLITS, sizes.tolist(), _fractions(config).tolist(), strict=True):
         if fraction and not size:
             raise DataError(

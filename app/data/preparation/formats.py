@@ -55,7 +55,9 @@ def _named_in_errors(piece: Piece) -> Iterator[None]:
     except (pa.ArrowException, tarfile.TarError) as error:
         raise DataError(f"{piece.path!r} cannot be read as {piece.kind} ({error}): write it again") from error
     except OSError as error:
-        raise DataError(f"{piece.path!r} cannot be read ({error}): prepare the data again") from error
+        raise DataError(
+            f"{piece.path!r} cannot be read ({error}): write it again if it is torn; else prepare the data again"
+        ) from error
 
 
 def _is_read_whole(piece: Piece) -> bool:
@@ -191,7 +193,10 @@ def _rows_of(batch: pa.RecordBatch, columns: Columns, path: str, first_row: int,
         column = batch.column(batch.schema.get_field_index(name))
         cell_type = _type_of(column.type)
         if cell_type is None:
-            raise DataError(f"{path!r} has {column.type} in {name!r}: expected texts or numbers")
+            raise DataError(
+                f"{path!r} has {column.type} in {name!r}: expected texts or numbers; name another column in "
+                "data.columns, or write its values as texts"
+            )
         cells[name] = _texts(column) if cell_type == "text" else [cell_text(value) for value in column.to_pylist()]
         if pa.types.is_binary(column.type) or column.null_count == len(column):
             continue

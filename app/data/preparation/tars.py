@@ -105,8 +105,19 @@ def _samples(path: str) -> Iterator[_Sample]:
                 members = {}
             key = folder + slash + stem
             members[extension.lower()] = content.read()
+        _require_end(path, tar.offset)
     if members:
         yield _Sample(f"{path!r}, sample {key}", members)
+
+
+def _require_end(path: str, offset: int) -> None:
+    """Raise DataError if a tar does not end here. Of a header that cannot be read, tarfile says nothing."""
+    file = to_path(path)
+    if file.fs.cat_file(file.path, start=offset, end=offset + tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise DataError(
+            f"{path!r} is torn: at byte {offset:,} it has neither a member nor the mark of its end, which is a block "
+            "of zeros; write it again"
+        )
 
 
 def _rows_of(samples: list[_Sample], columns: Columns) -> Rows:
