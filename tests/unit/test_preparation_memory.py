@@ -1,6 +1,8 @@
 """Preparation in bounded memory, whatever the rows are, with the same result as without a bound."""
 
 import random
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from app.data.preparation.rows import Columns
 from app.data.preparation.signatures import signatures_of
 from app.data.preparation.units import Kind, Piece, Unit, cut_units, list_files
 from app.data.preparation.work import UnitWork
-from tests.preparing import WORDS, language_recipe
+from tests.preparing import WORDS, language_recipe, write_table
 
 
 def peak_of(work: Callable[[], object]) -> int:
@@ -55,6 +57,35 @@ def test_texts_that_are_stored_once_are_read_a_few_at_a_time(tmp_path: Path, kin
     assert [label for batch in batches for label in batch.labels or ()] == labels
     assert max(sum(map(len, batch.inputs)) for batch in batches) < 8 * 2**20
     assert len(batches) < 100
+
+
+def test_a_long_row_of_csv_is_read_once(tmp_path: Path) -> None:
+    """Small blocks are read until a row does not fit. Those before it are not read twice."""
+    path = tmp_path / "rows.csv"
+    rows = [(f"{number} " + "x" * (6 * 2**20 if number == 2500 else 2000), str(number)) for number in range(4000)]
+    write_table(path, rows, ["text", "label"])
+    unit = Unit(0, (Piece(str(path), "csv", path.stat().st_size),))
+    batches = list(read_unit(unit, Columns("text", "label", None)))
+    assert [
+        (item, label) for part in batches for item, label in zip(part.inputs, part.labels or (), strict=True)
+    ] == rows
+
+
+def test_csv_is_read_in_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    write_table(path, [("x" * 1000, "a")] * 60_000, ["text", "label"])
+    read = (
+        "import re, sys, pathlib\n"
+        "from app.data.preparation.formats import read_unit\n"
+        "from app.data.preparation.rows import Columns\n"
+        "from app.data.preparation.units import Piece, Unit\n"
+        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', pathlib.Path('/proc/self/status').read_text())[1])\n"
+        "before, unit = peak(), Unit(0, (Piece(sys.argv[1], 'csv', int(sys.argv[2])),))\n"
+        "assert sum(len(rows.inputs) for rows in read_unit(unit, Columns('text', 'label', None))) == 60_000\n"
+        "print(peak() - before)\n"
+    )
+    told = subprocess.check_output([sys.executable, "-c", read, str(path), str(path.stat().st_size)], text=True)
+    assert int(told) < 150_000  # kilobytes
 
 
 def test_the_signature_of_a_text_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

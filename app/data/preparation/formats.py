@@ -23,6 +23,8 @@ from app.storage import is_local, to_path
 
 _FIRST_ROWS = 64
 """Rows of a row group that are read first, to measure them."""
+_CSV_BLOCK_BYTES = 2 * 2**20
+"""Bytes of csv that are read at a time, unless a row is longer."""
 _BUFFER_BYTES = 2**20
 """Bytes of a Parquet column that are read at a time. By default Arrow reads all of a row group."""
 _FILES, _FILES_BYTES = 64, 16 * 2**20
@@ -163,10 +165,27 @@ def _batch_rows(batch: pa.RecordBatch, columns: Columns, path: str, row: int, wh
 
 
 def _read_csv(piece: Piece, columns: Columns) -> Iterator[Rows]:
+    """Yield the rows of a csv file, in small blocks at first: reading takes twenty times the memory of a block."""
+    done = 0
+    where = f" after byte {piece.start:,}" if piece.start else ""
+    for block_bytes in (_CSV_BLOCK_BYTES, CSV_BLOCK_BYTES) if piece.bytes else ():
+        row = 0
+        try:
+            for batch in _csv_batches(piece, columns, block_bytes):
+                new = batch.slice(max(0, done - row))
+                row += batch.num_rows
+                done = max(done, row)
+                yield from _batch_rows(new, columns, piece.path, done - new.num_rows + 1, where)
+            return
+        except pa.ArrowInvalid as error:
+            if "straddling" not in str(error) or block_bytes == CSV_BLOCK_BYTES:
+                raise
+
+
+def _csv_batches(piece: Piece, columns: Columns, block_bytes: int) -> Iterator[pa.RecordBatch]:
+    """Yield record batches. Raises pyarrow.ArrowInvalid if a row does not fit into a block."""
     parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
-    read = pyarrow.csv.ReadOptions(block_size=CSV_BLOCK_BYTES, use_threads=False)
-    if not piece.bytes:
-        return
+    read = pyarrow.csv.ReadOptions(block_size=block_bytes, use_threads=False)
     with to_path(piece.path).open("rb") as file, pyarrow.csv.open_csv(file, read, parse) as table:
         columns.require_in(piece.path, table.schema.names)
         header: list[str] = table.schema.names
@@ -177,12 +196,8 @@ def _read_csv(piece: Piece, columns: Columns) -> Iterator[Rows]:
         read.column_names = header
     with to_path(piece.path).open("rb") as file, pa.PythonFile(file, "r") as opened:
         length = (piece.bytes if piece.stop is None else piece.stop) - piece.start
-        row = 1
         with pyarrow.csv.open_csv(opened.get_stream(piece.start, length), read, parse, convert) as table:
-            for batch in table:
-                where = f" after byte {piece.start:,}" if piece.start else ""
-                yield from _batch_rows(batch, columns, piece.path, row, where)
-                row += batch.num_rows
+            yield from table
 
 
 def _rows_of(batch: pa.RecordBatch, columns: Columns, path: str, first_row: int, where: str = "") -> Rows:
