@@ -1,8 +1,10 @@
 """Preparation in bounded memory, whatever the rows are, with the same result as without a bound."""
 
+import io
 import random
 import subprocess
 import sys
+import tarfile
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +59,22 @@ def test_texts_that_are_stored_once_are_read_a_few_at_a_time(tmp_path: Path, kin
     assert [label for batch in batches for label in batch.labels or ()] == labels
     assert max(sum(map(len, batch.inputs)) for batch in batches) < 8 * 2**20
     assert len(batches) < 100
+
+
+def test_a_tar_of_many_members_takes_little_memory(tmp_path: Path) -> None:
+    path, count = tmp_path / "rows.tar", 8000
+    with tarfile.open(path, "w") as tar:
+        for number in range(count):
+            for extension in ("txt", "cls"):
+                member = tarfile.TarInfo(f"{number:06d}.{extension}")
+                member.size = 6
+                tar.addfile(member, io.BytesIO(f"{number:06d}".encode()))
+    unit = Unit(0, (Piece(str(path), "tar", path.stat().st_size),))
+
+    def read() -> None:
+        assert sum(len(rows.inputs) for rows in read_unit(unit, Columns("text", "label", None))) == count
+
+    assert peak_of(read) < 4 * 2**20
 
 
 def test_a_long_row_of_csv_is_read_once(tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ def _samples(path: str) -> Iterator[_Sample]:
     key, members = "", dict[str, bytes]()
     with to_path(path).open("rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
         for member in tar:
+            # tarfile keeps about a kilobyte of each member.
+            tar.members.clear()  # type: ignore[attr-defined]
             folder, slash, name = member.name.rpartition("/")
             stem, _, extension = name.partition(".")
             content = tar.extractfile(member)
