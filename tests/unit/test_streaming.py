@@ -199,6 +199,16 @@ def test_micro_epochs_follow_each_other_without_a_gap(server: NatsServer, tmp_pa
     assert set(taken) <= {text_of(number) for number in range(second.stop[0] - 1)}
 
 
+def test_the_first_micro_epoch_holds_out_a_later_message_if_it_has_none(server: NatsServer, tmp_path: Path) -> None:
+    given = recipe(f"{server.url}/S", tmp_path, "data.validation_fraction=0.01", "data.seed=4")
+    first = collect(given, {}, is_first=True)
+    assert first.stop == {0: 97}  # message 137 is the first that the seed holds out, and 191 the second
+    assert texts_of(first.validation) == [text_of(137)]
+    second = collect(given, first.stop)
+    trained = [*texts_of(first.train), *texts_of(second.train)]
+    assert trained == [text_of(number) for number in range(194) if number not in (137, 191)]
+
+
 def test_a_micro_epoch_ends_after_its_seconds_and_the_stream_when_it_is_idle(
     server: NatsServer, tmp_path: Path
 ) -> None:

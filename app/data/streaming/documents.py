@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import DataConfig
-from app.data.preparation.survey import IN_TRAIN, IN_VALIDATION, KEPT
+from app.data.preparation.survey import IN_TRAIN, KEPT
 from app.data.preparation.writers import BlockWriter
 from app.data.shards import Shard
 from app.data.streaming.messages import Message
@@ -82,7 +82,7 @@ class DocumentRows(StreamRows):
         used = count * length + 1
         last = int(np.searchsorted(ends, used))
         end = int(train[last]) + 1
-        held_out = np.flatnonzero((codes[:end] == KEPT) & (splits[:end] == IN_VALIDATION))
+        held_out = self._held_out(codes, splits, end, np.array(self._sizes), length + 1)
         validation = Blocks(self._joined(held_out), tokenizer)
         if self.needs_validation and not len(validation):
             return None

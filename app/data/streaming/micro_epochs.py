@@ -39,8 +39,8 @@ class MicroEpoch(BaseModel):
     shards: list[Shard]
     report: CleaningReport
     """Over all messages since the run began."""
-    total_rows: int
-    """Training samples since the run began."""
+    total_rows: int = 0
+    """Training samples since the run began. Manifests of the first version lack it."""
     unused_tokens: int = 0
     """Tokens of its last document that fill no block."""
 
@@ -95,7 +95,7 @@ class MicroEpochStore:
     @property
     def in_validation(self) -> frozenset[bytes]:
         """The digests of the texts of ``data.validation_source``, of which no message is trained on."""
-        content = (self.folder / _DIGESTS_FILE).read_bytes()
+        content = read(self.folder / _DIGESTS_FILE) or b""
         return frozenset(content[place : place + DIGEST_BYTES] for place in range(0, len(content), DIGEST_BYTES))
 
     def delete(self, number: int) -> None:

@@ -206,6 +206,20 @@ class StreamRows(ABC):
             codes[(codes == KEPT) & (splits == IN_VALIDATION)] = code_of("held_out")
         return codes, splits
 
+    def _held_out(
+        self, codes: NDArray[np.uint8], splits: NDArray[np.uint8], end: int, sizes: NDArray[np.int64], min_size: int
+    ) -> NDArray[np.int64]:
+        """Return the rows before ``end`` that are held out.
+
+        The first micro-epoch takes later ones too, until their ``sizes`` add up to ``min_size``. Later micro-epochs
+        train on none of them.
+        """
+        rows = np.flatnonzero((codes == KEPT) & (splits == IN_VALIDATION))
+        count = int(np.searchsorted(rows, end))
+        if self.needs_validation:
+            count = max(count, int(np.searchsorted(np.cumsum(sizes[rows]), min_size)) + 1)
+        return rows[:count]
+
     def _drop_duplicates(self, codes: NDArray[np.uint8]) -> None:
         """Write the codes of texts that repeat an earlier one, and of texts under several labels, into ``codes``."""
         places: dict[bytes, list[int]] = {}
@@ -251,7 +265,7 @@ class LabelledRows(StreamRows):
             return None
         # Rows after the last one belong to the next micro-epoch.
         end = int(train[count - 1]) + 1
-        held_out = np.flatnonzero((codes[:end] == KEPT) & (splits[:end] == IN_VALIDATION))
+        held_out = self._held_out(codes, splits, end, np.ones(len(codes), np.int64), 1)
         if self.needs_validation and not len(held_out):
             return None
         return ChosenRows(
