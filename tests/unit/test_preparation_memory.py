@@ -61,6 +61,24 @@ def test_texts_that_are_stored_once_are_read_a_few_at_a_time(tmp_path: Path, kin
     assert len(batches) < 100
 
 
+def test_a_few_long_documents_are_all_in_the_sample() -> None:
+    for draw in range(100):
+        hashes = np.random.default_rng(draw).integers(2**63, size=2, dtype=np.uint64)
+        builder = sample.SampleBuilder(1.0, 1_600_000, cuts=True)
+        builder.add(0, ["a" * 1_000_000, "b" * 1_000_000], hashes)
+        assert {item[:1] for item in builder.build().inputs} == {"a", "b"}
+
+
+def test_the_first_rows_of_a_row_group_fit_into_memory(tmp_path: Path) -> None:
+    path, text = tmp_path / "texts.parquet", np.random.default_rng(0).integers(32, 127, 2**20, np.uint8)
+    texts = [np.roll(text, number).tobytes().decode() for number in range(64)]
+    pa.parquet.write_table(pa.table({"text": texts}), path)
+    unit = Unit(0, (Piece(str(path), "parquet", path.stat().st_size),))
+    sizes = [len(batch.inputs) for batch in read_unit(unit, Columns("text", None, None))]
+    assert sum(sizes) == 64
+    assert max(sizes) <= 4  # of about 4 MiB together
+
+
 def test_a_tar_of_many_members_takes_little_memory(tmp_path: Path) -> None:
     path, count = tmp_path / "rows.tar", 8000
     with tarfile.open(path, "w") as tar:

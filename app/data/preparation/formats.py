@@ -108,11 +108,12 @@ def _read_parquet(piece: Piece, columns: Columns) -> Iterator[Rows]:
 def _row_group_batches(table: pq.ParquetFile, group: int, names: list[str]) -> Iterator[pa.RecordBatch]:
     """Yield a row group in batches of about 4 MiB.
 
-    The metadata do not have the size of rows: a text that comes often is stored once. So the first batch is small, and
-    reading starts again, with batches of another size, when rows turn out larger.
+    The metadata have the size of rows as they are encoded: a text that comes often is stored once. So the first batch
+    is small, and reading starts again, with batches of another size, when rows turn out larger.
     """
-    rows, done = table.metadata.row_group(group).num_rows, 0
-    count, is_measured = _FIRST_ROWS, False
+    metadata, done = table.metadata.row_group(group), 0
+    rows = metadata.num_rows
+    count, is_measured = max(1, min(_FIRST_ROWS, BATCH_BYTES * rows // max(1, metadata.total_byte_size))), False
     while done < rows:
         row = 0
         for batch in table.iter_batches(count, [group], names, use_threads=False):

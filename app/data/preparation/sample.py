@@ -16,6 +16,8 @@ SAMPLE_SIZE = 16_000_000
 """Maximum characters of a sample, or bytes of pictures."""
 _SLICE = 4096
 """Characters of a document that are in the sample together, or not."""
+_MIN_DOCUMENTS = 16
+"""Whole documents that fit into a sample, at least. Longer ones are cut, since few would be dropped together."""
 _STEP = 0.8
 """Factor of the fraction of a sample that has become too large."""
 _SALT = 0xC2B2AE3D27D4EB4F
@@ -77,7 +79,7 @@ class SampleBuilder:
         for number, item in enumerate(inputs):
             if item is None:
                 continue
-            if self._cuts and len(item) > (_SLICE if self._fraction < 1.0 else self._max_size):
+            if self._cuts and len(item) > (_SLICE if self._fraction < 1.0 else self._max_size // _MIN_DOCUMENTS):
                 keys = low[number] ^ np.arange(-(-len(item) // _SLICE), dtype=np.uint64)
                 of_slices = fractions_of(keys, _SALT)
                 for place in np.flatnonzero(of_slices < self._fraction).tolist():
