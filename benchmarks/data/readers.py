@@ -91,9 +91,9 @@ class Reading:
         )
 
     @property
-    def cpu_s(self) -> float:
-        """CPU time of all processes."""
-        return sum(share.cpu_s for share in self.shares)
+    def rows_per_cpu_s(self) -> float:
+        """Rows for each second of CPU time of the processes, without the server's."""
+        return sum(share.rows for share in self.shares) / sum(share.cpu_s for share in self.shares)
 
     @property
     def peak_bytes(self) -> int:

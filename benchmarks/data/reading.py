@@ -101,7 +101,15 @@ def _table(runs: Readings, large: Reading, corpora: Corpora) -> str:
     named = {f"{name}, {corpora.megabytes[SMALL]:,} MB": found for name, found in runs.items()}
     named[f"{_COLD}, {corpora.megabytes[LARGE]:,} MB"] = [large]
     rows = [[name, *_cells(found)] for name, found in named.items()]
-    header = ["reader", "rows/s", "rows/s from the first batch on", "MB/s", "CPU s", "first batch, s", "memory, MB"]
+    header = [
+        "reader",
+        "rows/s",
+        "rows/s from the first batch on",
+        "MB/s",
+        "rows a CPU second",
+        "first batch, s",
+        "memory, MB",
+    ]
     return table(header, rows)
 
 
@@ -113,7 +121,7 @@ def _cells(found: Sequence[Reading]) -> list[str]:
         f"{statistics.median(rates):,.0f}{spread}",
         f"{statistics.median(one.steady_rate for one in found):,.0f}",
         f"{statistics.median(one.megabytes for one in found):.0f}",
-        f"{statistics.median(one.cpu_s for one in found):.1f}",
+        f"{statistics.median(one.rows_per_cpu_s for one in found):,.0f}",
         f"{statistics.median(one.first_batch_s for one in found):.1f}",
         f"{max(one.peak_bytes for one in found) / 1e6:.0f}",
     ]
