@@ -66,7 +66,7 @@ def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data.batches", description=__doc__)
     parser.add_argument("--recipe", default="recipes/reviews.yaml")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--results", type=Path, default=RESULTS, help="file to write")
     arguments = parser.parse_args()
@@ -147,10 +147,10 @@ def page(runs: Mapping[str, Sequence[Trained]], recipe: str, epochs: int) -> str
     ]
     return f"""# Batches of texts
 
-Written by `python -m benchmarks.data.batches --epochs {epochs} --rounds {len(lost)}`. One process trains the model
-of `{recipe}` for {epochs} epochs with each way to make batches, in turns. Rounds have other seeds. A token is
-useful if it is no padding. The time is CPU time. Ratios and losses of accuracy are of runs with the same seed. With
-random batches, seeds alone are {spread:.4f} of accuracy apart.
+Written by `python -m benchmarks.data.batches --epochs {epochs} --rounds {len(lost)}`. A process trains the model of
+`{recipe}` with each way to make batches, in turns. Rounds have other seeds. Epochs: {epochs}. A token is useful if it
+is no padding. The time is CPU time. Ratios and losses of accuracy are of runs with the same seed. With random batches,
+seeds alone are {spread:.4f} of accuracy apart.
 
 {machine()}; {versions(["torch", "deepspeed"])}; {today()}, load average {load_average()}
 

@@ -18,7 +18,7 @@ from app.training.worker import gather, leave_process_group, start_worker
 from benchmarks.data.memory import PeakMemory, private_bytes
 from benchmarks.data.steps import recipe_of
 
-BATCH, WINDOWS, STEPS = 128, 12, 40
+BATCH, WINDOWS, STEPS = 128, 8, 25
 """Samples of a global batch, and how many windows are trained on, in so many steps each."""
 
 
