@@ -11,14 +11,13 @@ from benchmarks.markdown import Goal, table, verdict
 
 TITLE = "Memory of a rank that trains on texts on S3"
 HEAD = f"""\
-The texts are those of [preparation](PREPARING.md), in shards on `rclone serve s3`, with an empty cache. Two ranks
-under torchrun train a Transformer of one layer and width 32 with batches of {BATCH} texts. They train {STEPS} steps
-in each of {WINDOWS} windows of {WINDOW // 10**6} MB, spread evenly over the first epoch: texts are encoded in
-training, so that a whole epoch would take hours. [Reading](READING.md) has the memory of readers that read a whole
-epoch.
+The texts are those of [preparation](PREPARING.md), in shards on `rclone serve s3`, with an empty cache. Two ranks under
+torchrun train a Transformer of one layer and width 32 with batches of {BATCH} texts. They train {STEPS} steps in each
+of {WINDOWS} windows of {WINDOW // 10**6} MB, spread evenly over the first epoch. Texts are encoded in
+training, so a whole epoch would take hours.
 
-Memory is the private memory (USS) of a rank, with the pages of shards that it has mapped. "Above the model" is what
-it grows by once the engine with model and optimizer is there: gradients, the optimizer's state and activations are
+Memory is the private memory (USS) of a rank, with the pages of shards that it has mapped. "Above the model" is what it
+grows by once the engine with model and optimizer is there: gradients, the optimizer's state and activations are
 counted, too."""
 Ranks = Mapping[str, Sequence[RankMemory]]
 
