@@ -21,4 +21,4 @@ WEIGHTS_FILE, ARCHITECTURE_FILE, RECIPE_FILE = "model.safetensors", "config.json
 """Files of the weights folder."""
 
 TRIALS = "trials"
-"""In the folder of a search: a folder for each trial."""
+"""In the folder of a search: the folder with one subfolder for each trial."""

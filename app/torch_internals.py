@@ -41,9 +41,9 @@ BatchNorm = _BatchNorm
 
 
 def shared_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return an array in memory that other processes can map. Its ``base`` is a tensor, which is sent without a copy.
+    """Return an array in shared memory. Its ``base`` is a tensor, which can be sent to processes without a copy.
 
-    The public ``share_memory_`` copies a tensor that is there already.
+    The public ``share_memory_`` copies an existing tensor.
     """
     memory = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
     empty = torch.from_numpy(np.empty(0, dtype)).new_empty(0)

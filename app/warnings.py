@@ -1,4 +1,4 @@
-"""What a job does beside its work: optional actions, whose failures are warnings, and repetition in the background."""
+"""Side work of a job: optional actions, whose failures are only warnings, and periodic work in the background."""
 
 import sys
 import threading

@@ -18,13 +18,13 @@ TUNED = ["tuned_from={run: 20261123-search, trial: 3}"]
 
 
 def train_digits(folder: Path) -> UPath:
-    """Train a model of the digits, and return the storage that it is in."""
+    """Train a model on the digits, and return its storage."""
     train_alone(f"storage={folder}", "train.epochs=4", *TUNED, recipe=DIGITS)
     return UPath(folder)
 
 
 def digits_in(storage: UPath) -> UPath:
-    """Return the weights that ``train_digits`` has left."""
+    """Return the weights that ``train_digits`` saved."""
     return next((storage / "runs/train").iterdir()) / "weights"
 
 

@@ -1,4 +1,4 @@
-"""Plain requests over HTTP as tests send them, and the replies."""
+"""Plain HTTP requests for tests, and their replies."""
 
 import http.client
 import json

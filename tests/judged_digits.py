@@ -1,4 +1,4 @@
-"""A task of one's own, judged by metrics of torchmetrics and scikit-learn that are no mean over rows."""
+"""A custom task with metrics of torchmetrics and scikit-learn that are not means over rows."""
 
 from functools import partial
 

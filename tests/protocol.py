@@ -1,4 +1,4 @@
-"""Tensors and bodies of the protocol: one of every datatype, with what lies at the ends of its range."""
+"""Tensors and bodies of the protocol: one of each datatype, with the limits of its range."""
 
 import json
 from typing import Any

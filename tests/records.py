@@ -1,4 +1,4 @@
-"""Goods: samples of several fields that tests learn from."""
+"""Goods: samples of several fields that tests train on."""
 
 import io
 import wave

@@ -1,4 +1,4 @@
-"""An engine that waits and fails as tests say, and what clients notice of it."""
+"""An engine that waits and fails on demand, and clients that observe it."""
 
 import threading
 

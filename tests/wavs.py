@@ -1,4 +1,4 @@
-"""Recordings that tests make."""
+"""Audio clips for tests."""
 
 import io
 import wave
@@ -20,7 +20,7 @@ def tone(frequency: float, rate: int = RATE, seed: int = 0) -> NDArray[np.float6
 
 
 def wav(samples: NDArray[Any], rate: int = RATE, width: int = 2, channels: int = 1) -> bytes:
-    """Return samples from -1 to 1 as a wav file. Those of several channels alternate."""
+    """Return samples from -1 to 1 as a wav file. Samples of several channels are interleaved."""
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
         file.setparams((channels, width, rate, 0, "NONE", ""))
@@ -29,7 +29,7 @@ def wav(samples: NDArray[Any], rate: int = RATE, width: int = 2, channels: int =
 
 
 def write_sounds(folder: Path, count: int = 16) -> Path:
-    """Write a csv of low and high tones. Every fourth row lacks its recording."""
+    """Write a csv of low and high tones. Every fourth row lacks its clip."""
     lines = ["title,file,label"]
     for number in range(count):
         (folder / f"{number}.wav").write_bytes(wav(tone((300, 3000)[number % 2], seed=number)))

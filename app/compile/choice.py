@@ -84,7 +84,7 @@ def serving_defaults(
     rows of a call at each length.
     """
     for_throughput = objective.goal == "max_throughput"
-    # With other streams or threads it would be another engine.
+    # Other streams or threads would mean another engine.
     same_setting = [point for point in points if _variant_and_streams(point) == _variant_and_streams(chosen)]
     full = chosen if for_throughput else _full_call(same_setting)
     return ServingDefaults(
@@ -103,7 +103,7 @@ def _fastest_first(points: Sequence[AnyPoint], objective: ObjectiveConfig) -> li
 
     def order(point: AnyPoint) -> tuple[bool, float]:
         is_late = limit_ms is not None and point.latency_p95_ms > limit_ms
-        # Of late points the least late is best, whatever its throughput.
+        # Among late points the least late is best, whatever its throughput.
         return is_late, point.latency_p95_ms if is_late else -point.throughput
 
     return sorted(points, key=order)

@@ -60,7 +60,7 @@ class Evaluator:
         runtime runs one by one.
         """
         content = sha256_of_file(path)
-        # By content: the file that the search chose is asked for again under its final name.
+        # Keyed by content: the file that the search chose is evaluated again under its final name.
         if content not in self._verdicts:
             self._verdicts[content] = self._verdict(path)
         return self._verdicts[content]

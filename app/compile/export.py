@@ -101,7 +101,7 @@ def _traced(model: nn.Module, inputs: dict[str, torch.Tensor], dynamic: dict[str
     try:
         return torch.export.export(model, (), inputs, dynamic_shapes=dynamic)
     except Exception as error:  # of many classes, with a long message that names the line of code
-        # The exporter's message is long. The line of the model's code is what helps.
+        # The exporter's message is long. The line in the model's code is the useful part.
         lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
         position = next((index for index, line in enumerate(lines) if line.startswith('File "')), None)
         where = "" if position is None else f"; {' '.join(lines[position : position + 2])}"
@@ -161,7 +161,7 @@ def _require_one_file(path: Path) -> None:
     if not weights.exists():
         return
     size_gib = weights.stat().st_size / 2**30
-    # Half a model must not be taken for a whole one.
+    # A partial model must not be mistaken for a whole one.
     weights.unlink()
     path.unlink()
     raise CompileError(

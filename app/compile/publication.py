@@ -44,7 +44,7 @@ def publish(
         # A replica compares its engine with these before it serves.
         _known_answers(compilation.source_model.reference).save(Path(temporary))
         manifest = repository.publish(name, files, _card(compilation, choice, compile_run, Path(temporary)))
-    # Last, when all files of the version are in the repository.
+    # Written last, when all files of the version are in the repository.
     repository.promote(name, manifest.version)
     return manifest
 

@@ -59,7 +59,7 @@ def report_of(
     error: str | None = None,
 ) -> CompileReport:
     """Return the report of a run that has ended, or that failed with ``error``."""
-    # A baseline or a refused variant on the front would hide what can be chosen.
+    # A baseline or a refused variant on the Pareto front would hide the variants that can be chosen.
     publishable = [point for point in compilation.points if compilation.record_of(point).publishable]
     source_model = compilation.source_model
     return CompileReport(

@@ -79,7 +79,7 @@ def choose_and_publish(run: Run, compilation: Compilation, log: Log) -> Outcome:
         with stage("measure"):
             choice = compilation.choose()
     except RayloomError as error:
-        # What was measured is worth reading without a choice, too.
+        # The measurements are useful even if no variant is chosen.
         write_report(report_of(compilation, recipe.name, None, str(error)), run.folder)
         raise
 

@@ -147,7 +147,7 @@ def resized(rows: Tensors, size: int) -> Tensors:
 
 def spread(available: int, count: int | None) -> list[int]:
     """Return ``count`` indices from all over ``available`` rows. By default, 512 or all."""
-    # From all over, because the rows of a file may be sorted by label or by time.
+    # Evenly spaced, because the rows of a file may be sorted by label or by time.
     taken = min(count or _CALIBRATION_SAMPLES, available)
     return [int(index) for index in np.linspace(0, available - 1, taken, dtype=int)]
 

@@ -93,7 +93,7 @@ class SourceModel(Source):
     def pruned(self) -> "SourceModel":
         trained = replace(self.trained, model=prune_2_to_4(self.trained.model))
         sparse = _evaluated(trained, self.weights, self.data, self.threads)
-        # The gates count the loss of pruning, too, so the score is that of before.
+        # The gates count the loss of pruning, too, so the score is that before pruning.
         return replace(sparse, score_to_keep=self.score_to_keep, is_pruned=True)
 
     def load_test(self) -> Dataset | None:

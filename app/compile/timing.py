@@ -184,7 +184,7 @@ def operating_points(
         settings = [[point for point in measured if point.batch_size == size] for size in sizes]
         # The others failed at some length.
         settings = [setting for setting in settings if len(setting) == len(shares)]
-        # Inputs of one size have nothing to choose a size by.
+        # Inputs of one size offer no choice of a size.
         chosen = [] if None in shares else _chosen(settings, choose)
         by_length = {point.length: point.batch_size for point in chosen}
         for setting in settings if not chosen or chosen in settings else [*settings, chosen]:

@@ -144,7 +144,7 @@ def _automatic(has_gpu: bool) -> list[tuple[EngineName, Device]]:
     pairs: list[tuple[EngineName, Device]] = [("openvino", "cpu"), ("onnxruntime", "cpu"), ("torch", "cpu")]
     if has_gpu:
         installed = installed_engines()
-        # One of them is enough, because each builds plans for minutes.
+        # One of them is enough, because each takes minutes to build plans.
         pairs += [(engine, "gpu") for engine in PLAN_ENGINES if engine in installed][:1]
         pairs += [("onnxruntime", "gpu")] if _has_cuda() else []
         pairs += [("torch", "gpu")]

@@ -43,7 +43,7 @@ class CleanConfig(Section):
     label_noise: Literal["report", "drop"] | None = Field(
         default=None,
         description="for text-classification: find training texts whose label is likely wrong (confident learning). "
-        "report: count them, and show ten; drop: leave them out, too; default: do not look",
+        "report: count them and show ten; drop: also remove them from training; default: off",
     )
 
     @model_validator(mode="after")
@@ -81,15 +81,15 @@ class ImageConfig(Section):
 
 
 class AudioConfig(Section):
-    """The spectrograms to which recordings are converted, with a frame every 10 ms."""
+    """The log-mel spectrograms to which audio clips are converted, with a frame every 10 ms."""
 
     rate: Annotated[int, Field(ge=1000, le=192_000)] = Field(
-        default=16_000, description="samples a second; recordings with other rates are converted"
+        default=16_000, description="sample rate in Hz; clips with other rates are resampled"
     )
     seconds: Annotated[float, Field(gt=0.0, le=600.0)] = Field(
-        default=1.0, description="length; longer recordings are cut, and shorter ones are filled up with silence"
+        default=1.0, description="length; longer clips are cut, and shorter ones are padded with silence"
     )
-    bins: PositiveInt = Field(default=40, description="mel bins of a frame")
+    bins: PositiveInt = Field(default=40, description="mel bins per frame")
 
 
 class ChatConfig(Section):
@@ -174,9 +174,9 @@ class DataConfig(Section):
     )
     validation_source: str | None = Field(
         default=None,
-        description="with stream: source of the validation split, in place of the validation_fraction of the first "
+        description="with stream: source of the validation split, instead of validation_fraction of the first "
         "messages; a csv, jsonl, parquet or Arrow file with the same columns, and for language modelling also a text "
-        "file or a folder; messages with a text that is in it are not trained on",
+        "file or a folder; messages whose text is in it are not trained on",
     )
     seed: int = Field(default=0, description="seed of the split")
     sampling: Literal["natural", "balanced"] = Field(

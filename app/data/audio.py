@@ -1,4 +1,4 @@
-"""Recordings as log-mel spectrograms: wav files, by Python's own reader and NumPy."""
+"""Log-mel spectrograms of audio clips: wav files, read by Python's ``wave`` and transformed with NumPy."""
 
 import io
 import wave
@@ -22,20 +22,21 @@ _FRAMES_PER_S, _WINDOW_S = 100, 0.025
 _FLOOR = 1e-6
 """Added to the power, because silence has no logarithm."""
 _MAX_MEASURED = 1000
-"""Recordings of which the mean and the deviation are measured."""
+"""Maximum number of clips from which the mean and the standard deviation are measured."""
 Samples = NDArray[np.float32]
 
 
 class _Settings(AudioConfig):
     mean: float
     std: float
-    """Of all values in the training recordings."""
+    """Of the log-mel values of the measured training clips."""
 
 
 class AudioProcessor:
-    """``log_mel``, float32 of shape (batch, bins, frames), scaled to mean 0 and deviation 1. A frame is 10 ms.
+    """``log_mel``, float32 of shape (batch, bins, frames), scaled to mean 0 and standard deviation 1.
 
-    A recording is a wav file of 16-bit PCM. Its channels are averaged. It is cut, or filled up with silence.
+    A frame covers 10 ms. A clip is a wav file of 16-bit PCM. Its channels are averaged, and it is cut or padded with
+    silence.
     """
 
     modality: ClassVar[Modality] = "audio"
@@ -45,10 +46,10 @@ class AudioProcessor:
 
     @classmethod
     def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:
-        """Measure the mean and the deviation of evenly spread training recordings."""
+        """Measure the mean and the standard deviation over evenly spaced training clips."""
         measured = inputs[:: max(1, -(-len(inputs) // _MAX_MEASURED))]
         values = np.stack([_log_mel(item, config.audio) for item in measured])
-        # All recordings may be silent.
+        # All clips may be silent.
         std = float(values.std()) or 1.0
         return cls(_Settings(**config.audio.model_dump(), mean=float(values.mean()), std=std))
 
@@ -74,7 +75,7 @@ class AudioProcessor:
 
 
 def require_recording(content: bytes) -> None:
-    """Read the beginning of a recording. Raises DataError if it cannot be read."""
+    """Read the beginning of an audio clip. Raises DataError if it cannot be read."""
     _read_wav(content, seconds=_WINDOW_S)
 
 
@@ -83,11 +84,11 @@ def _frames(config: AudioConfig) -> int:
 
 
 def _log_mel(item: Input, config: AudioConfig) -> NDArray[np.float64]:
-    """Return the logarithms of a recording's mel spectrogram, of shape (bins, frames)."""
+    """Return the log-mel spectrogram of a clip, of shape (bins, frames)."""
     samples = _resampled(*_read_wav(item, config.seconds), config.rate)
     width, frames = round(_WINDOW_S * config.rate), _frames(config)
     starts = np.arange(frames) * config.rate // _FRAMES_PER_S
-    # A frame is in the middle of its window.
+    # Windows are centred on their frames.
     padded = np.zeros(int(starts[-1]) + width, np.float32)
     samples = samples[: len(padded) - width // 2]
     padded[width // 2 : width // 2 + len(samples)] = samples
@@ -98,7 +99,7 @@ def _log_mel(item: Input, config: AudioConfig) -> NDArray[np.float64]:
 
 
 def _fft_size(width: int) -> int:
-    """Return the power of 2 that covers a window."""
+    """Return the smallest power of 2 that covers a window."""
     return 1 << (width - 1).bit_length()
 
 
@@ -115,7 +116,7 @@ def _mel_filters(rate: int, bins: int) -> NDArray[np.float64]:
 
 
 def _read_wav(item: Input, seconds: float) -> tuple[Samples, int]:
-    """Return the first samples of a wav file, from -1 to 1 of shape (samples,), and how many make a second."""
+    """Return the first samples of a wav file, from -1 to 1 of shape (samples,), and the sample rate in Hz."""
     assert isinstance(item, bytes)
     try:
         with wave.open(io.BytesIO(item)) as file:
@@ -127,8 +128,7 @@ def _read_wav(item: Input, seconds: float) -> tuple[Samples, int]:
         ) from error
     if width != 2 or not rate:
         raise DataError(
-            f"a recording has {rate:,} samples of {8 * width} bits a second: expected 16 bits, so convert it to 16-bit "
-            "PCM"
+            f"a recording has {8 * width}-bit samples at {rate:,} Hz: expected 16 bits, so convert it to 16-bit PCM"
         )
     whole = len(content) // (2 * channels) * 2 * channels
     samples = np.frombuffer(content[:whole], "<i2").reshape(-1, channels).mean(1, dtype=np.float32) / 2**15
@@ -136,11 +136,11 @@ def _read_wav(item: Input, seconds: float) -> tuple[Samples, int]:
 
 
 def _resampled(samples: Samples, rate: int, wanted: int) -> Samples:
-    """Return samples at another rate, of which the frequencies that both rates have are kept."""
+    """Return samples at another rate. Frequencies that both rates can represent are kept."""
     if rate == wanted or not len(samples):
         return samples
     count = max(1, round(len(samples) * wanted / rate))
-    # It cuts the spectrum, or fills it up with zeros.
+    # ``irfft`` truncates the spectrum, or pads it with zeros.
     spectrum = np.fft.rfft(samples)[: count // 2 + 1]
     resampled: Samples = (np.fft.irfft(spectrum, count) * count / len(samples)).astype(np.float32)
     return resampled

@@ -145,7 +145,7 @@ _MAX_LINES = 40
 
 
 def _function_lines() -> Examples:
-    """Return the functions of ``_functions`` of at most 40 lines, each with its number of lines."""
+    """Return the functions of ``_functions`` with at most 40 lines, each with its line count."""
     codes = [str(code) for code in _functions().inputs]
     lines = [len(code.strip().splitlines()) for code in codes]
     kept = [number for number, count in enumerate(lines) if count <= _MAX_LINES]

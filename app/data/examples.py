@@ -83,9 +83,9 @@ class CleaningReport(BaseModel):
     cut: int = 0
     """Conversations that are kept in part."""
     suspected: int = 0
-    """Training examples that are kept although their label is likely wrong."""
+    """Number of training examples that are kept although their label is likely wrong."""
     examples: dict[Reason, list[str]] = {}
-    """A few of those dropped for each reason, or suspected, shortened. In memory only those with doubted labels."""
+    """A few of those dropped for each reason, or suspected, shortened. In memory, only those with suspect labels."""
 
     def __add__(self, later: "CleaningReport") -> "CleaningReport":
         """Return the report of both, with the examples of the earlier one first."""

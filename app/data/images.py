@@ -24,7 +24,7 @@ FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 _MAX_PIXELS = 2**26
 """Decoding takes eight bytes of memory per pixel, however small the file is."""
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
-"""Returns an array of a shape, with any content."""
+"""Returns an uninitialized array of a shape."""
 
 _allocate: Allocate = np.empty
 
@@ -43,7 +43,7 @@ def require_picture(content: bytes) -> None:
 
 
 def allocate_with(allocate: Allocate) -> None:
-    """Have batches of pictures take memory from a function, in this process."""
+    """Make batches of pictures allocate their memory with a function, in this process."""
     global _allocate
     _allocate = allocate
 

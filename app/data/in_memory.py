@@ -82,7 +82,7 @@ def prepare_examples(
 def _judge_labels(
     train: Split, targets: Targets, config: DataConfig, report: CleaningReport
 ) -> tuple[Split, CleaningReport]:
-    """Look for training texts whose label is likely wrong, and leave them out if the recipe says so.
+    """Look for training texts whose label is likely wrong, and drop them if the recipe says so.
 
     Raises:
         DataError: the inputs are not texts with one label each, or no training text of a label is left.

@@ -1,7 +1,7 @@
 """Texts whose label is likely wrong, by confident learning (Northcutt et al. 2021, JAIR 70, arXiv:1911.00068).
 
-A linear model of character n-grams judges each text, and has not seen that text. A label is doubted when the model is
-as sure of another class as it usually is of the texts of that class.
+A linear model of character n-grams judges each text that it was not trained on. A label is suspect if the model gives
+another class at least the probability that texts of that class have on average.
 """
 
 from collections.abc import Sequence
@@ -25,17 +25,17 @@ _FOLDS = 5
 _FEATURES, _WEIGHTS = 2**16, 2**23
 """Features of a text, and maximum weights of a model: with many classes there are fewer features."""
 _MAX_CHARACTERS = 2000
-"""Characters of a text that are read. More take longer, and change little."""
+"""Characters of a text that are read. Reading more takes longer, and changes little."""
 _MAX_SHOWN = 120
 LEARNED_CHARACTERS = 4_000_000
-"""Characters of the texts of which the models are learned, at most. They take about 60 bytes each."""
+"""Maximum characters of text to train the models on. Each takes about 60 bytes."""
 FINE = -1
-"""Suggested class of a text whose own label is not doubted."""
+"""Suggested class of a text whose label is not suspect."""
 
 
 @dataclass(frozen=True)
 class LabelJudge:
-    """Models of several folds, each learned from the texts of the other folds. A text's key decides its fold."""
+    """A model for each fold, trained on the texts of the other folds. A text's key decides its fold."""
 
     labels: NDArray[np.str_]
     weights: NDArray[np.float32]
@@ -43,11 +43,11 @@ class LabelJudge:
     biases: NDArray[np.float32]
     """Of shape (folds, classes)."""
     thresholds: NDArray[np.float64]
-    """Mean probability that texts of a class have of it, of shape (classes,)."""
+    """Mean probability of each class over its own texts, of shape (classes,)."""
 
     @classmethod
     def fit(cls, texts: Sequence[str], classes: NDArray[Any], keys: NDArray[np.uint64], labels: Sequence[str]) -> Self:
-        """Learn from training texts, with the index of the label of each and with its hash.
+        """Fit the models to training texts, given the label index and the hash of each text.
 
         Raises:
             DataError: there are too few texts for each fold to have two classes.
@@ -65,19 +65,19 @@ class LabelJudge:
                     "have fewer than two classes: give more, or leave it out"
                 )
             model = LogisticRegression(C=4.0, max_iter=500).fit(vectors[others], classes[others])
-            # With two classes, the model has the weights of the second one only.
+            # With two classes, the model has weights for the second one only.
             places = found if len(found) > 2 else found[1:]
             weights[fold][:, places], biases[fold, found] = model.coef_.T, 0.0
             biases[fold, places] = model.intercept_
         judge = cls(np.array(labels, np.str_), weights, biases, np.ones(len(labels)))
         own = judge._probabilities(vectors, folds)[np.arange(len(texts)), classes]
         sums, counts = (np.bincount(classes, given, len(labels)) for given in (own, None))
-        # Nothing is known of a class without texts.
+        # A class without texts is never suggested.
         thresholds = np.divide(sums, counts, out=np.full(len(labels), np.inf), where=counts > 0)
         return cls(judge.labels, weights, biases, thresholds)
 
     def suggest(self, texts: Sequence[str], classes: NDArray[Any], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the likelier class of each text, of shape (texts,); ``FINE`` where its own is not doubted."""
+        """Return the likelier class of each text, of shape (texts,); ``FINE`` where its own is not suspect."""
         if not texts:
             return np.empty(0, np.int64)
         probabilities = self._probabilities(_vectors_of(texts, self.weights.shape[1]), keys % np.uint64(_FOLDS))
@@ -87,7 +87,7 @@ class LabelJudge:
         return np.where(is_doubted, likeliest, FINE)
 
     def _probabilities(self, vectors: Any, folds: NDArray[np.uint64]) -> NDArray[np.float64]:
-        """Return what the model of each text's fold thinks, of shape (texts, classes)."""
+        """Return the out-of-fold class probabilities of each text, of shape (texts, classes)."""
         logits = np.empty((vectors.shape[0], len(self.labels)))
         for fold in range(_FOLDS):
             mine = np.flatnonzero(folds == fold)
@@ -109,9 +109,9 @@ class LabelJudge:
 
 
 def judge_texts(texts: Sequence[str], classes: Sequence[int], labels: Sequence[str]) -> dict[int, str]:
-    """Return what a report shows of each text whose label is doubted, by its index.
+    """Return the report line of each text whose label is suspect, by its index.
 
-    Models are learned from a sample of the texts. Raises DataError if there are too few.
+    The models are trained on a sample of the texts. Raises DataError if there are too few.
     """
     given, (_, keys) = np.array(classes, np.int64), hashes_of(texts)
     builder = SampleBuilder(1.0, LEARNED_CHARACTERS)
@@ -124,7 +124,7 @@ def judge_texts(texts: Sequence[str], classes: Sequence[int], labels: Sequence[s
 
 
 def in_words(text: str, label: str, suggested: str) -> str:
-    """Return how a report shows a text whose label is doubted."""
+    """Return the report line of a text whose label is suspect."""
     return f"{label}, likelier {suggested}: {text[:_MAX_SHOWN]}"
 
 
@@ -134,5 +134,5 @@ def _vectors_of(texts: Sequence[str], count: int) -> Any:
         analyzer="char", ngram_range=(1, 2), n_features=count, alternate_sign=False, norm=None, dtype=np.float32
     )
     counts = hashing.transform(text[:_MAX_CHARACTERS] for text in texts)
-    # Rows are alike whatever the others are, so no weight depends on all of them.
+    # Without IDF, a row does not depend on the other rows.
     return TfidfTransformer(use_idf=False, sublinear_tf=True).fit_transform(counts)

@@ -89,9 +89,9 @@ class ShardCache:
         return rows
 
     def _unmap_read(self) -> None:
-        """Close all shards once they were read often: the pages that were read stay in the memory of this process.
+        """Close all shards after many reads: pages that were read stay in the memory of this process.
 
-        Those that are still needed are opened again, without a look at their checksums.
+        Shards that are still needed are opened again, without another checksum check.
         """
         if self._reads > _MIN_READS * len(self._open) or len(self._open) >= _MAX_OPEN:
             self._open.clear()
@@ -170,7 +170,7 @@ class ShardCache:
         try:
             source.fs.get_file(source.path, str(temporary))
             require_intact(str(source), shard, sha256_of_file(temporary))
-            # It is not synced: what a crash tears is noticed by its checksum, and downloaded again.
+            # Not synced: the checksum reveals a file that a crash has torn, and it is downloaded again.
             with _locked(cached.parent / _LOCK_FILE):
                 _make_room(cached.parent, self._max_bytes - shard.bytes)
                 temporary.rename(cached)

@@ -38,13 +38,13 @@ class ShardReference(BaseModel):
     def find(cls, folder: UPath) -> Self | None:
         """Return the reference in a folder of prepared data; None if the data lie in the folder itself.
 
-        The data of a run that has added sources have one in a folder of its own.
+        For a run that has added sources, the reference is in a subfolder.
         """
         found = read(folder / _GROWN / SHARDS_FILE) or read(folder / SHARDS_FILE)
         return None if found is None else cls.model_validate_json(found)
 
     def save_grown(self, folder: UPath) -> None:
-        """Replace the reference in a folder of prepared data. Its other files, and their checksums, stay."""
+        """Replace the reference in a folder of prepared data. Its other files and their checksums do not change."""
         (folder / _GROWN).mkdir(exist_ok=True)
         self.save(folder / _GROWN)
 
@@ -55,7 +55,7 @@ class ShardReference(BaseModel):
             if [shard.sha256 for shard in after[: len(shards)]] != [shard.sha256 for shard in shards]:
                 raise DataError(
                     f"the {split} split of the sources that the run has is not what it was when it began: restore "
-                    "their files, put added sources after them, or start a new run"
+                    "their files, append new sources after them, or start a new run"
                 )
 
     def save(self, folder: UPath) -> None:

@@ -47,10 +47,10 @@ class ShardedLabelledData(LabelledData):
         return replace(self, train=LabelledDataset(ShardedSplit(rows), self.processor, self.targets))
 
     def grown(self, prepared: Self) -> Self:
-        """Return the data with the sources that ``prepared`` has after its own. Labels and processor stay.
+        """Return the data, extended by the sources that ``prepared`` appends. Labels and processor stay.
 
         Raises:
-            DataError: an added source has other labels, or the sources before have changed.
+            DataError: an added source has other labels, or the existing sources have changed.
         """
         if unknown := sorted({*prepared.labels} - {*self.labels}):
             raise DataError(f"an added source has the label {unknown[0]!r}, which the run's model lacks: leave it out")
@@ -142,10 +142,10 @@ class ShardedLanguageData:
         return replace(self, train=ShardedBlocks(rows, self.train.block_length))
 
     def grown(self, prepared: Self) -> Self:
-        """Return the data with the sources that ``prepared`` has after its own.
+        """Return the data, extended by the sources that ``prepared`` appends.
 
         Raises:
-            DataError: the tokenizer depends on the sources, or the sources before have changed.
+            DataError: the tokenizer depends on the sources, or the existing sources have changed.
         """
         if prepared.tokenizer.to_json() != self.tokenizer.to_json():
             raise DataError("the tokenizer is learned from the sources, so none can be added: start a new run")

@@ -1,4 +1,4 @@
-"""Models of recordings."""
+"""Models for audio."""
 
 from torch import Tensor, nn
 
@@ -8,16 +8,16 @@ _LEVELS = 3
 class SpectrogramCnn(nn.Module):
     """A classifier of spectrograms: three convolutions that halve them, a mean over time and a linear layer.
 
-    The mean leaves the mel bins apart, because a sound at another pitch is another sound.
+    The mean is over time only and keeps the mel bins apart, because pitch distinguishes sounds.
     """
 
     def __init__(self, num_labels: int, bins: int, width: int = 16) -> None:
-        """Create the model with fresh weights.
+        """Create the model with random weights.
 
         Args:
             num_labels: number of classes.
             bins: mel bins of a frame.
-            width: output channels of the first convolution. Each other one has ``width`` more.
+            width: output channels of the first convolution. Each later one has ``width`` more.
         """
         super().__init__()
         layers: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""Classification: each text, image, record or input of one's own has one of several labels."""
+"""Classification: each text, image, record or custom input has one of several labels."""
 
 from app.data.images import ImageProcessor
 from app.data.processor import Processor

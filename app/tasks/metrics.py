@@ -1,4 +1,4 @@
-"""Metrics: numbers that a model is judged by, made of sums that add up over batches and ranks, or of all rows."""
+"""Metrics of a model, computed from sums over batches and ranks, or from all rows of a split."""
 
 import math
 import warnings
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # an endpoint names a task without torch
     from torch import Tensor
 
     Predicted = tuple[Tensor, Tensor]
-    """Outputs, or predictions made of them, and the targets of the same rows."""
+    """Outputs, or predictions made from them, and the targets of the same rows."""
     Conversion = Callable[[Tensor, Tensor], Predicted]
 
 
@@ -99,7 +99,7 @@ class TorchMetric(Metric):
 
     mode: Mode = "max"
     inputs: "Conversion | None" = None
-    """Turns outputs and targets into those that the metric expects. None: it takes them as they are.
+    """Turns outputs and targets into those that the metric expects. None: pass them unchanged.
 
     A metric of probabilities needs it, because torchmetrics guesses for each batch whether outputs are logits.
     """
@@ -151,9 +151,9 @@ class TorchMetric(Metric):
 
 @dataclass(frozen=True)
 class SklearnMetric(Metric):
-    """A function of ``sklearn.metrics``, or one like it, that is called with all rows of a split at once.
+    """A function of ``sklearn.metrics``, or one like it, that is called once with all rows of a split.
 
-    It has no sums. Each rank gets the rows of all ranks, so its value is exact, and its memory grows with the split.
+    It has no sums. Each rank gets the rows of all ranks, so the value is exact and memory grows with the split.
     """
 
     name: str
@@ -162,8 +162,8 @@ class SklearnMetric(Metric):
 
     mode: Mode = "max"
     inputs: "Conversion | None" = None
-    """Turns outputs and targets into predictions and targets as the function expects them, such as
-    ``lambda outputs, targets: (outputs.argmax(-1), targets)``. None: it takes them as they are.
+    """Converts outputs and targets to the predictions and targets that the function expects, such as
+    ``lambda outputs, targets: (outputs.argmax(-1), targets)``. None: pass them unchanged.
     """
 
     size: int = field(default=0, init=False)
@@ -177,7 +177,7 @@ class SklearnMetric(Metric):
         return math.nan
 
     def rows(self, outputs: "Tensor", targets: "Tensor") -> "Predicted":
-        """Return predictions and targets, on the CPU. Of padded tokens, each one that counts is a row."""
+        """Return predictions and targets, on the CPU. For token targets, each token that is not padding is a row."""
         if targets.dim() > 1 and targets.shape == outputs.shape[:-1]:
             counted = targets != IGNORED
             outputs, targets = outputs[counted], targets[counted]

@@ -35,7 +35,7 @@ class MeanLoss:
 
 
 class Totals(NamedTuple):
-    """What the batches of a validation add up to."""
+    """Totals over the batches of a validation."""
 
     sums: Tensor
     """``Objective.sums``, float64 of shape (``num_sums``,)."""
@@ -82,7 +82,7 @@ class Objective:
 
     @property
     def row_metrics(self) -> list[SklearnMetric]:
-        """The metrics that take all rows at once."""
+        """The metrics that need all rows at once."""
         return [metric for metric in self.metrics if isinstance(metric, SklearnMetric)]
 
     def rows(self, output: object, targets: Tensor) -> list["Predicted"]:
@@ -103,7 +103,7 @@ class Objective:
         """Return ``val_loss``, and ``val_NAME`` of each metric, from the ``Totals`` of all batches and ranks.
 
         Raises:
-            RecipeError: a metric that takes all rows fails.
+            RecipeError: a metric that needs all rows fails.
         """
         of_loss, *parts = torch.split(sums, self._sizes)
         values = {"val_loss": self.loss.value(of_loss)}
@@ -130,10 +130,10 @@ def objective_of(task: Task, config: TrainConfig, data: PreparedData) -> Objecti
 
 
 def _require_values(objective: Objective, config: TrainConfig, data: PreparedData) -> None:
-    """Try the metrics that take all rows on random outputs, so that none fails after an epoch.
+    """Run the metrics that need all rows on random outputs, so that none fails after an epoch.
 
     Raises:
-        RecipeError: one fails, or the plan is a pipeline, whose stages return sums only.
+        RecipeError: one of them fails, or the plan is a pipeline, whose stages return only sums.
     """
     names = ", ".join(metric.name for metric in objective.row_metrics)
     if isinstance(config.plan, PlanConfig) and config.plan.pipeline > 1:

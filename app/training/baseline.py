@@ -1,4 +1,4 @@
-"""The linear baseline: what a simple model of the same texts reaches, for the log and the run's result."""
+"""The linear baseline: the score of a simple model on the same texts, for the log and the run's result."""
 
 from app.config import Recipe
 from app.data.labelled import LabelledData

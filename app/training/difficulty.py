@@ -32,7 +32,7 @@ def recorded_difficulty(
         RecipeError: the task's samples have no such difficulty, or the model does not suit them.
         DataError: the column is missing, or has cells that are not numbers.
     """
-    # A resumed run reads what it began with: other numbers would give another order.
+    # A resumed run reads the values it started with: other values would give another order.
     if (run_folder / _FILE).exists():
         recorded: NDArray[np.float32] = np.load(io.BytesIO((run_folder / _FILE).read_bytes()), allow_pickle=False)
         return recorded

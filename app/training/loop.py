@@ -247,7 +247,7 @@ class Loop:
         return self.engine.objective.values(sums, batches) | of_sources
 
     def _validation_totals(self, rows: Indices | None = None) -> Totals:
-        """Return the totals of the validation split, or these rows of it, of all workers."""
+        """Return the totals over all workers of the validation split, or of these rows."""
         layout, rank = self.feed.layout, self.worker.rank
         own = self.engine.evaluate(self._validation_batches(rows))
         sums = self.worker.all_reduce(sums_to_add(own.sums, layout, rank))

@@ -82,7 +82,7 @@ def _recipe_of(run: UPath) -> Recipe:
 
 
 def _comparable(recipe: Recipe, num_sources: int) -> Recipe:
-    """Return the recipe as given, without what affects only later batches: weights, and sources after the first."""
+    """Return the recipe as given, without keys that affect only later batches: weights and added sources."""
     given = recipe.as_given
     update: dict[str, object] = {}
     if stream := given.data.stream:
@@ -97,8 +97,8 @@ def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:
     num_sources = len(earlier.data.sources)
     if num_sources and len(recipe.data.sources) > num_sources and recipe.data.shards is None:
         raise RecipeError(
-            f"data.sources has a source that run {run_id} has not, which only a run on data in shards can add: leave "
-            "it out, or start a new run with data.shards"
+            f"data.sources adds a source to run {run_id}, which only runs on data in shards can do: leave it out, or "
+            "start a new run with data.shards"
         )
     for key in _FIXED_KEYS:
         value_in = attrgetter(key)

@@ -172,7 +172,7 @@ def finish_run(
         verb = "paused" if ending.stop_request is StopRequest.PAUSE else "stopped"
         print(f"{verb} at step {ending.step:,}; to go on: train.resume={run.run_id}", flush=True)
         metrics = StoppedTrainMetrics(steps=ending.step, epochs=len(ending.records), paused=verb == "paused")
-        # The newest one of this step, which can be saved twice.
+        # The newest one, because a step can be saved twice.
         saved = next(checkpoint for checkpoint in reversed(store.committed()) if checkpoint.step == ending.step)
         return Outcome(metrics, {"checkpoint": str(store.folder_of(saved)), "report": report}, status="stopped")
     best, checkpoint = _best_intact(store, ending.records, recipe.train)

@@ -1,4 +1,4 @@
-"""The sources of a run that goes on: those that its recipe adds, and the batch from which on their shares change."""
+"""The sources of a resumed run: those that its recipe adds, and the batch from which new shares apply."""
 
 from app.artifacts import CHECKPOINTS, DATA
 from app.checksums import VerifiedFolder
@@ -11,7 +11,7 @@ from app.training.data.mixture import Mixture, record_period, recorded_periods
 
 
 def adds_sources(run: Run) -> bool:
-    """Return whether the recipe of a run that goes on has more sources than the run had."""
+    """Return whether the recipe of a resumed run has more sources than the run had before."""
     if not run.recipe.data.sources:
         return False
     periods = recorded_periods(run.folder)
@@ -19,10 +19,10 @@ def adds_sources(run: Run) -> bool:
 
 
 def with_added_sources(run: Run, data: PreparedData) -> PreparedData:
-    """Return the data that a run has saved, with the sources that its recipe adds. Write nothing but shards.
+    """Return the saved data of a run, with the sources that its recipe adds. Write nothing but shards.
 
     Raises:
-        DataError: an added source does not suit the run, or the sources before have changed.
+        DataError: an added source does not suit the run, or the existing sources have changed.
     """
     if not adds_sources(run):
         return data
@@ -51,6 +51,7 @@ def record_mixture(run: Run, data: PreparedData) -> None:
     epoch, number = (state.position.epoch, state.position.batches_done) if state else (1, 0)
     if record_period(run.folder, mixture.period(epoch, number)):
         print(
-            f"data.sources from batch {number:,} of epoch {epoch} on: {mixture}; sources before go on where they were",
+            f"data.sources from batch {number:,} of epoch {epoch} on: {mixture}; existing sources continue where they "
+            "stopped",
             flush=True,
         )

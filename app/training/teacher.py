@@ -108,22 +108,22 @@ class TaughtDataset(Dataset):
 
     @property
     def lengths(self) -> NDArray[np.int64] | Sequence[int]:
-        """Those of the split."""
+        """The shards of the split."""
         return self.split.lengths
 
     @property
     def shards(self) -> "ShardedRows | None":
-        """Those of the split."""
+        """The shards of the split."""
         return self.split.shards
 
     @property
     def groups(self) -> NDArray[np.str_] | None:
-        """Those of the split."""
+        """The shards of the split."""
         return self.split.groups
 
     @property
     def padded_lengths(self) -> NDArray[np.int32] | None:
-        """Those of the split."""
+        """The shards of the split."""
         return self.split.padded_lengths
 
     def batch(self, indices: Sequence[int]) -> Batch:

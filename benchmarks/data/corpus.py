@@ -28,13 +28,13 @@ SMALL, LARGE = "small", "large"
 
 @dataclass(frozen=True)
 class Corpora:
-    """Two corpora in a folder that an S3 serves, and the shards that were prepared of them."""
+    """Two corpora in a folder that an S3 serves, and the shards prepared from them."""
 
     folder: Path
     megabytes: Mapping[str, int]
 
     def write(self) -> None:
-        """Write the texts, unless they are there."""
+        """Write the texts, unless they exist."""
         for name, size in self.megabytes.items():
             if not (self.folder / BUCKET / name).exists():
                 write_corpus(self.folder / BUCKET / name, size)
@@ -51,8 +51,8 @@ class Corpora:
 def write_corpus(folder: Path, megabytes: int, in_files: bool = True) -> list[Path]:
     """Write so many megabytes of text as Parquet, and return the files.
 
-    A tenth is in one file, and the rest in files of 100 MB, unless ``in_files`` is false: then all is in one. Texts are
-    those of one piece again and again, each with a number of its own, so that none is equal to another.
+    A tenth is in one file, and the rest in files of 100 MB, unless ``in_files`` is false: then all is in one. Texts
+    of one piece are repeated, each with its own number, so that no two are equal.
     """
     folder.mkdir(parents=True, exist_ok=True)
     piece = _piece(min(_PIECE_MB, max(1, megabytes // 10)))

@@ -37,7 +37,7 @@ _KEYS = [
     *("train.global_batch_size=16", f"train.epochs={_EPOCHS}", "train.schedule={name: constant, warmup_fraction: 0.0}"),
     *("train.resume=latest", "train.checkpoint.every_steps=5", "name=counted"),
 ]
-"""Texts are four digits, by which the model tells them apart."""
+"""Each text has four digits that identify it to the model."""
 
 
 def write_digits(file: Path) -> None:
@@ -48,7 +48,7 @@ def write_digits(file: Path) -> None:
 
 @dataclass(frozen=True)
 class CountedRun:
-    """A run in a storage of its own. It is started anew and goes on until it has ended."""
+    """A run in its own storage. Each start continues it until it ends."""
 
     source: Path
     storage: Path
@@ -59,7 +59,7 @@ class CountedRun:
         return load_recipe("recipes/reviews.yaml", self._keys())
 
     def start(self, processes: int, max_steps: int | None = None) -> "subprocess.Popen[bytes]":
-        """Start or continue the run with so many processes. They and what they start are one session."""
+        """Start or continue the run with some number of processes. They and their children are one session."""
         command = [sys.executable, "-m"]
         if processes > 1:
             command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
@@ -85,12 +85,12 @@ class CountedRun:
 
     @property
     def log_end(self) -> str:
-        """The last lines that its processes have printed."""
+        """The last lines that its processes printed."""
         return self.storage.with_suffix(".log").read_text(encoding="utf-8")[-3000:]
 
     @property
     def step(self) -> int:
-        """Step of the newest whole checkpoint; 0 if there is none."""
+        """Step of the newest complete checkpoint; 0 if there is none."""
         runs = list(self.storage.glob("runs/train/*"))
         committed = CheckpointStore(UPath(runs[0] / CHECKPOINTS)).committed() if runs else []
         return max((checkpoint.step for checkpoint in committed), default=0)
@@ -105,13 +105,13 @@ class CountedRun:
         return process.poll() is None
 
     def losses(self, first: int, last: int) -> list[tuple[float, float]]:
-        """Return the loss and the norm of the gradient of each step in a range, as they were logged."""
+        """Return the logged loss and gradient norm of each step in a range."""
         lines = (self.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         records = [record for record in map(json.loads, lines) if "loss" in record]
         return [(record["loss"], record["grad_norm"]) for record in records if first < record["step"] <= last]
 
     def counts(self) -> "Counter[int]":
-        """Return how often the newest checkpoint was trained on each text, by its number."""
+        """Return how often the weights of the newest checkpoint were trained on each text, by number."""
         with tempfile.TemporaryDirectory() as folder:
             weights = UPath(folder) / "weights"
             export_checkpoint(UPath(self.folder), weights)
@@ -133,7 +133,7 @@ class CountedRun:
 
 
 def kill_one(process: "subprocess.Popen[bytes]", choose: np.random.Generator) -> int:
-    """Kill a random rank at once, wait until all of the run has ended, and return the rank."""
+    """Kill a random rank, wait until all processes of the run have ended, and return the rank."""
     launcher = psutil.Process(process.pid)
     family = launcher.children(recursive=True)
     # Without torchrun the process is the only rank.

@@ -19,22 +19,22 @@ from benchmarks.markdown import Goal, goals_table, table, verdict
 RESULTS = Path(__file__).with_name("KILLS.md")
 _WORLDS = (1, 2, 4, 1)
 _MAX_PAUSE_S = 1.0
-"""A process is killed up to so long after the first checkpoint of its life."""
+"""Maximum seconds from the first new checkpoint after a start to the kill."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What happened with one number of processes."""
+    """The results with one number of processes."""
 
     world: int
     first: int
-    """Step of the checkpoint from which it went on."""
+    """Step of the checkpoint from which it resumed."""
     last: int
     """Step of its newest checkpoint at the end."""
     kills: tuple[tuple[int, int], ...]
-    """The rank that was killed, and the step of the newest checkpoint then."""
+    """Each killed rank, and the step of the newest checkpoint at the kill."""
     is_equal: bool
-    """Whether losses and norms of gradients are those of the undisturbed run, to the bit."""
+    """Whether losses and gradient norms are bit-identical to those of the undisturbed run."""
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _phase(run: CountedRun, world: int, kills: int, choose: np.random.Generator, is_last: bool) -> Phase:
-    """Kill a run so often with so many processes, and compare it with one that goes on undisturbed from there."""
+    """Kill a run with some number of processes several times. Compare it with an undisturbed one."""
     first = run.step
     undisturbed = CountedRun(run.source, run.storage.with_name(f"undisturbed-{first}"))
     if run.storage.exists():
@@ -90,7 +90,7 @@ def _page(phases: list[Phase], total: int, lost: int, twice: int, seed: int) -> 
         Goal(f"samples lost in {kills} kills", "0", f"{lost} of {total:,}", verdict(lost == 0)),
         Goal("samples trained on twice", "0", f"{twice} of {total:,}", verdict(twice == 0)),
         Goal(
-            "phases whose steps equal the undisturbed run's to the bit", f"{len(phases)}", f"{equal}",
+            "phases whose steps are bit-identical to the undisturbed run", f"{len(phases)}", f"{equal}",
             verdict(equal == len(phases)),
         ),
     ]  # fmt: skip
@@ -106,18 +106,18 @@ def _page(phases: list[Phase], total: int, lost: int, twice: int, seed: int) -> 
     return f"""# Training that is killed
 
 Written by `python -m benchmarks.data.kills --seed {seed}`. A small model trains on texts in shards, with a checkpoint
-every five steps. In each life a random rank gets SIGKILL, up to {_MAX_PAUSE_S:g} s after the first new checkpoint.
-The run goes on from its newest whole checkpoint. After five kills it goes on with another number of processes.
+every five steps. After each start, a random rank gets SIGKILL up to {_MAX_PAUSE_S:g} s after the first new
+checkpoint. The run resumes from its newest complete checkpoint. After five kills, the number of processes changes.
 
-The model counts its texts in a buffer that checkpoints keep, and the counts are compared with the batches of all
-epochs. The undisturbed run of a phase begins with a copy of the storage, and trains with as many processes without
-a kill. Losses and norms of gradients of all steps are compared.
+The model counts its texts in a buffer that checkpoints include. The counts are compared with the batches of all
+epochs. For each phase, an undisturbed run begins with a copy of the storage and trains with the same number of
+processes. Losses and gradient norms of all steps are compared.
 
 {machine()}; {versions(["torch", "deepspeed", "pyarrow"])}; {today()}, load average {load_average()}
 
 {goals_table(goals)}
 
-{table(["processes", "steps", "newest checkpoint at each kill", "equal to the bit"], rows)}
+{table(["processes", "steps", "newest checkpoint at each kill", "bit-identical"], rows)}
 """
 
 

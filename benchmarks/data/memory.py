@@ -11,7 +11,7 @@ _SAMPLE_S = 0.05
 
 
 def private_bytes() -> int:
-    """Private memory (USS) of this process, with the pages of files that it alone has mapped."""
+    """Private memory (USS) of this process, including pages of files that only it has mapped."""
     return int(psutil.Process().memory_full_info().uss)
 
 
@@ -22,7 +22,7 @@ def family_bytes() -> tuple[int, int]:
         with contextlib.suppress(psutil.Error):  # it ended while we looked
             size = int(member.memory_full_info().pss)
             total += size
-            # A worker is called after its task. Idle ones count as workers, too.
+            # A worker process is named after its task. Idle ones count as workers, too.
             is_service = member != process and not member.name().startswith("ray::")
             services += size * is_service
     return total, total - services

@@ -1,4 +1,4 @@
-"""Near duplicates that were planted among other texts, and looked for."""
+"""Measure how well planted near duplicates are found."""
 
 import random
 import statistics

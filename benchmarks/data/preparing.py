@@ -12,20 +12,20 @@ from benchmarks.rounds import turns
 
 TITLE = "Preparing data that does not fit into memory"
 HEAD = """\
-The texts are made of 30,000 words by a power law. Each is one of 120,000, with a number of its own behind it, so
-that none is a duplicate. They lie in Parquet files without compression: a tenth in one file, and the rest in files of
+The texts are drawn from 30,000 words by a power law. Each is one of 120,000 texts with its own number appended, so
+there are no duplicates. They lie in uncompressed Parquet files: a tenth in one file, and the rest in files of
 100 MB. `rclone serve s3` serves them on the same two cores. Shards are written to a disk.
 
 Ray tasks prepare labelled examples on two CPUs, as `jobs.prepare` does. Memory is the sum over the process and its
 children (PSS), sampled five times a second. Ray's own services are its scheduler, object store and the like,
-without workers.
+but not its workers.
 
-Language modelling reads its texts from a disk. "Plain" learns the same tokenizer from as large a sample, encodes,
-and writes blocks as Arrow. It does not look for duplicates, split by content or write checksums. Each runs in one
-process.
+Language modelling reads its texts from a disk. "Plain" learns the same tokenizer from a sample of the same size,
+encodes, and writes blocks as Arrow. It does not look for duplicates, split by content or write checksums. Each runs
+in one process.
 
 Near duplicates are planted among 20,000 texts of 60 to 180 words: 1,000 copies, in which one word in a hundred is
-another."""
+replaced."""
 _ROUNDS = 1
 
 
@@ -46,7 +46,7 @@ def measure(corpora: Corpora, tokenised_mb: int = 500) -> tuple[list[Goal], list
 
 
 def prepare_all(corpora: Corpora, anew: bool = False) -> dict[str, Prepared]:
-    """Prepare both corpora from the S3, and return what that took. Those that are there are left, unless ``anew``."""
+    """Prepare both corpora from the S3, and return the costs. Keep existing ones, unless ``anew``."""
     found = {}
     with s3_of(corpora.folder):
         for name in (SMALL, LARGE):
@@ -66,11 +66,11 @@ def _goals(
     share, size = median(shares), corpora.megabytes[LARGE]
     return [
         Goal(
-            f"peak memory of preparing {size:,} MB, a file of {size // 10:,} MB among them", "≤ 2 GiB",
+            f"peak memory of preparing {size:,} MB, including a file of {size // 10:,} MB", "≤ 2 GiB",
             f"{peak:.2f} GiB", verdict(peak <= 2),
         ),
         Goal(
-            f"rate of tokenising {tokenised_mb:,} MB, to plain steps, by CPU time", "≥ 0.8",
+            f"rate of tokenising {tokenised_mb:,} MB, relative to plain, by CPU time", "≥ 0.8",
             ", ".join(f"{one:.2f}" for one in shares), verdict(share >= 0.8),
         ),
     ]  # fmt: skip

@@ -26,7 +26,7 @@ class RankMemory(BaseModel):
     """Private memory (USS) of a rank in bytes, with the pages of shards that it has mapped."""
 
     with_model: int
-    """Once the engine was there, and before the data were read."""
+    """With the engine initialized, before data are read."""
     peak: int
     steps: int
     samples: int
@@ -35,7 +35,7 @@ class RankMemory(BaseModel):
 
 
 def training_recipe() -> Recipe:
-    """The recipe of reviews with a small model, so that hardly anything but the data takes memory."""
+    """The recipe of reviews with a small model, so that data takes most of the memory."""
     recipe = recipe_of("examples", "s3://unused", "s3://unused")
     model = recipe.model.model_copy(update={"args": {"layers": 1, "width": 32, "heads": 2}})
     keys = ["train.workers=2", f"train.global_batch_size={BATCH}", "train.plan={zero_stage: 0}"]

@@ -25,7 +25,7 @@ _BATCH = 4096
 
 
 class Prepared(BaseModel):
-    """What a preparation took."""
+    """Time and memory of a preparation."""
 
     wall_s: float
     cpu_s: float
@@ -39,7 +39,7 @@ class Prepared(BaseModel):
 
 
 def prepare_once(way: str, source: str, folder: Path) -> Prepared:
-    """Prepare in a new process, and return what that took.
+    """Prepare in a new process, and return its time and memory.
 
     Args:
         way: ``cluster`` for labelled examples, by Ray tasks on two CPUs; ``tokens`` for blocks of tokens, in one
@@ -102,7 +102,7 @@ def prepare_plainly(source: str, folder: Path) -> None:
 
 
 def _main() -> None:
-    """Prepare as the arguments say, and print what that took."""
+    """Prepare as the arguments say, and print time and memory."""
     way, source, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     folder.mkdir(parents=True, exist_ok=True)
     sizes = [family_bytes()]

@@ -184,14 +184,15 @@ The large model is that of `{RECIPE}`, trained for 10 epochs. The students have 
 
 {table(("student", "keys"), keys)}
 
-All keep the epoch with the best validation accuracy. In brackets are the seeds {", ".join(map(str, SEEDS))}. With one
-seed, both students begin with the same weights and see the same batches. The large model has one seed.
+All keep the epoch with the best validation accuracy. Results of the seeds {", ".join(map(str, SEEDS))} are in
+brackets. With one
+seed, both students start from the same weights and see the same batches. The large model was trained with one seed.
 
 The keys were chosen on the validation split with seed 0. For labels alone, dropout of 0.1 was worse. Label smoothing of
 0.1 beside dropout of 0.3 was no better. With the teacher, one setting was tried.
 
-The test split has {found.rows:,} reviews, which no training saw. The standard error of one accuracy is {error:.4f}. All
-models are measured on the same reviews.
+The test split has {found.rows:,} reviews, which were not used in training. The standard error of one
+accuracy is {error:.4f}. All models are measured on the same reviews.
 """
 
 

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.finetuning.tasks", description=__doc__)
     parser.add_argument("--tasks", nargs="*", help="tasks to measure; default: all")
     parser.add_argument("--output", type=Path, default=RESULTS, help="file to write")
-    parser.add_argument("--measured", type=Path, help="folder of measurements, of which those that exist are kept")
+    parser.add_argument("--measured", type=Path, help="folder of measurements; existing ones are kept")
     arguments = parser.parse_args(argv)
     began, load = time.monotonic(), load_average()
     with tempfile.TemporaryDirectory(prefix="bench-tasks-") as temporary, local_cluster() as cluster:

@@ -1,6 +1,6 @@
 """Speech as a task of one's own: which word is in a recording.
 
-A recording becomes a log-mel spectrogram, as a field of kind ``audio`` does.
+Audio clips become log-mel spectrograms, as fields of kind ``audio`` do.
 """
 
 from dataclasses import dataclass

@@ -101,7 +101,7 @@ def _empty(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_eight_bits, "ah-ee/1.wav: a recording has 8,000 samples of 8 bits a second: expected 16 bits"),
+        (_eight_bits, "ah-ee/1.wav: a recording has 8-bit samples at 8,000 Hz: expected 16 bits"),
         (_cut_short, "ah-ee/1.wav: a recording of 4 bytes cannot be read .*: expected a wav file"),
         (_empty, "has no recordings: expected LABEL/NAME.wav"),
     ],

@@ -1,4 +1,4 @@
-"""A run that goes on with other weights, or with one more source: what was read stays read."""
+"""A resumed run with other weights or an added source: samples that were read are not repeated."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ Places = list[tuple[int, int]]
 
 
 def in_memory(*periods: tuple[tuple[int, int], list[float]]) -> MixedOrder:
-    """Return an order whose sources, the first few of three, have these shares from each of these batches on."""
+    """Return an order over the first few of three sources, with these shares from each of these batches on."""
     order = None
     for start, shares in periods:
         mixture = Mixture(["a", "b", "c"][: len(shares)], np.array(shares), Origins(ORIGINS, ORIGINS))
@@ -74,7 +74,7 @@ def test_every_source_goes_on_where_it_was(periods: list[tuple[tuple[int, int], 
     samples = [order.source_samples(epoch, range(order.num_batches(epoch))) for epoch in (4, 5)]
     total = order.num_batches(4) * BATCH
     assert samples == [dict(zip("abc", (round(share * total) for share in shares), strict=False))] * 2
-    # The epoch under way keeps its length, and later ones have that of all sources.
+    # The current epoch keeps its length, and later ones cover all sources.
     assert order.num_batches(start[0]) == before.num_batches(start[0])
     assert order.num_batches(5) == sum(SIZES[: len(shares)]) // BATCH
 
@@ -142,7 +142,7 @@ def test_a_source_may_be_added_to_a_run_on_shards(tmp_path: Path, capsys: pytest
     }  # fmt: skip
     assert {"val_loss_big", "val_loss_small", "val_loss_late"} <= records[-1].metrics.keys()
     assert all(np.array_equal(order.batch(*at), before.batch(*at)) for at in places if at < (1, step))
-    # The ledger: nothing of a source comes again before all of it was read, but for rows that fill no batch.
+    # The ledger: no sample of a source repeats before all of it was read, except rows that fill no batch.
     for place, after in enumerate((8, 4, 4)):
         rows = [row for at in places for row in order.batch(*at).tolist() if origins[row] == place]
         size = int((origins == place).sum())
@@ -186,7 +186,7 @@ def test_what_cannot_be_added_is_refused_before_anything_is_written(tmp_path: Pa
     run, data = started(recipe_of(tmp_path, write_sources(tmp_path, (3.0, 1.0)), *every))
     trained(run, data, stops=True)
     more = write_sources(tmp_path, (2.0, 1.0, 1.0))
-    with pytest.raises(RecipeError, match=r"only a run on data in shards can add"):
+    with pytest.raises(RecipeError, match=r"only runs on data in shards can do"):
         start_or_resume("train", recipe_of(tmp_path, more, *every, f"train.resume={run.run_id}"))
 
     every.append(SHARDS)

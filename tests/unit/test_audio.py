@@ -1,4 +1,4 @@
-"""Recordings as log-mel spectrograms, and as a field of samples."""
+"""Log-mel spectrograms of audio clips, also as a field of samples."""
 
 import base64
 import json
@@ -36,7 +36,7 @@ def test_a_tone_is_loudest_in_its_mel_bin_at_any_rate() -> None:
         for rate in (8000, 16_000, 44_100):
             spectrogram = log_mel(processor, wav(tone(frequency, rate=rate), rate))
             assert spectrogram.shape == (40, 100)
-            # A wave that begins and ends at once has all frequencies.
+            # A wave that starts and stops abruptly has all frequencies.
             assert np.all(np.abs(spectrogram[:, 5:-5].argmax(axis=0) - place) < 1)
 
 
@@ -72,7 +72,7 @@ def test_a_recording_may_be_a_field(tmp_path: Path) -> None:
     ("content", "words"),
     [
         (b"RIFF", r"row 2: the file '1\.wav' cannot be read .*expected a wav file of 16-bit PCM"),
-        (wav(tone(300), width=1), r"row 2: .* 16,000 samples of 8 bits a second: expected 16 bits"),
+        (wav(tone(300), width=1), r"row 2: .* 8-bit samples at 16,000 Hz: expected 16 bits"),
     ],
 )
 def test_a_recording_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, words: str) -> None:

@@ -38,8 +38,8 @@ def test_batches_are_compared_by_useful_tokens_and_validation() -> None:
 
     runs = {RANDOM: ran(100, (0.9, 0.91)), BUDGET: ran(160, (0.88, 0.89))}
     text = page(runs, "recipes/reviews.yaml", 1)
-    assert "| useful tokens a second, to random batches | ≥ 1.5 | 1.600 (1.600 to 1.600) | reached |" in text
-    assert "| val_accuracy that is lost | ≤ 0.01 | +0.0200 (+0.0200 to +0.0200) | **missed** |" in text
+    assert "| useful tokens a second, relative to random batches | ≥ 1.5 | 1.600 (1.600 to 1.600) | reached |" in text
+    assert "| loss of val_accuracy | ≤ 0.01 | +0.0200 (+0.0200 to +0.0200) | **missed** |" in text
 
 
 def test_pictures_are_jpegs_in_folders_of_labels(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of serving: what is sent and read, what wrk says, and the servers that are measured."""
+"""The benchmark of serving: requests and responses, the output of wrk, and the measured servers."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The benchmark of serving: who is compared with whom, and what is reported."""
+"""The benchmark of serving: which servers are compared, and the report."""
 
 import xml.etree.ElementTree as ET
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""What clients of an endpoint notice when its engine is slow, or other clients misbehave."""
+"""Behaviour of an endpoint when its engine is slow, or other clients misbehave."""
 
 import asyncio
 import concurrent.futures

@@ -1,4 +1,4 @@
-"""What an endpoint refuses to serve: files that were changed, are no models, or were built for another machine."""
+"""What an endpoint refuses to serve: files that were changed, are not models, or were built for another machine."""
 
 import random
 from collections.abc import Callable, Iterator

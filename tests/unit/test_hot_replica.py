@@ -1,4 +1,4 @@
-"""Plain requests to a replica whose versions, token and load change, and which ends."""
+"""Plain requests to a replica while its versions, token and load change, and when it stops."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Labels that are likely wrong: found where they were planted, counted, shown, and dropped where asked."""
+"""Labels that are likely wrong: found where planted, counted, shown, and dropped on request."""
 
 import random
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def test_planted_labels_are_found_and_dropped_from_training_only(tmp_path: Path,
     assert kept < given
     found, wrong = given - kept, given & flipped
     assert len(found & wrong) > 0.5 * len(wrong)  # recall
-    assert len(found & wrong) > 0.2 * len(found)  # precision: four times that of a guess
+    assert len(found & wrong) > 0.2 * len(found)  # precision: four times that of random guesses
     assert after.report.dropped == before.report.dropped | {"label_noise": len(found)}
     assert after.report.kept == before.report.kept - len(found)
     for split in ("validation", "test"):

@@ -1,4 +1,4 @@
-"""What an engine compiled is kept on the disk for the next replica."""
+"""Compiled engines are cached on disk for the next replica."""
 
 import errno
 import io

@@ -95,7 +95,7 @@ def as_rank(rank: int, port: int, folder: str, answers: Any) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two sources, and the shards of all cases, so that two processes do not make the same."""
+    """Two sources and the shards of all cases, so that two processes do not both prepare them."""
     made = tmp_path_factory.mktemp("orders")
     for name, rows in (("a", ROWS), ("b", ROWS // 4)):
         lines = [f"{name} {'w ' * (n * 7 % 41)}{n},{'xxy'[n % 3]}" for n in range(rows)]
@@ -112,7 +112,7 @@ def whole(folder: str) -> dict[str, list[list[int]]]:
 @pytest.fixture(scope="module")
 def halves(folder: str, whole: dict[str, list[list[int]]]) -> list[dict[str, list[list[int]]]]:
     """The shares of two processes."""
-    assert whole  # their shards are made
+    assert whole  # creates the shards
     context, (port,) = multiprocessing.get_context("spawn"), unused(1)
     answers = context.Queue()
     workers = [context.Process(target=as_rank, args=(rank, port, folder, answers)) for rank in (0, 1)]

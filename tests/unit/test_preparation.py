@@ -1,4 +1,4 @@
-"""Preparation as shards: the same bytes whoever works on it, from one source and its settings."""
+"""Preparation as shards: one source with its settings gives the same bytes, whichever workers prepare it."""
 
 import os
 import shutil
@@ -181,7 +181,7 @@ def test_another_tokenizer_at_the_same_place_makes_other_shards(tmp_path: Path) 
     moved = model.model_copy(update={"pretrained": shutil.move(tmp_path / "model", tmp_path / "moved")})
     again = prepare_shards(recipe.model_copy(update={"model": moved}), map)
     assert isinstance(again, ShardedLanguageData)
-    assert again.reference.location == places[1]  # the tokenizer counts, and its place does not
+    assert again.reference.location == places[1]  # the tokenizer matters, and its location does not
 
 
 def test_units_beyond_five_digits_are_found_again(tmp_path: Path) -> None:

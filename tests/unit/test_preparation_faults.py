@@ -226,7 +226,7 @@ def test_a_torn_tar_is_not_taken_for_a_short_one(tmp_path: Path, fault: str) -> 
     else:
         del content[20 * 1024 + (0 if fault == "cut between blocks" else 200) :]
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"rows\.tar' is torn: at byte 20,480 it has neither a member nor the mark"):
+    with pytest.raises(DataError, match=r"rows\.tar' is torn: at byte 20,480 it has neither a member nor the end"):
         prepared(path)
 
 

@@ -1,4 +1,4 @@
-"""Preparation in bounded memory, whatever the rows are, with the same result as without a bound."""
+"""Preparation in bounded memory for any rows, with the same result as without a bound."""
 
 import io
 import random
@@ -24,7 +24,7 @@ from tests.preparing import WORDS, language_recipe, write_table
 
 
 def peak_of(work: Callable[[], object]) -> int:
-    """Peak bytes that some work allocates."""
+    """Return the peak bytes that a function allocates."""
     tracemalloc.start()
     try:
         work()
@@ -42,7 +42,7 @@ def long_texts() -> list[str]:
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_texts_that_are_stored_once_are_read_a_few_at_a_time(tmp_path: Path, kind: Kind) -> None:
-    """The metadata of a file tell what a text takes once, however often it comes."""
+    """The metadata of a file count a repeated text once."""
     texts = [f"{number % 7}" * (50_000 if number > 1000 else 10) for number in range(3000)]
     labels = [f"{number}" for number in range(3000)]
     table = pa.table({"text": pa.array(texts).dictionary_encode(), "label": labels})

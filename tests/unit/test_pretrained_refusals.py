@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's layout that are refused, or come from elsewhere."""
+"""Refused folders in Hugging Face's layout, and folders from other places."""
 
 import json
 import shutil

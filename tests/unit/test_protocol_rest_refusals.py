@@ -1,4 +1,4 @@
-"""Bodies of inference over HTTP that are refused, and what their senders are told."""
+"""Refused bodies of inference over HTTP, and the error messages that clients receive."""
 
 import gzip
 import json

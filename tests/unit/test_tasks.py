@@ -1,4 +1,4 @@
-"""Tasks: how validations add up, what is answered, and what older files say."""
+"""Tasks: totals of a validation, answers, and files of older versions."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""A search that goes on: what it learns from an earlier one, and which study it may go on with."""
+"""A continued search: its warm start from an earlier one, and the studies that it may continue."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The study: what is proposed, and what is kept."""
+"""The study: proposed trials, and stored results."""
 
 from pathlib import Path
 from typing import Any

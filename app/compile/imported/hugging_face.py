@@ -40,7 +40,7 @@ def import_hugging_face(given: Path, folder: Path) -> ImportedModel:
     """
     model, max_length = _load(given)
     specs = _inputs(model, given, max_length)
-    # Two rows, because the exporter takes a size of 1 for a constant.
+    # Two rows, because the exporter treats a size of 1 as a constant.
     sample = {
         spec.name: np.ones([2, *(_SAMPLE_LENGTH if size == -1 else size for size in spec.shape[1:])], spec.dtype)
         for spec in specs
@@ -91,7 +91,7 @@ def _load(given: Path) -> tuple[nn.Module, int | None]:
     logging.disable_progress_bar()
     try:
         configuration: Any = AutoConfig.from_pretrained(given, local_files_only=True)
-        # The class that was saved tells whether the model has a head.
+        # The saved class says whether the model has a head.
         kind = next(iter(configuration.architectures or []), "")
         if kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
             raise CompileError(f"{str(given)!r} is a {kind}, which generates text: expected a classifier or an encoder")

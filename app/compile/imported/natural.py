@@ -42,7 +42,7 @@ def _read(folder: PretrainedFolder) -> tuple[Processor, tuple[int, ...]]:
     config = DataConfig(source=_SOURCE)
     if (folder.path / IMAGE_FILE).is_file():
         return ImageProcessor.from_pretrained(folder, config), ()
-    # The folder may not say how much the model reads.
+    # The folder may not give the maximum input length.
     limit = folder.max_tokens or config.buckets[-1]
     buckets = [length for length in config.buckets if length <= limit] or [limit]
     return TextProcessor.from_pretrained(folder, config.model_copy(update={"buckets": buckets})), tuple(buckets)

@@ -208,12 +208,12 @@ def _random(spec: TensorSpec, shape: Sequence[int], generator: np.random.Generat
         return generator.standard_normal(shape).astype(spec.dtype)
     if kind == "b":
         return generator.integers(0, 2, shape).astype(spec.dtype)
-    # Such as token ids, or pixels.
+    # Token ids or pixels, for example.
     if spec.values_below is not None or spec.dtype == np.uint8:
         return generator.integers(0, spec.values_below or 256, shape).astype(spec.dtype)
     if not shape:
         return np.ones((), spec.dtype)
-    # Without a known limit, only 0 and 1 are in range for sure, as in masks.
+    # Without a known limit, only 0 and 1 are certainly in range, as in masks.
     numbers = generator.integers(0, 2, shape)
     numbers[..., :1] = 1  # a mask that hides everything gives NaN
     return numbers.astype(spec.dtype)

@@ -184,7 +184,7 @@ def made_up_rows(model: ImportedModel, sizes: Mapping[str, Sequence[int]]) -> Im
     Raises:
         RecipeError: ``sizes`` names one that does not vary.
     """
-    # A size that is fixed in the file, or misspelled, would be ignored without a word.
+    # A size that is fixed in the file, or misspelled, would be ignored silently.
     names = varying_sizes(model.signature)
     if unknown := [name for name in sizes if name not in names]:
         raise RecipeError(

@@ -90,7 +90,7 @@ def find_quantization(
             or (search.by_finetuning(finetune) if finetune else None)
             or search.by_exemption(next(iter(samples)))
         )
-        # Renamed, so that ``target`` is a whole file or none.
+        # Renamed, so that ``target`` is either complete or absent.
         attempt.write(prepared.file.with_name("passed.onnx")).replace(target)
     return Quantization(
         method=attempt.method,

@@ -68,7 +68,7 @@ def smooth(source: Path, factors: Factors, target: Path) -> None:
     model = load_model(source)
     for group, by_channel in zip(_groups(model).values(), factors.values(), strict=True):
         _divide(model.graph, group, by_channel)
-    # Nothing reads the weights from before any more.
+    # Nothing reads the old weights any more.
     RemoveUnusedNodesPass()(model)
     ir.save(model, target)
 

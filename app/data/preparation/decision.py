@@ -1,4 +1,4 @@
-"""The decision which rows are kept, between the two passes over the source, and whether they suffice."""
+"""Decide which rows are kept, between the two passes over the source, and whether they are enough."""
 
 import tempfile
 from collections import Counter
@@ -20,9 +20,9 @@ from app.storage import write_atomically
 
 
 def decide(work: UnitWork, judge_units: Callable[[], None]) -> tuple[CleaningReport, list[str]]:
-    """Decide which rows are kept, and return how many were dropped, and the labels of those kept.
+    """Decide which rows are kept. Return the counts of dropped rows, and the labels of the kept rows.
 
-    ``judge_units`` looks for doubtful labels in each unit. It is called if ``data.clean.label_noise`` is set.
+    ``judge_units`` looks for suspect labels in each unit. It is called if ``data.clean.label_noise`` is set.
     """
     facts = [work.facts(unit.number) for unit in work.units]
     merge_types(unit.types for unit in facts)

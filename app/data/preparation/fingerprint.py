@@ -1,4 +1,4 @@
-"""What shards depend on: the files of the source, and the keys of the recipe that are read to make them."""
+"""What shards depend on: the files of the source, and the recipe keys that preparation reads."""
 
 import json
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def _blocks(recipe: Recipe, config: DataConfig) -> dict[str, Any]:
     """Return what blocks of tokens depend on."""
     if recipe.model.pretrained is None:
         return {"block_length": config.block_length, "tokenizer": config.tokenizer.model_dump(mode="json")}
-    # The place of a model would not tell another tokenizer at the same place.
+    # The location of a model would not reveal a changed tokenizer there.
     sha256 = _tokenizer_sha256(open_pretrained(str(recipe.model.source)))
     return {"block_length": config.block_length, "tokenizer_sha256": sha256}
 

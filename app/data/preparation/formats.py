@@ -22,7 +22,7 @@ from app.errors import DataError
 from app.storage import is_local, to_path
 
 _FIRST_ROWS = 64
-"""Rows of a row group that are read first, to measure them."""
+"""Rows of a row group that are read first, to measure their size."""
 _CSV_BLOCK_BYTES = 2 * 2**20
 """Bytes of csv that are read at a time, unless a row is longer."""
 _BUFFER_BYTES = 2**20
@@ -108,8 +108,8 @@ def _read_parquet(piece: Piece, columns: Columns) -> Iterator[Rows]:
 def _row_group_batches(table: pq.ParquetFile, group: int, names: list[str]) -> Iterator[pa.RecordBatch]:
     """Yield a row group in batches of about 4 MiB.
 
-    The metadata have the size of rows as they are encoded: a text that comes often is stored once. So the first batch
-    is small, and reading starts again, with batches of another size, when rows turn out larger.
+    The metadata give the encoded size, in which a repeated text is stored once. So the first batch is small. If rows
+    turn out larger, reading starts again with batches of another size.
     """
     metadata, done = table.metadata.row_group(group), 0
     rows = metadata.num_rows
@@ -130,13 +130,13 @@ def _row_group_batches(table: pq.ParquetFile, group: int, names: list[str]) -> I
 
 
 def _rows_that_fit(batch: pa.RecordBatch) -> int:
-    """Return the number of rows like these that are read together; one at least."""
+    """Return how many rows like these to read at a time; at least one."""
     size, rows = sum(_decoded_bytes(column) for column in batch.columns), int(batch.num_rows)
     return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(1, size)))
 
 
 def _decoded_bytes(column: pa.Array) -> int:
-    """Return the bytes of a column, about. A dictionary has each text once."""
+    """Return the approximate decoded bytes of a column. A dictionary stores each text once."""
     stored = column.dictionary if pa.types.is_dictionary(column.type) else column
     size: int = stored.nbytes * len(column) // max(1, len(stored))
     return size
@@ -166,7 +166,7 @@ def _batch_rows(batch: pa.RecordBatch, columns: Columns, path: str, row: int, wh
 
 
 def _read_csv(piece: Piece, columns: Columns) -> Iterator[Rows]:
-    """Yield the rows of a csv file, in small blocks at first: reading takes twenty times the memory of a block."""
+    """Yield the rows of a csv file, in small blocks at first: a reader needs twenty times the memory of a block."""
     done = 0
     where = f" after byte {piece.start:,}" if piece.start else ""
     for block_bytes in (_CSV_BLOCK_BYTES, CSV_BLOCK_BYTES) if piece.bytes else ():

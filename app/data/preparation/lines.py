@@ -1,4 +1,4 @@
-"""Lines, JSON lines and csv rows of a file, and the positions where they begin, at which large files are cut."""
+"""Lines, JSON lines and csv rows of a file, and their byte offsets, at which large files are cut."""
 
 import csv
 import json

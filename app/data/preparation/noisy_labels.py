@@ -1,4 +1,4 @@
-"""Training rows whose label is doubted, between the decision on duplicates and the count of the rows that are kept."""
+"""Training rows with a suspect label: found after duplicates are dropped, and before the kept rows are counted."""
 
 from collections.abc import Callable
 
@@ -15,24 +15,24 @@ from app.data.preparation.work import UnitWork
 from app.storage import write_atomically
 
 _MAX_SHOWN = 100
-"""Doubted rows of a unit that may be shown: some of them may be duplicates."""
+"""Maximum suspect rows of a unit to shorten for the report: some of them may be duplicates."""
 _TRAIN = SPLITS.index("train")
 
 
 class UnitDoubts(BaseModel):
-    """The training rows of a unit whose label is doubted, whether they are kept or not."""
+    """The training rows of a unit with a suspect label, whether they are kept or not."""
 
     rows: list[int]
     shown: list[str]
-    """What a report shows of the first of them."""
+    """Report lines of the first of them."""
 
 
 def find_noise(
     work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8], judge_units: Callable[[], None]
 ) -> tuple[int, list[str]]:
-    """Return the number of kept training rows whose label is doubted, and a few of them.
+    """Return the number of kept training rows with a suspect label, and a few of them.
 
-    They are dropped if the recipe says so. ``judge_units`` calls ``judge_unit`` for each unit.
+    The rows are dropped if the recipe says so. ``judge_units`` calls ``judge_unit`` for each unit.
     """
     if not work.judge_file.exists():
         _learn(work, surveys, codes).save(work.judge_file)
@@ -50,7 +50,7 @@ def find_noise(
 
 
 def _learn(work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8]) -> LabelJudge:
-    """Return models of the kept training rows in the samples of all units."""
+    """Fit the models to the kept training rows in the samples of all units."""
     builder = SampleBuilder(1.0, LEARNED_CHARACTERS)
     for unit, start in zip(work.units, surveys.starts[:-1].tolist(), strict=True):
         sample = Sample.load(work.sample_file(unit.number))
@@ -70,7 +70,7 @@ def judge_unit(work: UnitWork, number: int) -> int:
     """Write the ``UnitDoubts`` of a unit, and return its number. Raises DataError if the source changed."""
     judge, surveys = LabelJudge.load(work.judge_file), list(Survey.read(work.survey_file(number)))
     class_of = {label: place for place, label in enumerate(judge.labels.tolist())}
-    # -1 is no label.
+    # -1 means no label.
     table = np.array([*(class_of[label] for label in work.facts(number).label_names), FINE])
     classes = np.concatenate([table[:0], *(table[survey.labels] for survey in surveys)])
     keys = np.concatenate([np.empty(0, np.uint64), *(survey.low for survey in surveys)])

@@ -115,11 +115,11 @@ class Preparer:
         self._run("judging labels", work, partial(judge_unit, work), "doubts-")
 
     def _sources(self) -> list[list[SourceFile]]:
-        """Return the files of each source. Those of storage, which a source can have in it, are left out."""
+        """Return the files of each source. Files of a storage inside a source are left out."""
         return [self._listed(one, list_files) for one in self.recipe.data.each_source()]
 
     def _listed(self, one: DataConfig, list_them: Callable[[DataConfig, Contents], list[Listed]]) -> list[Listed]:
-        """List files of one source, without those of storage if the source has storage in it."""
+        """List files of one source, without those of the storage if it lies in the source."""
         found = list_them(one, self.contents)
         source, root = (f"{absolute_location(str(place)).rstrip('/')}/" for place in (one.source, self.storage))
         if not root.startswith(source):

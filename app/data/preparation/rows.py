@@ -10,7 +10,7 @@ from app.data.examples import Input
 from app.errors import DataError
 
 BATCH_ROWS, BATCH_BYTES = 4096, 4 * 2**20
-"""What is read of a table at a time, at most."""
+"""Maximum that is read of a table at a time."""
 CellType = Literal["text", "integer", "number", "boolean", "time"]
 Types = Mapping[str, Mapping[CellType, str]]
 """The file and row of the first cell, by column and cell type. Cells of csv have no type."""

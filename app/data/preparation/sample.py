@@ -1,4 +1,4 @@
-"""The sample of the texts: what a tokenizer is learned from, of bounded size however the source is compressed."""
+"""The text sample from which a tokenizer is learned. Its size is bounded, however the source is compressed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ SAMPLE_FILE = "sample.arrow"
 SAMPLE_SIZE = 16_000_000
 """Maximum characters of a sample, or bytes of pictures."""
 _SLICE = 4096
-"""Characters of a document that are in the sample together, or not."""
+"""Characters of a document that are sampled as one piece."""
 _MIN_DOCUMENTS = 16
 """Whole documents that fit into a sample, at least. Longer ones are cut, since few would be dropped together."""
 _STEP = 0.8
-"""Factor of the fraction of a sample that has become too large."""
+"""Factor by which the fraction of a sample that is too large shrinks."""
 _SALT = 0xC2B2AE3D27D4EB4F
 _FRACTION = b"fraction"
 
@@ -36,7 +36,7 @@ class Sample:
     fractions: NDArray[np.float64]
     """A number from 0 to 1 for each input, by its hash."""
     fraction: float
-    """All inputs with a lower number are in the sample; 1: it is whole."""
+    """All inputs with a lower number are in the sample; 1: it has all inputs."""
 
     def save(self, path: UPath) -> None:
         """Write the sample for ``load``."""
@@ -56,18 +56,18 @@ class Sample:
 
 
 def fraction_for(size: int) -> float:
-    """Return the fraction of inputs of this size together that makes a sample."""
+    """Return the fraction to sample of inputs with this total size."""
     return min(1.0, SAMPLE_SIZE / max(1, size))
 
 
 class SampleBuilder:
-    """Builds a sample in bounded memory. Its fraction of the inputs falls when it becomes too large."""
+    """Builds a sample in bounded memory. When it grows too large, its fraction of the inputs shrinks."""
 
     def __init__(self, fraction: float, max_size: int | None = None, cuts: bool = False) -> None:
         """Begin with a fraction.
 
-        ``max_size`` is ``SAMPLE_SIZE`` by default. ``cuts``: the sample has parts of long documents. A few whole ones
-        could be too many, or none.
+        ``max_size`` is ``SAMPLE_SIZE`` by default. ``cuts``: the sample has pieces of long documents. A few whole ones
+        could exceed its size, or leave it empty.
         """
         self._fraction, self._max_size, self._cuts = fraction, max_size or SAMPLE_SIZE, cuts
         self._items: list[tuple[int, Input, float]] = []

@@ -46,7 +46,7 @@ def rows_per_band(threshold: float) -> int:
 def signatures_of(texts: Sequence[Input | None]) -> NDArray[np.uint32]:
     """Return the MinHash of each text, of shape (texts, 128).
 
-    A long text is hashed in pieces, since the smallest number of all pieces is that of the text.
+    A long text is hashed in pieces, since the minimum over all pieces is that of the text.
     """
     found = np.full((len(texts), PERMUTATIONS), np.iinfo(np.uint32).max, np.uint32)
     for pieces in _grouped(_pieces_of(texts)):
@@ -66,7 +66,7 @@ def _pieces_of(texts: Sequence[Input | None]) -> Iterator[_Piece]:
 
 
 def _grouped(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Yield pieces that are hashed together: of few units, since each takes about 50 bytes then."""
+    """Yield groups of pieces to hash together. Groups are small, because each unit takes about 50 bytes."""
     group: list[_Piece] = []
     size = 0
     for row, units in pieces:

@@ -129,7 +129,7 @@ class Surveyor:
     """Surveys the rows of one unit, of which it holds a slice in memory."""
 
     def __init__(self, cleaner: Cleaner, rule: SplitRule, sample: SampleBuilder, file: BinaryIO) -> None:
-        """Survey into ``file``, and add the rows that are not dropped by themselves to ``sample``."""
+        """Write the survey to ``file``. Add rows to ``sample`` unless they are dropped on their own."""
         self._cleaner, self._rule, self._sample = cleaner, rule, sample
         self._file, self._slices = pa.ipc.new_file(file, SURVEY_SCHEMA), Slices()
         self._labels: dict[str, int] = {}

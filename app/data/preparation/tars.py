@@ -95,7 +95,7 @@ def _samples(path: str) -> Iterator[_Sample]:
     key, members = "", dict[str, bytes]()
     with to_path(path).open("rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
         for member in tar:
-            # tarfile keeps about a kilobyte of each member.
+            # tarfile keeps about a kilobyte for each member.
             tar.members.clear()  # type: ignore[attr-defined]
             folder, slash, name = member.name.rpartition("/")
             stem, _, extension = name.partition(".")
@@ -113,11 +113,11 @@ def _samples(path: str) -> Iterator[_Sample]:
 
 
 def _require_end(path: str, offset: int) -> None:
-    """Raise DataError if a tar does not end here. Of a header that cannot be read, tarfile says nothing."""
+    """Raise DataError if a tar does not end here. tarfile ignores a header that cannot be read."""
     file = to_path(path)
     if file.fs.cat_file(file.path, start=offset, end=offset + tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
         raise DataError(
-            f"{path!r} is torn: at byte {offset:,} it has neither a member nor the mark of its end, which is a block "
+            f"{path!r} is torn: at byte {offset:,} it has neither a member nor the end-of-archive marker, a block "
             "of zeros; write it again"
         )
 

@@ -20,7 +20,7 @@ from app.data.tokenizer import LanguageTokenizer
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tokens of documents in blocks. The last token is only a target."""
+    """Tokens of documents, cut into blocks. The last token is only a target."""
 
     tokens: NDArray[np.unsignedinteger[Any]]
     tokenizer: LanguageTokenizer
@@ -51,7 +51,7 @@ class DocumentRows(StreamRows):
         super().__init__(config, in_validation, start, is_first)
         self._tokenizer = tokenizer
         self._sizes: list[int] = []
-        """Tokens of each row with its end token, or at most so many while there is no tokenizer; 0 if it is dropped."""
+        """Tokens of each row with its end token, or an upper bound until there is a tokenizer; 0 for a dropped row."""
         self._total = 0
         self._tokens: list[NDArray[np.unsignedinteger[Any]]] = []
 
@@ -70,7 +70,7 @@ class DocumentRows(StreamRows):
         enough = batch_size if takes_fewer else wanted
         codes, splits = self._decide()
         train = np.flatnonzero((codes == KEPT) & (splits == IN_TRAIN))
-        # Without a tokenizer this bounds the tokens from above: one is learned when it may be enough.
+        # Without a tokenizer this is an upper bound: a tokenizer is learned when it may be enough.
         if sum(self._sizes[row] for row in train.tolist()) <= enough * length:
             return None
         tokenizer = self._tokenizer or self._learn(train, samples * length)
@@ -97,7 +97,7 @@ class DocumentRows(StreamRows):
 
     def _learn(self, rows: NDArray[np.int64], num_bytes: int) -> LanguageTokenizer:
         """Learn the tokenizer from a sample of the first ``num_bytes`` of the training documents."""
-        # The same documents, however many messages came at a time.
+        # The choice of documents does not depend on how many messages arrive at a time.
         last = int(np.searchsorted(np.cumsum([self._sizes[row] for row in rows.tolist()]), num_bytes))
         texts = [self._rows[row].text for row in rows[: last + 1].tolist()]
         self._tokenizer = LanguageTokenizer.fit(sample_of(texts), self._config)
@@ -106,7 +106,7 @@ class DocumentRows(StreamRows):
         return self._tokenizer
 
     def _measure(self) -> None:
-        """Measure the rows that were not measured yet, and keep their tokens."""
+        """Measure rows that have not been measured yet, and keep their tokens."""
         for row in self._rows[len(self._sizes) :]:
             if self._tokenizer is None:
                 size = len(row.text.encode()) + 1 if row.code == KEPT else 0

@@ -56,7 +56,7 @@ class JetStreamReader:
             return
         self._is_closed = True
         with self._runner, suppress(TimeoutError, nats.errors.Error, OSError):
-            # The connection may be gone already, or was never made.
+            # The connection may be closed already, or was never opened.
             if self._client.is_connected:
                 self._runner.run(asyncio.wait_for(self._client.close(), _CLOSE_TIMEOUT_S))
 

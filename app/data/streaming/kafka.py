@@ -34,7 +34,7 @@ class KafkaReader:
         self._source, self._name = source, address.name
         self._errors: list[KafkaError] = []
         properties = {
-            # Its log repeats each failure many times a second. Errors are raised.
+            # librdkafka logs each failure many times a second. Errors are raised anyway.
             "log_level": 2,
             **_properties(),
             "bootstrap.servers": ",".join(address.servers),

@@ -42,7 +42,7 @@ class MicroEpoch(BaseModel):
     total_rows: int = 0
     """Training samples since the run began. Manifests of the first version lack it."""
     unused_tokens: int = 0
-    """Tokens of its last document that fill no block."""
+    """Tokens at the end of its last document that fill no block."""
 
     @property
     def rows(self) -> int:
@@ -94,7 +94,7 @@ class MicroEpochStore:
 
     @property
     def in_validation(self) -> frozenset[bytes]:
-        """The digests of the texts of ``data.validation_source``, of which no message is trained on."""
+        """The digests of the texts of ``data.validation_source``. Messages with such a text are not trained on."""
         content = read(self.folder / _DIGESTS_FILE) or b""
         return frozenset(content[place : place + DIGEST_BYTES] for place in range(0, len(content), DIGEST_BYTES))
 

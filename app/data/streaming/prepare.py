@@ -1,4 +1,4 @@
-"""The data of a run on a stream: the first micro-epoch, what is fitted on it, and the validation split of the run."""
+"""The data of a run on a stream: the first micro-epoch, the processor or tokenizer, and the validation split."""
 
 import time
 import uuid
@@ -90,7 +90,7 @@ def prepare_document_stream(recipe: Recipe, clock: Callable[[], float] = time.mo
 
 def _collect(recipe: Recipe, make_rows: RowsFactory, clock: Callable[[], float]) -> ChosenRows:
     """Return the first micro-epoch."""
-    open_storage(recipe.storage)  # before messages are waited for
+    open_storage(recipe.storage)  # before waiting for messages
     config = recipe.data
     print(f"data.source {config.source}: collecting the first micro-epoch", flush=True)
     with closing(Collector(recipe, make_rows, {}, is_first=True, clock=clock)) as collector:

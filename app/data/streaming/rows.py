@@ -43,7 +43,7 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def write(self, folder: UPath, prefix: str, size: int) -> list[Shard]:
-        """Write them as shards of about ``size`` bytes, named ``PREFIX-NUMBER.arrow``."""
+        """Write the samples as shards of about ``size`` bytes, named ``PREFIX-NUMBER.arrow``."""
         ...
 
 
@@ -79,7 +79,7 @@ class ChosenRows:
     """Empty after the first micro-epoch, and with ``data.validation_source``."""
     report: CleaningReport
     unused_tokens: int = 0
-    """Tokens of its last document that fill no block."""
+    """Tokens at the end of its last document that fill no block."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class _Row:
     label: str | None
     """None: the task has no labels."""
     code: int
-    """``KEPT``, or the code of the reason for which it is dropped whatever the other messages are."""
+    """``KEPT``, or the code of the reason to drop it regardless of other messages."""
     group: str
     digest: bytes
     """Hash of the text."""
@@ -104,7 +104,7 @@ class StreamRows(ABC):
     """Collects the rows of one micro-epoch."""
 
     strips: bool = True
-    """Whether white space around a text is dropped, as in labelled examples."""
+    """Whether white space around a text is stripped, as in labelled examples."""
 
     def __init__(
         self, config: DataConfig, in_validation: Collection[bytes], start: Mapping[int, int], is_first: bool
@@ -115,7 +115,7 @@ class StreamRows(ABC):
             config: how messages are read, cleaned and split.
             in_validation: digests of the texts of ``data.validation_source``. Messages with such a text are dropped.
             start: offset of the first message, by partition.
-            is_first: whether rows are also held out for validation. Later ones that would be are left out.
+            is_first: whether rows are held out for validation. Later micro-epochs drop such rows.
         """
         assert config.stream is not None
         self._config, self._start, self._in_validation = config, dict(start), in_validation
@@ -155,11 +155,11 @@ class StreamRows(ABC):
 
     @abstractmethod
     def missing(self, samples: int) -> int:
-        """Return the number of messages that ``samples`` training samples still need, approximately."""
+        """Return approximately how many more messages ``samples`` training samples need."""
 
     @abstractmethod
     def choose(self, samples: int, batch_size: int, takes_fewer: bool) -> ChosenRows | None:
-        """Return whole batches from the beginning, at most ``samples`` training samples. None: there are not enough.
+        """Return the first whole batches, at most ``samples`` training samples; None if there are not enough.
 
         ``takes_fewer``: one batch is enough. The first micro-epoch also needs a sample for validation.
         """
@@ -211,8 +211,8 @@ class StreamRows(ABC):
     ) -> NDArray[np.int64]:
         """Return the rows before ``end`` that are held out.
 
-        The first micro-epoch takes later ones too, until their ``sizes`` add up to ``min_size``. Later micro-epochs
-        train on none of them.
+        The first micro-epoch also takes later ones, until their ``sizes`` add up to ``min_size``. Later micro-epochs
+        do not train on them.
         """
         rows = np.flatnonzero((codes == KEPT) & (splits == IN_VALIDATION))
         count = int(np.searchsorted(rows, end))
@@ -247,7 +247,7 @@ class StreamRows(ABC):
 
 
 RowsFactory = Callable[[Mapping[int, int], bool], StreamRows]
-"""Return what collects the rows of a micro-epoch that begins at these offsets, and may be the first one."""
+"""Returns a collector of the rows of one micro-epoch, given its first offsets and whether it is the first."""
 
 
 class LabelledRows(StreamRows):

@@ -149,7 +149,7 @@ class LatencyModel:
         self._mean_s += weight * more_s
         self._variance = (1 - weight) * (self._variance + weight * more_rows * more_rows)
         self._covariance = (1 - weight) * (self._covariance + weight * more_rows * more_s)
-        # Calls of one size tell nothing of a row's cost, so the last slope stays.
+        # Calls of one size say nothing about a row's cost, so the last slope stays.
         slope = self._covariance / self._variance if self._variance > _MIN_VARIANCE else self.row_s
         # The upper limit keeps ``call_s``, the intercept, from becoming negative.
         self.row_s = min(max(slope, 0.0), self._mean_s / self._mean_rows)

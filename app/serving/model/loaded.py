@@ -251,7 +251,7 @@ def _read(given: Natural, processor: Processor) -> Input:
             f"{expected.get(processor.modality, 'a text')}, which the model takes"
         )
     if isinstance(given, Mapping):
-        # Processors read rows and records as JSON, in training as here.
+        # Processors read rows and records as JSON, both in training and here.
         return json.dumps(given)
     if processor.modality == "text" or isinstance(given, bytes):
         return given

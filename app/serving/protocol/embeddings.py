@@ -77,7 +77,7 @@ class EmbeddingsResponse(BaseModel):
                 f"dimensions is {request.dimensions}: model {short_repr(request.model)} has vectors of "
                 f"{len(vectors[0])} numbers; leave it out"
             )
-        # A task of a user's own may count no tokens.
+        # A custom task may not count tokens.
         tokens = sum((prediction.model_extra or {}).get("tokens", 0) for prediction in answer.predictions)
         return cls(
             data=[

@@ -81,7 +81,7 @@ class HotRoute:
         """Read a body. Return None if something is wrong with the request, or more than one version answers it."""
         try:
             served = self._endpoint.route_single(head.model, head.version)
-            # A cascade or a shadow needs the general way.
+            # A cascade or a shadow needs the general path.
             return self._prepared.read(served, head.model, body, head.lengths) if served else None
         except Exception:  # any error occurs again on uvicorn's way, and is reported there
             return None
@@ -219,7 +219,7 @@ class HotProtocol(HttpToolsProtocol):
 
     def answer(self, exchange: HotExchange, status: int, lines: bytes, body: bytes, outcome: Outcome = "ok") -> None:
         """Respond to the waiting request, unless the client has gone."""
-        # Its client has gone, so the request was given up.
+        # The client has disconnected, so the request was cancelled.
         if exchange is not self._exchange:
             return
         self._route.count(exchange, outcome, len(body))

@@ -67,7 +67,7 @@ class HttpApi:
         except Exception as error:
             await error_response(error, asked.traceparent)(scope, receive, send)
             return
-        # The client has gone, and nobody would read an answer.
+        # The client has disconnected, so nobody would read an answer.
         if answered is None:
             return
         content, response_headers = answered

@@ -93,7 +93,7 @@ class VerifiedFile(io.RawIOBase):
         """Read pieces: adjacent ones in one request, all requests concurrently."""
         if not numbers:
             return
-        # A run ends where the next piece is no neighbour.
+        # A run ends where the next piece is not adjacent.
         breaks = [0, *(place for place, (one, other) in enumerate(pairwise(numbers), 1) if other > one + 1)]
         runs = [numbers[start:end] for start, end in pairwise([*breaks, len(numbers)])]
 

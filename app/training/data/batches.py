@@ -65,12 +65,12 @@ class SampleOrder(ABC):
         return {}
 
     def _generator(self, *numbers: int) -> np.random.Generator:
-        """Return random numbers of their own for an epoch, and for what else ``numbers`` say."""
+        """Return a generator that is seeded for an epoch and further ``numbers``."""
         return generator_of(self.seed, *numbers)
 
 
 def generator_of(seed: int, *numbers: int) -> np.random.Generator:
-    """Return the random numbers of a seed, and of the epoch and whatever else ``numbers`` say."""
+    """Return a generator from a seed, an epoch and further ``numbers``."""
     # NumPy takes no negative seeds.
     return np.random.default_rng((seed % 2**64, *numbers))
 
@@ -158,11 +158,11 @@ def partners_of(batch: Indices, block: int) -> Indices:
 def validation_share(
     split: Dataset, data_rank: DataRank, size: int, rows: Indices | None = None
 ) -> Iterator[tuple[Indices, int]]:
-    """Yield this rank's batches of a split, or of some of its rows, ascending. Each sample is in one rank.
+    """Yield this rank's batches of a split, or of some ascending rows of it. Each sample is on one rank.
 
     A batch has up to ``size`` samples of similar length and of one group. Every rank gets the same number of batches,
-    because ranks under ZeRO 3 and in a pipeline compute together. When the samples have run out, the batch is empty.
-    The sample that comes with a batch stands in for it then.
+    because ranks under ZeRO 3 and in a pipeline compute together. A rank that has run out of samples gets empty
+    batches. The sample that comes with each batch then stands in for it.
     """
     for part, lengths in _parts_of(split, rows, data_rank.size * size * BATCHES_PER_SORT):
         share = part[np.argsort(lengths, kind="stable")[data_rank.rank :: data_rank.size]]
@@ -198,5 +198,5 @@ def _lengths_in(shards: ShardedSamples, rows: Indices) -> Lengths:
 
 
 def _places(shards: ShardedSamples, rows: Indices) -> Indices:
-    """Return the number of the shard that each row lies in."""
+    """Return the index of the shard of each row."""
     return np.searchsorted(shards.first_rows, rows, side="right") - 1

@@ -100,7 +100,7 @@ class Feed:
         self.loader = Loader(self.data, self.config, self.worker, self.activity)
 
     def read_from(self, data: PreparedData, order: SampleOrder) -> None:
-        """Read other data from now on, in their order."""
+        """Switch to other data and their order."""
         self.data, self.order = data, order
         self.loader.read_from(data)
 
@@ -123,7 +123,7 @@ class Feed:
         return list(zip(parts, np.array_split(self.order.partners(epoch, number, self._rank), count), strict=True))
 
     def validation(self, rows: Indices | None = None) -> Iterator[MicroBatch]:
-        """Yield the validation split, or these rows of it, ascending, each sample once over all workers."""
+        """Yield the validation split, or these ascending rows of it. Each sample comes once over all workers."""
         # Twice the size of training: without a backward pass a batch takes less memory.
         batches = validation_share(self.data.validation, self._rank, 2 * self._max_micro_batch, rows)
         return self.loader.read(
@@ -204,7 +204,7 @@ class Loader:
         self._control = ReadingControl.of_worker(worker.device, self._source, self._setting) if is_auto else None
 
     def read_from(self, data: PreparedData) -> None:
-        """Read other data from now on, with as many processes as before."""
+        """Switch to other data, with as many processes as before."""
         self.close()
         self._read_splits(data)
 
@@ -277,7 +277,7 @@ class Loader:
         return ReadingRecord(processes=self._setting.processes, **read._asdict(), source=self._source, limit=limit)
 
     def close(self) -> None:
-        """End the processes, and drop downloads of shards that have not begun."""
+        """End the processes, and cancel shard downloads that have not started."""
         # torch ends them when the last reference is dropped.
         self._loader, self._batches = None, iter(())
         # A process that is forked while a thread downloads would hold the lock of that shard for good.
@@ -335,10 +335,10 @@ class _Reader(TorchDataset[MicroBatch]):
 
 
 def _share_batches(process: int) -> None:  # noqa: ARG001
-    """Have a loader's process make batches in memory that it shares with training, instead of copying them there."""
+    """Make a loader process build batches in memory shared with training, so that they are not copied."""
     allocate_with(shared_array)
 
 
 def _tensor_of(array: NDArray[Any]) -> Tensor:
-    """Return an array as a tensor, in the memory in which it was allocated."""
+    """Return an array as a tensor that uses the same memory."""
     return array.base if isinstance(array.base, Tensor) else torch.from_numpy(array)

@@ -1,7 +1,7 @@
-"""Several sources in one order: an epoch has as many samples as all of them, each source its share by weight.
+"""Several sources in one order: an epoch has as many samples as all of them together, shared out by weight.
 
-The samples of a source come equally often, give or take one. Where sources or weights change in a run, an order has an
-earlier one for the batches before. Each source goes on where it was, and the epoch under way keeps its length.
+The samples of a source come equally often, give or take one. If sources or weights change in a run, an order keeps the
+earlier one for the batches before. Every source continues where it stopped, and the current epoch keeps its length.
 """
 
 import zlib
@@ -20,11 +20,11 @@ _NONE: Indices = np.empty(0, np.int64)
 
 
 class MixtureOrder(SampleOrder):
-    """What the orders in memory and in shards have in common."""
+    """Base class of the orders in memory and in shards."""
 
     mixture: Mixture
     start: tuple[int, int]
-    """The epoch and the number of the first batch that is its own."""
+    """Epoch and number of the first batch that this order makes itself."""
     earlier: "MixtureOrder | None"
     """The order of the batches before; None if there are none."""
 
@@ -34,7 +34,7 @@ class MixtureOrder(SampleOrder):
 
     @abstractmethod
     def _count(self, epoch: int, numbers: Sequence[int]) -> list[int]:
-        """Return how many samples of each source are in some batches from ``start`` on."""
+        """Return the number of samples of each source in these batches, which are not before ``start``."""
 
     def num_batches(self, epoch: int) -> int:
         """Return the number of batches that have as many samples as all sources together."""
@@ -58,7 +58,7 @@ class MixtureOrder(SampleOrder):
         return {name: seen[name] + count for name, count in zip(self.mixture.names, own, strict=True)}
 
     def _first_number(self, epoch: int) -> int:
-        """Return the number of the first batch of an epoch that is its own."""
+        """Return the number of the first batch of an epoch that this order makes itself."""
         return self.start[1] if epoch == self.start[0] else 0
 
 
@@ -66,8 +66,8 @@ class MixtureOrder(SampleOrder):
 class MixedOrder(MixtureOrder):
     """The order of samples in memory from several sources.
 
-    Each source is read in permutations of its own, one after the other, over all epochs. The shares of an epoch are
-    exact to a sample.
+    Each source is read in its own permutations, one after the other, over all epochs. The shares of an epoch are
+    exact to one sample.
     """
 
     name: ClassVar[str] = "mixed-1"
@@ -81,7 +81,7 @@ class MixedOrder(MixtureOrder):
     _counts: list[int] = field(default_factory=list, init=False)
     """Samples of each source in a whole epoch."""
     _epoch: tuple[int, Indices] | None = field(default=None, init=False)
-    """The last epoch that was asked for, and its own batches."""
+    """The last epoch requested, and the batches that this order makes in it."""
 
     def __post_init__(self) -> None:
         self._counts = self.mixture.counts(self.mixture.num_samples // self.size * self.size).tolist()
@@ -94,7 +94,7 @@ class MixedOrder(MixtureOrder):
         return batch
 
     def _make_batches(self, epoch: int) -> Indices:
-        """Return the epoch's own batches, of shape (batches, size)."""
+        """Return the batches that this order makes in an epoch, of shape (batches, size)."""
         drawn = self._drawn(epoch)
         # Each source is spread evenly over the epoch.
         times = np.concatenate([(np.arange(len(rows)) + 0.5) / max(1, len(rows)) for rows in drawn])
@@ -110,35 +110,35 @@ class MixedOrder(MixtureOrder):
 
     @cached_property
     def _first_counts(self) -> list[int]:
-        """Samples of each source in the own batches of the first epoch."""
+        """Samples of each source in the batches that this order makes in its first epoch."""
         epoch, number = self.start
         counts: list[int] = self.mixture.split((self.num_batches(epoch) - number) * self.size).tolist()
         return counts
 
     @cached_property
     def _begun(self) -> list[tuple[Indices, int]]:
-        """What each source goes on with: the rest of an epoch's samples, and how many it has read with them."""
+        """Where each source continues: its samples left from earlier, and how many it has read including these."""
         begun = self.earlier.rests(*self.start) if self.earlier else []
         return [*begun, *[(_NONE, 0)] * (len(self._counts) - len(begun))]
 
     def _drawn(self, epoch: int) -> list[Indices]:
-        """Return the samples of each source in the epoch's own batches, in the order in which it reads them."""
+        """Return the samples of each source in the batches that this order makes in an epoch, in reading order."""
         return [self._read(place, *self._span(epoch, place)) for place in range(len(self._counts))]
 
     def _span(self, epoch: int, place: int) -> tuple[int, int]:
-        """Return how many samples a source has read since ``start`` before the epoch and after it."""
+        """Return how many samples a source has read since ``start``, before the epoch and after it."""
         first, count, passed = self._first_counts[place], self._counts[place], epoch - self.start[0]
         return (0, first) if passed == 0 else (first + (passed - 1) * count, first + passed * count)
 
     def _read(self, place: int, start: int, stop: int) -> Indices:
-        """Return samples of a source: first the rest that it goes on with, then its further permutations."""
+        """Return samples of a source: first those left from earlier, then its next permutations."""
         rest, passed = self._begun[place]
         further = max(start, len(rest)), max(stop, len(rest))
         first, last = (passed + number - len(rest) for number in further)
         return np.concatenate([rest[start:stop], self._permuted(place, first, last)])
 
     def _permuted(self, place: int, start: int, stop: int) -> Indices:
-        """Return samples of a source's permutations, laid end to end."""
+        """Return samples from the concatenated permutations of a source."""
         members = np.flatnonzero(self.mixture.origins.train == place)
         key = zlib.crc32(self.mixture.names[place].encode())
         first = start // len(members)
@@ -149,7 +149,7 @@ class MixedOrder(MixtureOrder):
         return np.concatenate([_NONE, *rounds])[start - skipped : stop - skipped]
 
     def rests(self, epoch: int, number: int) -> list[tuple[Indices, int]]:
-        """Return what each source has left before a batch: samples not used yet, and how many it has read with them."""
+        """Return the unused samples of each source before a batch, and how many it has read including these."""
         numbers = range(self._first_number(epoch), number)
         used = np.concatenate([_NONE, *[self.own_batch(epoch, one) for one in numbers]])
         found = []
@@ -162,7 +162,7 @@ class MixedOrder(MixtureOrder):
 
 
 def _without(samples: Indices, used: Indices) -> Indices:
-    """Return the samples without those used, each as often as it was used."""
+    """Return the samples without the used ones, as multisets."""
     order = np.argsort(samples, kind="stable")
     ordered = samples[order]
     occurrence = np.empty_like(order)

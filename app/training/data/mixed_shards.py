@@ -52,7 +52,7 @@ class SourceShards:
         self.samples.prefetch([self.shards[shard] for shard in shards])
 
     def rows(self, indices: Indices) -> Indices:
-        """Return the numbers that these rows have among the rows of all sources."""
+        """Return the indices of these rows among the rows of all sources."""
         places = np.searchsorted(self.first_rows, indices, side="right") - 1
         firsts = np.array([self.samples.first_rows[shard] for shard in self.shards], np.int64)
         moved: Indices = firsts[places] + indices - self.first_rows[places]
@@ -61,17 +61,17 @@ class SourceShards:
 
 @dataclass
 class _SourceReader:
-    """The batches of one source in a period: the rest of a pass that an earlier period has begun, then whole passes."""
+    """The batches of one source in a period: the rest of an earlier period's pass, then whole passes."""
 
     shards: SourceShards
     order: ShardOrder
     earlier: "_SourceReader | None"
     passed: int
-    """Batches of ``earlier`` that were read."""
+    """Number of batches of ``earlier`` that have been read."""
 
     @cached_property
     def _rest(self) -> int:
-        """Batches that the rest fills. Its last rows, which fill none, are left out of the pass."""
+        """Number of whole batches in the rest. Its last rows are skipped if they fill no batch."""
         return self.earlier.left(self.passed) * self.earlier.order.size // self.order.size if self.earlier else 0
 
     @cached_property
@@ -91,11 +91,11 @@ class _SourceReader:
         return self.order.batch(self._first_pass + passes, place)
 
     def left(self, number: int) -> int:
-        """Return how many batches the pass under way has left after so many of the period."""
+        """Return how many batches the current pass has left after ``number`` batches of the period."""
         return self._rest - number if number < self._rest else (self._rest - number) % self.order.num_batches(1)
 
     def next_pass(self, number: int) -> int:
-        """Return the number of the whole pass that follows the one under way after so many batches of the period."""
+        """Return the number of the whole pass after the current one, after ``number`` batches of the period."""
         return self._first_pass - (-max(0, number - self._rest) // self.order.num_batches(1))
 
 
@@ -103,7 +103,7 @@ class _SourceReader:
 class MixedShardOrder(MixtureOrder):
     """The order of samples in shards from several sources: each batch has the same number of samples of each.
 
-    Each source has canonical streams of its own, over its own passes. A batch consists of the next batch of each
+    Each source has its own canonical streams and its own passes. A batch consists of the next batch of each
     source, and a rank takes every n-th sample. Ranks therefore read the shards of all streams.
     """
 
@@ -117,7 +117,7 @@ class MixedShardOrder(MixtureOrder):
     earlier: "MixedShardOrder | None" = field(default=None, kw_only=True)
     _readers: list[_SourceReader] = field(default_factory=list, init=False)
     _batch: tuple[tuple[int, int], Indices] | None = field(default=None, init=False)
-    """Epoch and number of the last batch that was asked for, and its samples."""
+    """Epoch and number of the last batch requested, and its samples."""
 
     def __post_init__(self) -> None:
         source_of = self.mixture.origins.train[self.samples.first_rows[:-1]]
@@ -139,11 +139,11 @@ class MixedShardOrder(MixtureOrder):
 
     @property
     def readers(self) -> list[_SourceReader]:
-        """What reads each source."""
+        """The reader of each source."""
         return self._readers
 
     def passed(self, epoch: int, number: int) -> int:
-        """Return how many of its own batches come before a batch."""
+        """Return how many batches of this order come before a batch."""
         first, begun = self.start
         if epoch == first:
             return number - begun

@@ -24,10 +24,10 @@ class MixturePeriod(BaseModel):
     number: int = 0
     """The epoch and the global batch with which it begins."""
     names: list[str]
-    """Those of an earlier period are the first of them."""
+    """Names of the sources. Those of earlier periods come first."""
     shares: list[float]
     window_rows: int
-    """With shards: how many rows of these sources are shuffled together."""
+    """With shards: number of rows of these sources that are shuffled together."""
 
     @property
     def start(self) -> tuple[int, int]:
@@ -39,13 +39,13 @@ _PERIODS = TypeAdapter(list[MixturePeriod])
 
 
 def recorded_periods(run_folder: UPath) -> list[MixturePeriod]:
-    """Return the periods of a run in order; empty if it has one source, or was never opened."""
+    """Return the periods of a run in order; empty if it has one source, or has not been opened."""
     content = read(run_folder / _FILE)
     return [] if content is None else _PERIODS.validate_json(content)
 
 
 def record_period(run_folder: UPath, period: MixturePeriod) -> bool:
-    """Record that all batches from here on are of this period. Return whether sources or shares change with it."""
+    """Record that all batches from here on belong to this period. Return whether sources or shares change."""
     earlier = recorded_periods(run_folder)
     if earlier and (earlier[-1].names, earlier[-1].shares) == (period.names, period.shares):
         return False
@@ -63,7 +63,7 @@ class Mixture:
     shares: NDArray[np.float64]
     """Share of the training samples of each source. They add up to 1."""
     origins: Origins
-    """Of all samples. Those of later sources are of no name here."""
+    """Of all samples. Samples of sources added later have no name here."""
     window_rows: int = 0
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The order of a recipe's training samples, and what it asks of the recipe and the data."""
+"""Choose the order of a recipe's training samples, and check that recipe and data allow it."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ def order_of(
         recipe: the recipe.
         data: its prepared data.
         difficulty: how hard each sample is, for a curriculum. Without it, batches have other samples, but as many.
-        periods: how a run has mixed several sources so far, and the recipe's mixture. Without them, there is only that.
+        periods: the mixture periods that a run has recorded. By default, the recipe's mixture applies throughout.
 
     Raises:
         RecipeError: batches are sized in tokens, and the samples have no length in tokens; or a source has no share.
@@ -64,7 +64,7 @@ def order_of(
 def _mixed_order(
     samples: Dataset, size: int, seed: int, mixture: Mixture, periods: Sequence[MixturePeriod]
 ) -> MixtureOrder:
-    """Return the order of several sources, in the periods that a run has recorded. Without any, there is one."""
+    """Return the order of several sources over the recorded periods of a run, or over one period if it has none."""
     in_memory: MixedOrder | None = None
     in_shards: MixedShardOrder | None = None
     for period in periods or [mixture.period()]:

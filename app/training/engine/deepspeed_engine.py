@@ -182,7 +182,7 @@ def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int
             lr_scheduler=create_scheduler(optimizer, config, total_steps),
             config=with_bounded_buffers(deepspeed_config(config, layout, kind), num_parameters),
         )
-    # Only the step that DeepSpeed makes by itself is to do nothing.
+    # Only the step that DeepSpeed takes on its own is a no-op.
     if hook:
         hook.remove()
     continue_at_min_loss_scale(engine)

@@ -51,7 +51,7 @@ class TrainingEngine(Protocol):
     def evaluate(self, batches: Iterable[MicroBatch]) -> Totals:
         """Return ``Objective.total`` of this rank's batches.
 
-        Tensor-parallel ranks each return that of the batches that they share. Stages without outputs return zeros.
+        Each tensor-parallel rank returns the totals of the batches they share. Stages without outputs return zeros.
         """
         ...
 

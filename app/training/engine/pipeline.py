@@ -61,7 +61,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Totals:
-        """Return the sums of this rank's batches. Only the last stage has any."""
+        """Return the sums of this rank's batches. Only the last stage computes any."""
         sums = torch.zeros(self.objective.num_sums, dtype=torch.float64, device=self.deepspeed.device)
         for batch in batches:
             self.deepspeed.reset_activation_shape()  # the last batch may be shorter
