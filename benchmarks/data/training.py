@@ -16,9 +16,9 @@ torchrun train a Transformer of one layer and width 32 with batches of {BATCH} t
 of {WINDOWS} windows of {WINDOW // 10**6} MB, spread evenly over the first epoch. Texts are encoded in
 training, so a whole epoch would take hours.
 
-Memory is the private memory (USS) of a rank, with the pages of shards that it has mapped. "Above the model" is what it
-grows by once the engine with model and optimizer is there: gradients, the optimizer's state and activations are
-counted, too."""
+Memory is the private memory (USS) of a rank, including the pages of shards that it has mapped. "Above the model" is the
+growth after the engine with model and optimizer is initialized. It includes gradients, optimizer state and
+activations."""
 Ranks = Mapping[str, Sequence[RankMemory]]
 
 
@@ -39,7 +39,7 @@ def _goals(found: Ranks, corpora: Corpora) -> list[Goal]:
     is_flat = large <= 1.1 * small
     return [
         Goal(f"memory above the model, on {size:,} MB", "≤ 400 MB", f"{large:.0f} MB", verdict(large <= 400)),
-        Goal(f"the same, to that on {other:,} MB", "≤ 1.1 times", f"{large / small:.2f}", verdict(is_flat)),
+        Goal(f"the same, relative to {other:,} MB", "≤ 1.1 times", f"{large / small:.2f}", verdict(is_flat)),
     ]
 
 

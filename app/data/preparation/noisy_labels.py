@@ -15,7 +15,7 @@ from app.data.preparation.work import UnitWork
 from app.storage import write_atomically
 
 _MAX_SHOWN = 100
-"""Maximum suspect rows of a unit to shorten for the report: some of them may be duplicates."""
+"""Maximum suspect rows of a unit that are kept for the report: some of them may be duplicates."""
 _TRAIN = SPLITS.index("train")
 
 
