@@ -87,7 +87,7 @@ def _judge_labels(
     Raises:
         DataError: the inputs are not texts with one label each, or no training text of a label is left.
     """
-    from app.data.label_noise import judge_texts  # scikit-learn takes a second to import
+    from app.data.label_noise import judge_texts, require_kept  # scikit-learn takes a second to import
 
     texts = [item for item in train.inputs if isinstance(item, str)]
     if not targets.labels or not all(isinstance(value, int) for value in train.classes) or len(texts) < len(train):
@@ -97,10 +97,7 @@ def _judge_labels(
     if config.clean.label_noise == "report":
         return train, report.model_copy(update={"suspected": len(doubts)})
     left = Split(*train.take([row for row in range(len(train)) if row not in doubts]))
-    if missing := sorted(set(train.classes) - set(left.classes)):
-        raise DataError(
-            f"data.clean.label_noise drops every training text of {targets.labels[missing[0]]!r}: set it to report"
-        )
+    require_kept(*([targets.labels[value] for value in set(split.classes)] for split in (train, left)))
     dropped = report.dropped | ({"label_noise": len(doubts)} if doubts else {})
     return left, report.model_copy(update={"kept": report.kept - len(doubts), "dropped": dropped})
 

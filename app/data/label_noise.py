@@ -4,7 +4,7 @@ A linear model of character n-grams judges each text that it was not trained on.
 another class at least the probability that texts of that class have on average.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, Self
@@ -22,9 +22,11 @@ from app.errors import DataError
 from app.storage import write_atomically
 
 _FOLDS = 5
-_FEATURES, _WEIGHTS = 2**16, 2**23
+_FEATURES, _WEIGHTS = 2**16, 2**20
 """Features of a text, and maximum weights of a model: with many classes there are fewer features."""
-_MAX_CHARACTERS = 2000
+_MAX_CLASSES, _PROBABILITIES = 1000, 2**24
+"""Maximum number of classes, and of probabilities in memory at a time."""
+READ_CHARACTERS = 2000
 """Characters of a text that are read. Reading more takes longer, and changes little."""
 _MAX_SHOWN = 120
 LEARNED_CHARACTERS = 4_000_000
@@ -50,8 +52,15 @@ class LabelJudge:
         """Fit the models to training texts, given the label index and the hash of each text.
 
         Raises:
-            DataError: there are too few texts for each fold to have two classes.
+            DataError: there are too many classes, or too few texts for each fold to have two classes.
         """
+        if len(labels) > _MAX_CLASSES:
+            raise DataError(
+                f"data.clean.label_noise is for {_MAX_CLASSES:,} labels at most, and the data have {len(labels):,}: "
+                "leave it out"
+            )
+        chosen = np.argsort(keys, kind="stable")[: _PROBABILITIES // len(labels)]
+        texts, classes, keys = [texts[row] for row in chosen.tolist()], classes[chosen], keys[chosen]
         count = min(_FEATURES, 2 ** int(np.log2(_WEIGHTS / len(labels))))
         weights = np.zeros((_FOLDS, count, len(labels)), np.float32)
         biases = np.full((_FOLDS, len(labels)), -np.inf, np.float32)
@@ -72,8 +81,8 @@ class LabelJudge:
         judge = cls(np.array(labels, np.str_), weights, biases, np.ones(len(labels)))
         own = judge._probabilities(vectors, folds)[np.arange(len(texts)), classes]
         sums, counts = (np.bincount(classes, given, len(labels)) for given in (own, None))
-        # A class without texts is never suggested.
-        thresholds = np.divide(sums, counts, out=np.full(len(labels), np.inf), where=counts > 0)
+        # A class without texts, or with texts in one fold only, is never suggested.
+        thresholds = np.divide(sums, counts, out=np.full(len(labels), np.inf), where=sums > 0.0)
         return cls(judge.labels, weights, biases, thresholds)
 
     def suggest(self, texts: Sequence[str], classes: NDArray[Any], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -83,7 +92,8 @@ class LabelJudge:
         probabilities = self._probabilities(_vectors_of(texts, self.weights.shape[1]), keys % np.uint64(_FOLDS))
         sure = np.where(probabilities >= self.thresholds, probabilities, 0.0)
         likeliest = sure.argmax(axis=1)
-        is_doubted = (sure.max(axis=1) > 0.0) & (likeliest != classes)
+        # A rare class has a low threshold. So a label that the model agrees with is not suspect, as in cleanlab.
+        is_doubted = (sure.max(axis=1) > 0.0) & (likeliest != classes) & (probabilities.argmax(axis=1) != classes)
         return np.where(is_doubted, likeliest, FINE)
 
     def _probabilities(self, vectors: Any, folds: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -115,12 +125,20 @@ def judge_texts(texts: Sequence[str], classes: Sequence[int], labels: Sequence[s
     """
     given, (_, keys) = np.array(classes, np.int64), hashes_of(texts)
     builder = SampleBuilder(1.0, LEARNED_CHARACTERS)
-    builder.add(0, texts, keys)
-    rows = builder.build().rows
-    judge = LabelJudge.fit([texts[row] for row in rows.tolist()], given[rows], keys[rows], labels)
-    suggested = judge.suggest(texts, given, keys)
+    builder.add(0, [text[:READ_CHARACTERS] for text in texts], keys)
+    sample = builder.build()
+    judge = LabelJudge.fit([str(item) for item in sample.inputs], given[sample.rows], keys[sample.rows], labels)
+    size = max(1, _PROBABILITIES // 16 // len(labels))
+    parts = [slice(first, first + size) for first in range(0, len(texts), size)]
+    suggested = np.concatenate([judge.suggest(texts[part], given[part], keys[part]) for part in parts])
     doubted = np.flatnonzero(suggested != FINE).tolist()
     return {row: in_words(texts[row], labels[given[row]], labels[suggested[row]]) for row in doubted}
+
+
+def require_kept(before: Collection[str], after: Collection[str]) -> None:
+    """Raise DataError if a label had training texts before suspect ones were dropped, and has none after that."""
+    if missing := sorted(set(before) - set(after)):
+        raise DataError(f"data.clean.label_noise drops every training text of {missing[0]!r}: set it to report")
 
 
 def in_words(text: str, label: str, suggested: str) -> str:
@@ -133,6 +151,6 @@ def _vectors_of(texts: Sequence[str], count: int) -> Any:
     hashing = HashingVectorizer(
         analyzer="char", ngram_range=(1, 2), n_features=count, alternate_sign=False, norm=None, dtype=np.float32
     )
-    counts = hashing.transform(text[:_MAX_CHARACTERS] for text in texts)
+    counts = hashing.transform(text[:READ_CHARACTERS] for text in texts)
     # Without IDF, a row does not depend on the other rows.
     return TfidfTransformer(use_idf=False, sublinear_tf=True).fit_transform(counts)

@@ -3,12 +3,14 @@
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from string import ascii_lowercase
 
 import pytest
 
 from app.config import load_recipe
 from app.data.builtin import BUILTIN
 from app.data.examples import clean
+from app.data.label_noise import judge_texts
 from app.data.labelled import LabelledData
 from app.data.prepared import PreparedData
 from app.errors import DataError, RecipeError
@@ -87,6 +89,38 @@ def test_units_and_their_order_do_not_change_what_is_doubted(tmp_path: Path) -> 
     cut = prepare(recipe_of(tmp_path / "rows.csv", *keys))
     assert sorted(texts_of(cut, "train")) == sorted(texts_of(whole, "train"))
     assert cut.report.dropped == whole.report.dropped
+
+
+def words_of(source: random.Random, count: int) -> list[str]:
+    return ["".join(source.choices(ascii_lowercase, k=source.randint(3, 7))) for _ in range(count)]
+
+
+def test_labels_of_rare_classes_are_not_seen_in_good_texts() -> None:
+    source = random.Random(0)
+    words, common = [words_of(source, 40) for _ in range(4)], words_of(source, 60)
+    classes = source.choices(range(4), [0.9, 0.08, 0.015, 0.005], k=4000)
+    texts = [
+        " ".join(source.choice(words[number] if source.random() < 0.25 else common) for _ in range(12))
+        for number in classes
+    ]
+    wrong = {row for row in range(4000) if source.random() < 0.05}
+    given = [(number + source.randint(1, 3)) % 4 if row in wrong else number for row, number in enumerate(classes)]
+    doubted = judge_texts(texts, given, ["a", "b", "c", "d"]).keys()
+    assert len(doubted & wrong) > 0.6 * len(wrong)
+    assert len(doubted & wrong) > 0.6 * len(doubted)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "memory"])
+def test_a_label_is_not_dropped_as_a_whole(tmp_path: Path, is_sharded: bool) -> None:
+    source = random.Random(0)
+    words = {label: words_of(source, 12) for label in "xy"}
+    rows = [
+        (" ".join(source.choices(words[label], k=10)) + f" {number}", label) for number in range(150) for label in "xy"
+    ]
+    rows += [(" ".join(source.choices(words["x"], k=60)), "rare") for _ in range(3)]  # the model is sure of x
+    write_table(tmp_path / "rows.csv", [(text, label, "") for text, label in rows])
+    with pytest.raises(DataError, match="label_noise drops every training text of 'rare': set it to report"):
+        prepared(tmp_path / "rows.csv", is_sharded, "data.clean={label_noise: drop}", "data.test_fraction=null")
 
 
 @pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "memory"])

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from app.data.examples import MAX_EXAMPLES
-from app.data.label_noise import FINE, LEARNED_CHARACTERS, LabelJudge, in_words
+from app.data.label_noise import FINE, LEARNED_CHARACTERS, READ_CHARACTERS, LabelJudge, in_words, require_kept
 from app.data.preparation.sample import Sample, SampleBuilder
 from app.data.preparation.survey import KEPT, SPLITS, Survey, code_of
 from app.data.preparation.surveys import Surveys
@@ -32,12 +32,14 @@ def find_noise(
 ) -> tuple[int, list[str]]:
     """Return the number of kept training rows with a suspect label, and a few of them.
 
-    The rows are dropped if the recipe says so. ``judge_units`` calls ``judge_unit`` for each unit.
+    The rows are dropped if the recipe says so. ``judge_units`` calls ``judge_unit`` for each unit. Raises DataError if
+    no training text of a label would be left.
     """
     if not work.judge_file.exists():
         _learn(work, surveys, codes).save(work.judge_file)
     judge_units()
     count, examples = 0, list[str]()
+    before = _labels_in_training(surveys, codes)
     for unit, start in zip(work.units, surveys.starts[:-1].tolist(), strict=True):
         doubts = UnitDoubts.model_validate_json(work.doubts_file(unit.number).read_bytes())
         rows = start + np.array(doubts.rows, np.int64)
@@ -46,7 +48,16 @@ def find_noise(
         examples += [text for text, is_used in zip(doubts.shown, is_kept, strict=False) if is_used]
         if work.config.clean.label_noise == "drop":
             codes[rows[is_kept]] = code_of("label_noise")
+    require_kept(before, _labels_in_training(surveys, codes))
     return count, examples[:MAX_EXAMPLES]
+
+
+def _labels_in_training(surveys: Surveys, codes: NDArray[np.uint8]) -> set[str]:
+    found = set[str]()
+    for start, survey in surveys:
+        is_used = (codes[start : start + len(survey.codes)] == KEPT) & (survey.splits == _TRAIN)
+        found |= {surveys.labels[label] for label in np.unique(survey.labels[is_used]).tolist()}
+    return found
 
 
 def _learn(work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8]) -> LabelJudge:
@@ -57,7 +68,8 @@ def _learn(work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8]) -> LabelJ
         is_used = (codes[start:][sample.rows] == KEPT) & (work.unmoved_splits(unit.number)[sample.rows] == _TRAIN)
         builder.limit(sample.fraction)
         for place in np.flatnonzero(is_used).tolist():
-            builder.keep(start + int(sample.rows[place]), sample.inputs[place], float(sample.fractions[place]))
+            text = str(sample.inputs[place])[:READ_CHARACTERS]
+            builder.keep(start + int(sample.rows[place]), text, float(sample.fractions[place]))
     learned = builder.build()
     labels, keys = np.empty(len(learned.rows), np.int64), np.empty(len(learned.rows), np.uint64)
     for start, survey in surveys:
