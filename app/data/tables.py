@@ -126,9 +126,10 @@ def _field_values(table: pd.DataFrame, path: UPath, name: str, field: FieldConfi
             content = cell if isinstance(cell, bytes) else _file_of(path, cell).read_bytes()
             require(content)
         except (OSError, DataError) as error:
+            given = f"of {len(cell):,} bytes" if isinstance(cell, bytes) else repr(cell)
             raise DataError(
-                f"{str(path)!r}, row {number}: the {column} {cell!r} cannot be read ({error}): expected a file, by its "
-                "URI or its path from the folder of the table"
+                f"{str(path)!r}, row {number}: the {column} {given} cannot be read ({error}): expected a file, by its "
+                "URI or its path from the folder of the table, or in a column of bytes"
             ) from error
         return base64.b64encode(content).decode()
 
