@@ -1,7 +1,9 @@
 """Log-mel spectrograms of audio clips: wav files, read by Python's ``wave`` and transformed with NumPy."""
 
 import io
+import math
 import wave
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import ClassVar, Self
@@ -13,7 +15,7 @@ from upath import UPath
 
 from app.config import AudioConfig, DataConfig
 from app.data.examples import Input, Modality
-from app.errors import DataError
+from app.errors import DataError, RecipeError
 from app.storage import write_atomically
 from app.tensors import Tensors, TensorSpec
 
@@ -23,6 +25,8 @@ _FLOOR = 1e-6
 """Added to the power, because silence has no logarithm."""
 _MAX_MEASURED = 1000
 """Maximum number of clips from which the mean and the standard deviation are measured."""
+_UNKNOWN_BYTES = 0x7FFF_0000
+"""Streaming writers do not know the data size, and put this or more into the header."""
 Samples = NDArray[np.float32]
 
 
@@ -46,12 +50,26 @@ class AudioProcessor:
 
     @classmethod
     def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:
-        """Measure the mean and the standard deviation over evenly spaced training clips."""
+        """Measure the mean and the standard deviation over evenly spaced training clips.
+
+        Raises:
+            RecipeError: ``data.audio.rate`` does not allow so many bins.
+            DataError: a clip cannot be read.
+        """
+        audio = config.audio
+        _require_filters(audio)
         measured = inputs[:: max(1, -(-len(inputs) // _MAX_MEASURED))]
-        values = np.stack([_log_mel(item, config.audio) for item in measured])
+        # Measured from silence, so that rounding cannot give silent clips a deviation.
+        silence = math.log(_FLOOR)
+        total, squares = 0.0, 0.0
+        for item in measured:
+            values = _log_mel(item, audio) - silence
+            total, squares = total + float(values.sum()), squares + float((values**2).sum())
+        count = len(measured) * audio.bins * _frames(audio)
+        mean = total / count
+        std = math.sqrt(max(0.0, squares / count - mean**2))
         # All clips may be silent.
-        std = float(values.std()) or 1.0
-        return cls(_Settings(**config.audio.model_dump(), mean=float(values.mean()), std=std))
+        return cls(_Settings(**audio.model_dump(), mean=silence + mean, std=std if std > _FLOOR else 1.0))
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -75,8 +93,8 @@ class AudioProcessor:
 
 
 def require_recording(content: bytes) -> None:
-    """Read the beginning of an audio clip. Raises DataError if it cannot be read."""
-    _read_wav(content, seconds=_WINDOW_S)
+    """Read a whole audio clip. Raises DataError if it cannot be read or ends too early."""
+    _read_frames(content)
 
 
 def _frames(config: AudioConfig) -> int:
@@ -115,24 +133,55 @@ def _mel_filters(rate: int, bins: int) -> NDArray[np.float64]:
     return filters
 
 
+def _require_filters(config: AudioConfig) -> None:
+    """Raise RecipeError if filters are so narrow that some lie between two frequencies."""
+
+    def are_too_many(bins: int) -> bool:
+        return not _mel_filters(config.rate, bins).any(axis=1).all()
+
+    # No frequency is in more than two filters, so more bins than this need no try.
+    most = min(config.bins, _fft_size(round(_WINDOW_S * config.rate)) + 3)
+    if are_too_many(most):
+        allowed = bisect_left(range(1, most), True, key=are_too_many)
+        raise RecipeError(
+            f"data.audio.bins is {config.bins:,}, and a rate of {config.rate:,} Hz allows at most {allowed:,}: "
+            "lower data.audio.bins, or raise data.audio.rate"
+        )
+
+
 def _read_wav(item: Input, seconds: float) -> tuple[Samples, int]:
     """Return the first samples of a wav file, from -1 to 1 of shape (samples,), and the sample rate in Hz."""
+    content, channels, rate = _read_frames(item, seconds)
+    whole = len(content) // (2 * channels) * 2 * channels
+    samples = np.frombuffer(content[:whole], "<i2").reshape(-1, channels).mean(1, dtype=np.float32) / 2**15
+    return samples.astype(np.float32), rate
+
+
+def _read_frames(item: Input, seconds: float | None = None) -> tuple[bytes, int, int]:
+    """Return the first frames of a wav file (default: all), its number of channels, and its sample rate in Hz."""
     assert isinstance(item, bytes)
     try:
         with wave.open(io.BytesIO(item)) as file:
-            channels, width, rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
-            content = file.readframes(min(file.getnframes(), round(seconds * rate)))
-    except (wave.Error, EOFError) as error:
+            channels, width, rate, promised = file.getparams()[:4]
+            wanted = promised if seconds is None else min(promised, round(seconds * rate))
+            content = file.readframes(wanted)
+    # A size that is beyond the end is a RuntimeError without words.
+    except (wave.Error, EOFError, RuntimeError) as error:
         raise DataError(
-            f"a recording of {len(item)} bytes cannot be read ({error}): expected a wav file of 16-bit PCM"
+            f"a recording of {len(item):,} bytes cannot be read ({str(error) or 'it ends too early'}): expected a wav "
+            "file of 16-bit PCM"
         ) from error
     if width != 2 or not rate:
         raise DataError(
             f"a recording has {8 * width}-bit samples at {rate:,} Hz: expected 16 bits, so convert it to 16-bit PCM"
         )
-    whole = len(content) // (2 * channels) * 2 * channels
-    samples = np.frombuffer(content[:whole], "<i2").reshape(-1, channels).mean(1, dtype=np.float32) / 2**15
-    return samples.astype(np.float32), rate
+    frame_bytes = width * channels
+    if (found := len(content) // frame_bytes) < wanted and promised * frame_bytes < _UNKNOWN_BYTES:
+        raise DataError(
+            f"a recording ends too early: it promises {promised:,} frames, of which {found:,} were found; record or "
+            "copy it again"
+        )
+    return content, channels, rate
 
 
 def _resampled(samples: Samples, rate: int, wanted: int) -> Samples:

@@ -2,18 +2,22 @@
 
 import base64
 import json
+import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
+from pyarrow import parquet
 from upath import UPath
 
 from app.config import AudioConfig, DataConfig
 from app.data.audio import AudioProcessor
 from app.data.records import RecordProcessor
-from app.errors import DataError
+from app.errors import DataError, RecipeError
 from app.tasks import prepare
 from tests.records import recipe_of, with_data
 from tests.wavs import SOUND_FIELDS, tone, wav, write_sounds
@@ -73,6 +77,7 @@ def test_a_recording_may_be_a_field(tmp_path: Path) -> None:
     [
         (b"RIFF", r"row 2: the file '1\.wav' cannot be read .*expected a wav file of 16-bit PCM"),
         (wav(tone(300), width=1), r"row 2: .* 8-bit samples at 16,000 Hz: expected 16 bits"),
+        (wav(tone(300))[:20_044], r"row 2: .* promises 16,000 frames, of which 10,000 were found; record or copy it"),
     ],
 )
 def test_a_recording_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, words: str) -> None:
@@ -80,3 +85,60 @@ def test_a_recording_that_cannot_be_read_is_named(tmp_path: Path, content: bytes
     (tmp_path / "1.wav").write_bytes(content)
     with pytest.raises(DataError, match=words):
         prepare(recipe_of(table, SOUND_FIELDS))
+
+
+def test_a_recording_of_bytes_that_cannot_be_read_is_not_shown(tmp_path: Path) -> None:
+    columns = {"title": ["a"], "file": [b"RIFF" + bytes(2000)], "label": ["low"]}
+    parquet.write_table(pa.table(columns), tmp_path / "sounds.parquet")
+    with pytest.raises(DataError, match=r"row 1: the file of 2,004 bytes cannot be read") as raised:
+        prepare(recipe_of(tmp_path / "sounds.parquet", SOUND_FIELDS))
+    assert len(str(raised.value)) < 400
+
+
+def with_size(recording: bytes, at: int, size: int) -> bytes:
+    """Return a wav file with another size at an offset in its header: 16 is that of the format, 40 of the samples."""
+    return recording[:at] + struct.pack("<I", size) + recording[at + 4 :]
+
+
+def test_a_recording_that_ends_too_early_is_refused() -> None:
+    whole, processor = wav(tone(500)), processor_of(wav(tone(500)), seconds=0.5)
+    for end in (44, 45, 44 + 15_999):
+        with pytest.raises(DataError, match=rf"promises 16,000 frames, of which {(end - 44) // 2:,} were found"):
+            processor.encode([whole[:end]])
+    # The spectrogram needs no more.
+    np.testing.assert_array_equal(log_mel(processor, whole[: 44 + 16_000]), log_mel(processor, whole))
+    with pytest.raises(DataError, match=r"of 32,044 bytes cannot be read \(it ends too early\): expected a wav file"):
+        processor.encode([with_size(whole, 16, 0xFFFFFFFF)])
+
+
+def test_a_stream_of_unknown_size_is_read_to_its_end() -> None:
+    short = wav(tone(500)[:4000])
+    processor = processor_of(short)
+    for size in (0xFFFFFFFF, 0xFFFFFFFF - 44, 0x7FFFF000):
+        streamed = with_size(with_size(short, 4, 0xFFFFFFFF), 40, size)
+        np.testing.assert_array_equal(log_mel(processor, streamed), log_mel(processor, short))
+    assert np.isfinite(log_mel(processor, with_size(short, 40, 0))).all()
+
+
+def test_recordings_are_measured_in_memory_that_their_number_does_not_change() -> None:
+    recordings = [wav(tone(frequency)) for frequency in range(200, 1200, 10)]
+    processor_of(recordings[0])
+    tracemalloc.start()
+    try:
+        processor = processor_of(*recordings)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # All spectrograms take 3.2 MB.
+    assert peak < 2e6
+    scaled = processor.encode(recordings)["log_mel"].astype(np.float64)
+    assert (scaled.mean(), scaled.std()) == pytest.approx((0.0, 1.0), abs=1e-6)
+
+
+def test_bins_that_would_be_empty_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"audio.bins is 128, and a rate of 8,000 Hz allows at most 86: lower"):
+        processor_of(wav(tone(300)), rate=8000, bins=128)
+    with pytest.raises(RecipeError, match=r"bins is 1,000,000,000, and .* at most 86"):
+        processor_of(wav(tone(300)), rate=8000, bins=10**9)
+    spectrogram = log_mel(processor_of(wav(tone(300)), rate=8000, bins=86), wav(tone(300)))
+    assert spectrogram.std(axis=1).all()
