@@ -154,8 +154,8 @@ class Preparer:
                 "tokenizer is learned from: give more or shorter rows, or another data.seed"
             )
         if sample.fraction < 1.0:
-            what = "parts of documents" if self.contents == "language-modeling" else "examples"
-            print(f"tokenizers are learned from a sample of {len(sample.inputs):,} training {what}", flush=True)
+            what = "parts of documents" if self.contents == "language-modeling" else f"{self.contents}s"
+            print(f"the processor is fitted to a sample of {len(sample.inputs):,} training {what}", flush=True)
         if self.contents != "language-modeling":
             save_labels(labels, folder)
             sample.save(folder / SAMPLE_FILE)
