@@ -249,7 +249,7 @@ def test_a_tokenizer_is_learned_from_parts_of_few_large_documents(
     assert isinstance(data, ShardedLanguageData)
     assert data.tokenizer.facts["vocab_size"] == 300
     assert "a sample of" in (told := capsys.readouterr().out)
-    assert 2 < int(told.partition("a sample of ")[2].split()[0]) < 30
+    assert 2 < int(told.partition("a sample of the training data: ")[2].split()[0]) < 30
 
     monkeypatch.setattr(sampling, "SAMPLE_SIZE", 1)
     with pytest.raises(DataError, match=r"has no training row in the sample .*: give more or shorter rows"):

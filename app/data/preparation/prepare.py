@@ -155,7 +155,9 @@ class Preparer:
             )
         if sample.fraction < 1.0:
             what = "parts of documents" if self.contents == "language-modeling" else f"{self.contents}s"
-            print(f"the processor is fitted to a sample of {len(sample.inputs):,} training {what}", flush=True)
+            print(
+                f"the processor is fitted to a sample of the training data: {len(sample.inputs):,} {what}", flush=True
+            )
         if self.contents != "language-modeling":
             save_labels(labels, folder)
             sample.save(folder / SAMPLE_FILE)
