@@ -25,6 +25,10 @@ leave them out, and so do the first two goals: peers start more slowly. Rows a C
 workers of Ray Data. Memory is the private memory (USS) of a process above what it took before it read, and includes
 the pages of shards that it has mapped. mosaicml-streaming is not here: it does not install beside numpy 2.2 and
 transformers 5."""
+_LIMITS = """\
+Ray Data and datasets have read ahead for seconds when their first batch comes, and their rates from then on count these
+rows. A seek needs a window before its first batch: a shard of 32 MB for each of 16 streams. Smaller shards make it
+faster."""
 _COLD, _WARM, _DATASETS, _RAY_DATA = "Rayloom, cold", "Rayloom, warm", "datasets", "Ray Data"
 Readings = Mapping[str, Sequence[Reading]]
 
@@ -40,7 +44,7 @@ def measure(corpora: Corpora) -> tuple[list[Goal], list[str]]:
                     runs[_WARM].append(read("Rayloom", source_of(corpora, SMALL)))
         large = _cold(corpora, LARGE)
         seeks = [_seek(corpora, share) for share in (0.3, 0.6, 0.9)]
-    return _goals(runs, large, seeks, corpora), [_table(runs, large, corpora), "", _seek_table(seeks)]
+    return _goals(runs, large, seeks, corpora), [_table(runs, large, corpora), "", _seek_table(seeks), "", _LIMITS]
 
 
 def source_of(corpora: Corpora, name: str, seek_to: int = 0, max_rows: int | None = None) -> Source:
