@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
-from upath import UPath
 
 from app.artifacts import CHECKPOINTS, METRICS_FILE, WEIGHTS_FILE
 from app.config import Recipe, load_recipe
 from app.data.text import TextProcessor
+from app.storage import to_path
 from app.tasks import prepare
 from app.training.checkpoints.store import CheckpointStore
 from app.training.data.orders import order_of
@@ -92,7 +92,7 @@ class CountedRun:
     def step(self) -> int:
         """Step of the newest complete checkpoint; 0 if there is none."""
         runs = list(self.storage.glob("runs/train/*"))
-        committed = CheckpointStore(UPath(runs[0] / CHECKPOINTS)).committed() if runs else []
+        committed = CheckpointStore(to_path(runs[0] / CHECKPOINTS)).committed() if runs else []
         return max((checkpoint.step for checkpoint in committed), default=0)
 
     def wait_for(self, step: int, process: "subprocess.Popen[bytes]") -> bool:
@@ -113,8 +113,8 @@ class CountedRun:
     def counts(self) -> "Counter[int]":
         """Return how often the weights of the newest checkpoint were trained on each text, by number."""
         with tempfile.TemporaryDirectory() as folder:
-            weights = UPath(folder) / "weights"
-            export_checkpoint(UPath(self.folder), weights)
+            weights = to_path(folder) / "weights"
+            export_checkpoint(to_path(self.folder), weights)
             processor = TextProcessor.load(weights)
             seen = load_file(str(weights / WEIGHTS_FILE))["seen"]
         texts = [" ".join(f"{number:0{_DIGITS}d}") for number in range(_TEXTS)]
