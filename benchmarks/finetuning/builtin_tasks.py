@@ -31,7 +31,7 @@ class Case:
 
 def cases(folder: Path) -> list[Case]:
     """Return every built-in task. ``folder`` gets the conversations and the model of ``chat``."""
-    return [*_of_texts(), *_of_images_and_tables(), *_language_models(folder)]
+    return [*_of_texts(), *_of_images_and_tables(), *_of_fields(), *_language_models(folder)]
 
 
 def _of_texts() -> list[Case]:
@@ -71,6 +71,32 @@ def _of_images_and_tables() -> list[Case]:
     ]
 
 
+def _of_fields() -> list[Case]:
+    """One recipe serves three tasks: a digit is a class, a number, or the only label of a set."""
+    words = "model.args.encoders.words.args"
+    return [
+        Case(
+            f"multimodal-{kind}",
+            "recipes/digit_halves.yaml",
+            _inputs("digit_halves"),
+            (
+                f"task=multimodal-{kind}",
+                f"name=digit_halves_{kind}",
+                f"train.epochs={epochs}",
+                f"train.early_stopping.metric=val_{metric}",
+                f"train.early_stopping.mode={mode}",
+                "tune=null",
+            ),
+            (f"{words}.dropout=0.0", f"{words}.embedding_dropout=0.0", "model.args.dropout=0.0"),
+        )
+        for kind, metric, mode, epochs in (
+            ("classification", "accuracy", "max", 6),
+            ("regression", "mae", "min", 6),
+            ("multilabel", "f1", "max", 20),
+        )
+    ]
+
+
 def _language_models(folder: Path) -> list[Case]:
     write_all(folder)
     chat = (
@@ -97,4 +123,4 @@ def _inputs(name: str) -> list[Any]:
     chosen = _spread(examples.inputs)
     if examples.modality == "image":
         return [base64.b64encode(image).decode() for image in chosen]
-    return [json.loads(row) for row in chosen] if examples.modality == "row" else chosen
+    return [json.loads(row) for row in chosen] if examples.modality in ("row", "record") else chosen
