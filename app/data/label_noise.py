@@ -19,7 +19,7 @@ from upath import UPath
 from app.data.preparation.sample import SampleBuilder
 from app.data.preparation.survey import hashes_of
 from app.errors import DataError
-from app.storage import write_atomically
+from app.storage import stream_atomically
 
 _FOLDS = 5
 _FEATURES, _WEIGHTS = 2**16, 2**20
@@ -107,9 +107,8 @@ class LabelJudge:
 
     def save(self, path: UPath) -> None:
         """Write the models for ``load``."""
-        buffer = BytesIO()
-        np.savez(buffer, **vars(self))
-        write_atomically(path, buffer.getvalue())
+        with stream_atomically(path) as file:
+            np.savez(file, **vars(self))
 
     @classmethod
     def load(cls, path: UPath) -> Self:

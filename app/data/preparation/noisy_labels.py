@@ -38,17 +38,18 @@ def find_noise(
     if not work.judge_file.exists():
         _learn(work, surveys, codes).save(work.judge_file)
     judge_units()
-    count, examples = 0, list[str]()
-    before = _labels_in_training(surveys, codes)
+    count, examples, drops = 0, list[str](), work.config.clean.label_noise == "drop"
+    before = _labels_in_training(surveys, codes) if drops else set[str]()
     for unit, start in zip(work.units, surveys.starts[:-1].tolist(), strict=True):
         doubts = UnitDoubts.model_validate_json(work.doubts_file(unit.number).read_bytes())
         rows = start + np.array(doubts.rows, np.int64)
         is_kept = codes[rows] == KEPT
         count += int(is_kept.sum())
         examples += [text for text, is_used in zip(doubts.shown, is_kept, strict=False) if is_used]
-        if work.config.clean.label_noise == "drop":
+        if drops:
             codes[rows[is_kept]] = code_of("label_noise")
-    require_kept(before, _labels_in_training(surveys, codes))
+    if drops:
+        require_kept(before, _labels_in_training(surveys, codes))
     return count, examples[:MAX_EXAMPLES]
 
 
