@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 import socket
 import time
 import weakref
@@ -26,9 +25,9 @@ from app.serving.transport.http import DirectInference, HttpApi
 from serve_deployments.model_server import ModelServer, freeze_loaded_objects
 from tests.engine_contract import exported, rows
 from tests.helpers import wait_until
-from tests.hot import COLD, INFER, PLAIN, binary, converse, listed, post
+from tests.hot import PLAIN, binary, converse, listed
 from tests.serving import serving
-from tests.toy import answering, body, config, endpoint_config, publish, version_config
+from tests.toy import answering, config, endpoint_config, publish, version_config
 
 
 @pytest.fixture(scope="module")
@@ -42,28 +41,6 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy this machine is, requests in pieces are put together."""
     monkeypatch.setattr(hot, "_GATHER_S", 60)
-
-
-REFUSED_LATE = {"no time": listed(rows(1), timeout=1)}
-COLDER = {
-    "no such model": binary(rows(1), path="/v2/models/zz/infer"),
-    "no such version": binary(rows(1), path="/v2/models/toy/versions/9/infer"),
-    "another type": binary(rows(1)).replace(b"INT64", b"INT32"),
-    "a token that there is not": binary({**rows(1), "input_ids": rows(1)["input_ids"] + 10**6}),
-    **{
-        f"JSON with {text} in it": post(json.dumps(body(rows(2))).replace("[1, 1", f"[{text}", 1).encode())
-        for text in ("true, 1", "1", "1], 1", "[1, 1]", "NaN, 1", "-1, 1", "1.5, 1")
-    },
-    "an output that there is not": post(json.dumps({**body(rows(1)), "outputs": [{"name": "y"}]}).encode()),
-    "a query": listed(rows(1), path=f"{INFER}?a=b"),
-    "a path in percents": listed(rows(1), path="/v2/models/%74oy/infer"),
-    "chunks": b"POST /v2/models/toy/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n\r\n",
-    "compressed": post(b"{}", "Content-Encoding: gzip"),
-    "no body": post(b""),
-    "a header twice": listed(rows(1), "X: 1", "X: 2"),
-    "a request to wait for": listed(rows(1), "Expect: 100-continue"),
-    "metadata": COLD,
-}
 
 
 def test_who_goes_away_is_not_run_and_leaves_nothing_behind(storage: UPath) -> None:
