@@ -47,7 +47,7 @@ def _page(part: str, title: str, head: str, measure: Measure, corpora: Corpora) 
     load = load_average()
     goals, tables = measure(corpora)
     written = f"Written by `python -m benchmarks.data {part}`.\n{head}"
-    facts = f"{machine()}; {versions(_PACKAGES)}; {today()}, load average before {load}"
+    facts = f"{machine()}.\n{versions(_PACKAGES)}.\n{today()}, load average before {load}"
     return "\n".join([f"# {title}\n", f"{written}\n", f"{facts}\n", goals_table(goals), "", *tables]).rstrip() + "\n"
 
 

@@ -157,7 +157,9 @@ Written by `python -m benchmarks.data.batches --epochs {epochs} --rounds {len(lo
 it is padding. The time is CPU time. Ratios and accuracy losses compare runs with the same seed. With random
 batches, seeds alone are {spread:.4f} of accuracy apart.
 
-{machine()}; {versions(["torch", "deepspeed"])}; {today()}, load average {load_average()}
+{machine()}.
+{versions(["torch", "deepspeed"])}.
+{today()}, load average {load_average()}
 
 {goals_table(goals)}
 

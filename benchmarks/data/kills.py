@@ -113,7 +113,9 @@ The model counts its texts in a buffer that checkpoints include. The counts are 
 epochs. For each phase, an undisturbed run begins with a copy of the storage and trains with the same number of
 processes. Losses and gradient norms of all steps are compared.
 
-{machine()}; {versions(["torch", "deepspeed", "pyarrow"])}; {today()}, load average {load_average()}
+{machine()}.
+{versions(["torch", "deepspeed", "pyarrow"])}.
+{today()}, load average {load_average()}
 
 {goals_table(goals)}
 

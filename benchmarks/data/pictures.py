@@ -213,14 +213,16 @@ passes the tensors to the training process. From memory, as many processes do th
 that they hold, and drop the tensors. The server and the downloads share the cores with the readers. Time begins at
 the first batch. The ways take turns.
 
-{machine()}; {versions(["torch", "pillow", "s3fs"])}; {today()}, load average {load_average()}
+{machine()}.
+{versions(["torch", "pillow", "s3fs"])}.
+{today()}, load average {load_average()}
 
 {goals_table(goals)}
 
 {table(["way", "pictures/s, median", "rounds"], rows)}
 
-The S3 costs little: the same reader is about as fast on pictures in memory. The rest is the way of the tensors to the
-training process, 602 kB a picture in float32.
+The S3 costs little: the same reader is about as fast on pictures in memory. Unlike plain decoding, a reader passes
+tensors to the training process: 602 kB a picture in float32.
 """
 
 
