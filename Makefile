@@ -6,7 +6,9 @@ INSTALLED_BENCH := .venv/.installed-bench
 INSTALLED_MUTATION := .venv/.installed-mutation
 
 .NOTPARALLEL:  # what is installed for two goals goes into one environment
-.PHONY: help install demo test test-slow test-faults test-gpu mutation bench-training bench-tuning bench-compile bench-serving bench-planning bench-finetuning bench-many bench-monitoring bench-data coverage docs lint format
+PYTHON_VERSION ?= 3.12
+
+.PHONY: help install demo test test-slow test-faults test-gpu gpu-kit mutation bench-training bench-tuning bench-compile bench-serving bench-planning bench-finetuning bench-many bench-monitoring bench-data coverage docs lint format
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
@@ -15,6 +17,7 @@ help:
 	@echo "make test-faults     fault injection, with a table of the outcomes"
 	@echo "make coverage        which lines the unit tests run, with the modules that lack most first"
 	@echo "make test-gpu        the tests that need a GPU"
+	@echo "make gpu-kit         what a GPU machine without a network needs to run benchmarks/gpu/run.sh, into build/gpu-kit"
 	@echo "make mutation        mutation tests of six modules; lists the mutants that no unit test catches"
 	@echo "make bench-training  training beside its peers, into benchmarks/training/RESULTS.md; the machine must be quiet"
 	@echo "make bench-tuning    a search beside its peers, counted in epochs, into benchmarks/tuning/RESULTS.md; the machine must be quiet"
@@ -74,6 +77,9 @@ coverage: $(INSTALLED_DEV)
 
 test-gpu: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest tests/gpu
+
+gpu-kit: $(INSTALLED_DEV)
+	@$(BIN)/python -m benchmarks.gpu.kit build/gpu-kit --python $(PYTHON_VERSION)
 
 mutation: $(INSTALLED_MUTATION)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m mutmut run --max-children 1

@@ -7,6 +7,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.nn import functional
 
+from app.torch_internals import keep_uncompiled
+
 ShardStyle = Literal["colwise", "rowwise"]
 """The way to split a Linear. colwise splits its outputs, with their bias. rowwise splits its inputs, and adds up."""
 
@@ -67,6 +69,7 @@ def embed(tokens: nn.Embedding, input_ids: Tensor) -> Tensor:
     return embedded
 
 
+@keep_uncompiled  # the compiler would not see that ZeRO 3 gathers the weight of a module that does not run
 def unembed(tokens: nn.Embedding, hidden: Tensor) -> Tensor:
     """Return the logits of tokens: the last use of a tied embedding."""
     return functional.linear(hidden, tokens.weight)

@@ -67,7 +67,7 @@ def _goals(found: Findings) -> str:
         ),
         _memory_goal(found, "bytes that a rank holds / the formula", accumulates=False),
         _memory_goal(found, "the same where micro-batches are added up", accumulates=True),
-        ("MFU of 350 M and 1.3 B parameters on one H100", "≥ 0.50", "measured by benchmarks.training.gpu", "open"),
+        ("MFU of 350 M and 1.3 B parameters on one H100", "≥ 0.50", "measured by benchmarks/gpu/run.sh", "open"),
     ]
     return (
         table(("what", "goal", "reached", ""), rows)
@@ -196,7 +196,7 @@ _GPU = """
 
 Not measured by `make bench-training`, which runs on CPUs. Where there is a GPU:
 
-    torchrun --nproc-per-node 1 -m benchmarks.training.gpu benchmarks/training/gpt_{350m,1_3b}.yaml
+    torchrun --nproc-per-node 1 -m benchmarks.gpu.pretraining benchmarks/gpu/gpt_{350m,1_3b}.yaml
 
 prints tokens/s, MFU and peak memory of both models in bf16 (`train.plan.activation_checkpointing=true` and
 `train.torch_compile=false` are the options); the goal is an MFU of 0.50 or more on one H100-class GPU."""

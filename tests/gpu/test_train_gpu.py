@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.training import train_on_gpu
 from tests.helpers import SGD, folder_of, losses, steps_of, train_alone, write_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and this machine has none")
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 def test_a_gpu_draws_the_same_curve_as_a_cpu() -> None:
     on_cpu = losses(train_alone(*SGD))
-    assert losses(train_alone(*SGD, "train.device=gpu")) == pytest.approx(on_cpu, abs=1e-2)
+    assert losses(train_on_gpu(*SGD)) == pytest.approx(on_cpu, abs=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_a_gpu_draws_the_same_curve_as_a_cpu() -> None:
     ids=lambda overrides: " ".join(overrides),
 )
 def test_plans_learn_the_digits(overrides: list[str]) -> None:
-    result = train_alone("train.device=gpu", *overrides)
+    result = train_on_gpu(*overrides)
     assert result["metrics"]["val_accuracy"] >= 0.97
     step = steps_of(folder_of(result))[0]
     assert 0.0 <= step["memory"]["fragmentation"] < 1.0
@@ -49,8 +50,8 @@ def test_plans_learn_the_digits(overrides: list[str]) -> None:
 )
 def test_zero_plus_plus_learns_the_sums(gpus: int, keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))  # qgZ takes all it sees for the run's
-    result = train_alone(
-        *("train.device=gpu", "train.precision=bf16", f"train.plan={{zero_stage: 3, zero_plus_plus: {keys}}}"),
+    result = train_on_gpu(
+        *("train.precision=bf16", f"train.plan={{zero_stage: 3, zero_plus_plus: {keys}}}"),
         "train.deepspeed={zero_optimization: {stage3_param_persistence_threshold: 1000}}",  # or all would stay whole
         *(f"data.source={write_sums(tmp_path / 'corpus')}", "data.tokenizer={kind: bytes}", "data.block_length=32"),
         *("train.epochs=4", "train.early_stopping=null"),
@@ -61,11 +62,11 @@ def test_zero_plus_plus_learns_the_sums(gpus: int, keys: str, tmp_path: Path, mo
 
 
 def test_a_run_in_fp16_goes_on_with_its_loss_scale() -> None:
-    run = ["train.device=gpu", "train.precision=fp16", "train.max_steps=20", "train.checkpoint.every_steps=1",
+    run = ["train.precision=fp16", "train.max_steps=20", "train.checkpoint.every_steps=1",
            "model.factory=tests.faults.models:LoudCnn"]  # fmt: skip
-    whole = steps_of(folder_of(train_alone(*run)))
-    stopped = train_alone(*run, "name=parts", "alerts=[{when: step above 9, do: [stop]}]")
+    whole = steps_of(folder_of(train_on_gpu(*run)))
+    stopped = train_on_gpu(*run, "name=parts", "alerts=[{when: step above 9, do: [stop]}]")
     assert stopped["status"] == "stopped"
-    parts = steps_of(folder_of(train_alone(*run, "name=parts", "train.resume=latest")))
+    parts = steps_of(folder_of(train_on_gpu(*run, "name=parts", "train.resume=latest")))
     next_step = stopped["metrics"]["steps"]
     assert parts[next_step]["loss_scale"] == whole[next_step]["loss_scale"] < whole[0]["loss_scale"]

@@ -78,7 +78,10 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         "ZeRO 1, gradients travel as bf16": {"communication_data_type": "bf16"},
         "ZeRO 0, PowerSGD": {"zero_stage": 0, "powersgd": {"rank": 8}},
         "ZeRO 1, recomputed activations": {"activation_checkpointing": True},
-        "ZeRO 2, torch.compile": {"zero_stage": 2, "torch_compile": True, "model": "short gpt"},  # layers compile long
+        **{
+            f"ZeRO {stage}, torch.compile": {"zero_stage": stage, "torch_compile": True, "model": "short gpt"}
+            for stage in (2, 3)
+        },  # layers compile long
         "ZeRO 1, offload": {"offload": "cpu"},
         "ZeRO 2, offload": {"zero_stage": 2, "offload": "cpu"},
         "ZeRO 3, offload": {"zero_stage": 3, "offload": "cpu", "offload_param": "cpu"},
@@ -189,6 +192,7 @@ SELECTIONS = {
                 *("ZeRO 1, adamw", "ZeRO 1, bf16, accumulation 4, sgd", "ZeRO 1, gradients travel as bf16, sgd"),
                 *("ZeRO 1, recomputed activations, sgd", "ZeRO 1, offload, adamw"),
                 *("ZeRO 2, bf16, adamw", "ZeRO 2, accumulation 4, sgd", "ZeRO 2, torch.compile, adamw"),
+                "ZeRO 3, torch.compile, sgd",
                 *("ZeRO 2, offload, adamw", "ZeRO 3, sgd", "ZeRO 3, bf16, sgd", "ZeRO 3, accumulation 4, adamw"),
                 *("ZeRO 3, offload, adamw", "Llama, tensor 2, ZeRO 0, sgd", "Llama, tensor 2, ZeRO 1, adamw"),
                 *("Llama, pipeline 2, sgd", "Llama, pipeline 2, bf16, adamw"),

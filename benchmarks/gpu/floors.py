@@ -1,0 +1,71 @@
+"""The least time that a computation can take: its operations and its bytes, over the rates of a data sheet."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from app.config import Precision, Recipe
+from app.models.factory import build_model
+from app.planner.cluster import Device
+from app.telemetry.mfu import flops_per_sample
+
+_ADAM_BYTES = 2 * 3 * 4
+"""A step of Adam reads and writes three numbers of 4 bytes for each parameter: the weight and two averages."""
+_NUMBER_BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What a computation has to do at least."""
+
+    operations: float
+    """Of floating point; a multiplication and an addition are two."""
+    nbytes: float
+    """Read from the device's memory and written to it, each input and output once."""
+
+    def seconds(self, device: Device, precision: Precision) -> float:
+        """Return the larger of both times on ``device``."""
+        return max(self.operations / device.flops(precision), self.nbytes / device.memory_bandwidth)
+
+    def bound(self, device: Device, precision: Precision) -> str:
+        """Say what takes the time: the operations or the bytes."""
+        computes = self.operations / device.flops(precision) >= self.nbytes / device.memory_bandwidth
+        return f"{self.operations:.2g} operations" if computes else f"{self.nbytes:.2g} bytes"
+
+
+def training_floor(recipe: Recipe) -> Floor:
+    """Return the floor of an optimizer step of a language model on random tokens.
+
+    Each micro-batch reads the weights in its forward and in its backward pass, and writes the gradients. The optimizer
+    reads the gradients, reads and writes its numbers, and writes the weights.
+    """
+    facts = gpt_facts(recipe)
+    with torch.device("meta"):
+        shape = build_model(recipe.model, facts)
+        sample = torch.zeros(1, facts["max_length"], dtype=torch.int64)
+    parameters = sum(parameter.numel() for parameter in shape.parameters())
+    config = recipe.train
+    layout = config.layout(1)
+    number = _NUMBER_BYTES[config.precision]
+    batches = layout.gradient_accumulation * parameters * number * 3
+    return Floor(
+        operations=config.batch_size * flops_per_sample(shape, {"input_ids": sample}),
+        nbytes=batches + parameters * (_ADAM_BYTES + 2 * number),
+    )
+
+
+def forward_floor(model: nn.Module, inputs: Mapping[str, Tensor], precision: Precision) -> Floor:
+    """Return the floor of one forward pass on ``inputs``, which reads every weight once."""
+    rows = len(next(iter(inputs.values())))
+    weights = sum(parameter.numel() for parameter in model.parameters()) * _NUMBER_BYTES[precision]
+    return Floor(
+        operations=rows * flops_per_sample(model, inputs) / 3,
+        nbytes=weights + sum(tensor.nbytes for tensor in inputs.values()),
+    )
+
+
+def gpt_facts(recipe: Recipe) -> dict[str, int]:
+    """Return the properties of the data that a GPT asks for."""
+    return {"vocab_size": recipe.data.tokenizer.vocab_size, "max_length": recipe.data.block_length}

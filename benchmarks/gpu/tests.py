@@ -1,0 +1,42 @@
+"""The tests of ``tests/gpu``, with an outcome each."""
+
+import sys
+from collections import Counter
+
+import pytest
+
+from benchmarks.gpu.bench import Bench
+
+_PROCESSES = 4
+"""Tests that run at once. Imports take most of the time of each."""
+
+
+class _Outcomes:
+    """A plugin of pytest that records each test as it ends, and counts those that are skipped by their reasons."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self.skipped = Counter[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped:
+            *_, reason = report.longrepr if isinstance(report.longrepr, tuple) else (str(report.longrepr),)
+            self.skipped[str(reason).removeprefix("Skipped: ")] += 1
+        elif report.when == "call" or report.failed:  # a fixture fails in another phase
+            self._bench.figure(report.nodeid.partition("::")[2], report.outcome, reached=report.passed)
+
+
+def run(bench: Bench, file: str) -> None:
+    """Run the tests of ``file``, several at a time, and record the outcome of each.
+
+    Raises:
+        SystemExit: a test failed, or pytest could not run.
+    """
+    outcomes = _Outcomes(bench)
+    processes = str(1 if bench.is_small else _PROCESSES)
+    arguments = [file, "-ra", "--numprocesses", processes, "-p", "no:cacheprovider"]
+    code = pytest.main(arguments, plugins=[outcomes])
+    for reason, count in outcomes.skipped.items():
+        bench.figure(f"skipped: {reason}", count, "tests")
+    if code:
+        sys.exit(f"pytest ended with {code!r}")
