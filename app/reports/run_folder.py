@@ -14,7 +14,7 @@ from app.conditional import read
 from app.heartbeat import HEARTBEAT_FILE
 from app.pages.content import Link, Mood, State
 from app.pages.page import REPORT_FILE, Page
-from app.pages.words import energy, hours, number
+from app.pages.words import energy, hours, number, percent
 from app.repository.score import Scored
 from app.runs import CONFIG_FILE, RESULT_FILE, Result
 from app.telemetry.usage import Usage, read_usage
@@ -136,14 +136,27 @@ def headline(result: Result) -> str:
 
 
 def cost_of(usage: list[Usage]) -> dict[str, object]:
-    """Describe device-hours and energy, summed over attempts."""
+    """Describe device-hours and energy, summed over attempts, and the first worker's GPU by its means."""
     if not usage:
         return {"device-hours": "not measured", "energy": "not measured"}
     device = "GPU" if usage[0].device == "gpu" else "CPU core"
-    return {
+    cost: dict[str, object] = {
         f"{device}-hours": hours(sum(attempt.device_hours for attempt in usage)),
         "energy": _energy(usage),
     }
+    if device == "GPU":
+        power = _mean_rate(usage, lambda attempt: attempt.energy_j.get("gpu"))
+        busy = _mean_rate(usage, lambda attempt: attempt.gpu_busy_s)
+        cost["GPU power"] = "not measured" if power is None else f"{power:,.0f} W on average, {_FIRST_GPU}"
+        cost["GPU utilisation"] = "not measured" if busy is None else f"{percent(busy)} of the time, {_FIRST_GPU}"
+    return cost
+
+
+def _mean_rate(usage: list[Usage], amount_of: Callable[[Usage], float | None]) -> float | None:
+    """Return an amount for each second, over the attempts that measured it."""
+    measured = [(amount, attempt.seconds) for attempt in usage if (amount := amount_of(attempt)) is not None]
+    seconds = sum(seconds for _, seconds in measured)
+    return sum(amount for amount, _ in measured) / seconds if seconds else None
 
 
 def _energy(usage: list[Usage]) -> str:
@@ -160,3 +173,4 @@ _SOURCES = {
     "cpu": "by the first worker's processors (RAPL, with all that ran there)",
     "gpu": "by all GPUs, estimated from the first worker's (NVML)",
 }
+_FIRST_GPU = "the first worker's GPU (NVML)"

@@ -144,7 +144,10 @@ def _add_time(page: Page, run: RunFolder, curves: Curves) -> None:
     if stalls and curves.reading and fmean(stalls) > MAX_STALL:
         page.add_text(f"Training waited for data in {percent(fmean(stalls))} of a step: {curves.reading}.")
     workers = ", ".join(str(attempt.workers) for attempt in run.usage)
-    page.add_facts({"workers" if len(run.usage) < 2 else "workers of each attempt": workers, **cost_of(run.usage)})
+    facts = {"workers" if len(run.usage) < 2 else "workers of each attempt": workers, **cost_of(run.usage)}
+    if fragmented := curves.of_steps.get("memory.fragmentation"):
+        facts["GPU memory fragmentation"] = f"{percent(max(fragmented.values))} of what torch reserved, at most"
+    page.add_facts(facts)
 
 
 def _add_evaluation(page: Page, path: UPath) -> None:

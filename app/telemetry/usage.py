@@ -1,4 +1,4 @@
-"""The device-hours of a run, and its energy where the hardware counts it."""
+"""The device-hours of a run, and its energy and GPU utilisation where the hardware measures them."""
 
 import json
 import time
@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -33,6 +34,8 @@ class Usage(BaseModel):
     energy_j: dict[str, float] = {}
     """Joules by source: ``cpu`` for the processor packages of the first worker's machine, with all that runs there;
     ``gpu`` for the first worker's GPU. A source that cannot be read is missing."""
+    gpu_busy_s: float | None = None
+    """Seconds in which the first worker's GPU ran a kernel, of this run or of another; None if not measured."""
 
     @property
     def device_hours(self) -> float:
@@ -42,10 +45,10 @@ class Usage(BaseModel):
 
 
 class Counter(Protocol):
-    """A source of energy figures."""
+    """A source of joules or busy seconds."""
 
     def read(self) -> float:
-        """Return the joules so far, counted from any point. It never decreases."""
+        """Return the amount so far, counted from any point. It never decreases."""
         ...
 
 
@@ -77,9 +80,7 @@ class RaplCounter:
 
 
 @dataclass
-class GpuCounter:
-    """NVML's total energy counter of one GPU, in mJ since the driver was loaded. Volta and later have it."""
-
+class _NvmlGpu:
     uuid: str
 
     def __post_init__(self) -> None:
@@ -89,9 +90,64 @@ class GpuCounter:
         self._nvml: Any = pynvml
         self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{self.uuid}")
 
+
+class GpuCounter(_NvmlGpu):
+    """NVML's total energy counter of one GPU, in mJ since the driver was loaded. Volta and later have it."""
+
     def read(self) -> float:
         """Return the joules so far."""
         return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
+
+
+class Utilisation(Protocol):
+    """A source of the share of time in which a GPU runs a kernel."""
+
+    def samples(self, after_us: int) -> list[tuple[int, float]]:
+        """Return the samples later than ``after_us``: the time of each in µs, and its share."""
+        ...
+
+    def now(self) -> float:
+        """Return the newest share."""
+        ...
+
+
+class GpuUtilisation(_NvmlGpu):
+    """NVML's utilisation of one GPU. The driver takes one to six samples a second and keeps the newest."""
+
+    def samples(self, after_us: int) -> list[tuple[int, float]]:
+        """Return the samples since then. A driver may take none while the GPU is idle."""
+        kind = self._nvml.NVML_GPU_UTILIZATION_SAMPLES
+        try:
+            _, samples = self._nvml.nvmlDeviceGetSamples(self._handle, kind, after_us)
+        except self._nvml.NVMLError_NotFound:
+            return []
+        return [(sample.timeStamp, sample.sampleValue.uiVal / 100) for sample in samples]
+
+    def now(self) -> float:
+        """Return the share of the last second or less."""
+        return float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100
+
+
+@dataclass
+class BusyCounter:
+    """The busy seconds of a GPU: the time between two calls, times the mean of the samples taken between them."""
+
+    gpu: Utilisation
+    clock: Callable[[], float]
+    _newest_us: int = 0
+    _busy_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._read_s = self.clock()
+
+    def read(self) -> float:
+        """Return the busy seconds so far."""
+        samples = {at_us: share for at_us, share in self.gpu.samples(self._newest_us) if at_us > self._newest_us}
+        share = fmean(samples.values()) if samples else self.gpu.now()
+        now_s = self.clock()
+        self._busy_s += share * (now_s - self._read_s)
+        self._read_s, self._newest_us = now_s, max(samples, default=self._newest_us)
+        return self._busy_s
 
 
 class UsageMeter:
@@ -102,17 +158,20 @@ class UsageMeter:
         mirror: Mirror,
         usage: Usage,
         sources: Mapping[str, Callable[[], Counter]],
+        utilisation: Callable[[], Utilisation] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``usage`` describes the attempt that begins now. A source that cannot be opened is left out."""
+        """``usage`` describes the attempt that begins now. A source that cannot be opened is left out.
+
+        Args:
+            sources: open the counters of joules.
+            utilisation: opens the source of the GPU's utilisation.
+        """
         self._mirror, self._usage, self._clock = mirror, usage, clock
         self._began = clock()
-        self._counters: dict[str, tuple[Counter, float]] = {}
-        for name, open_counter in sources.items():
-            with suppress(Exception):
-                # Without a driver or the right to read, or on an older GPU, the energy is not measured.
-                counter = open_counter()
-                self._counters[name] = (counter, counter.read())
+        opened = {name: _since_now(open_counter) for name, open_counter in sources.items()}
+        self._energy = {name: joules for name, joules in opened.items() if joules}
+        self._busy = _since_now(lambda: BusyCounter(utilisation(), clock)) if utilisation else None
         self._earlier: list[Usage] = []
         self._writing = BestEffort(f"{USAGE_FILE} cannot be written")
 
@@ -134,10 +193,26 @@ class UsageMeter:
         self._earlier = _parse(file.read_bytes()) if file.exists() else []
 
     def _write(self) -> None:
-        energy_j = {name: counter.read() - start for name, (counter, start) in self._counters.items()}
-        now = self._usage.model_copy(update={"seconds": self._clock() - self._began, "energy_j": energy_j})
+        taken = {
+            "energy_j": {name: joules() for name, joules in self._energy.items()},
+            "gpu_busy_s": self._busy() if self._busy else None,
+            "seconds": self._clock() - self._began,  # read last: no GPU is busy for longer
+        }
+        now = self._usage.model_copy(update=taken)
         content = json.dumps([usage.model_dump(mode="json") for usage in (*self._earlier, now)], indent=1)
         write_atomically(to_path(self._mirror.folder / USAGE_FILE), content.encode())
+
+
+def _since_now(open_counter: Callable[[], Counter]) -> Callable[[], float] | None:
+    """Return a function that tells what a counter has counted since now; None if it cannot be read.
+
+    That is so without a driver or the right to read, and on an older GPU.
+    """
+    with suppress(Exception):
+        counter = open_counter()
+        start = counter.read()
+        return lambda: counter.read() - start
+    return None
 
 
 def begin_usage(workers: int, device: Literal["cpu", "gpu"], cpus_per_worker: float) -> Usage:

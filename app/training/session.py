@@ -25,7 +25,15 @@ from app.telemetry.mfu import computes_in_bf16
 from app.telemetry.mirror import Mirror
 from app.telemetry.profiler import profile_steps
 from app.telemetry.tensorboard import TensorBoardLog
-from app.telemetry.usage import Counter, GpuCounter, RaplCounter, UsageMeter, begin_usage
+from app.telemetry.usage import (
+    Counter,
+    GpuCounter,
+    GpuUtilisation,
+    RaplCounter,
+    UsageMeter,
+    Utilisation,
+    begin_usage,
+)
 from app.training.activity import Activity
 from app.training.checkpoints.manager import CheckpointManager
 from app.training.checkpoints.state import Position
@@ -273,12 +281,15 @@ def _noted_failure(loop: Loop) -> Iterator[None]:
 
 
 def _measure_usage(mirror: Mirror, config: TrainConfig, worker: Worker) -> AbstractContextManager[None]:
-    """Measure device-hours and energy, from now until the workers end."""
+    """Measure device-hours, energy and the GPU's utilisation, from now until the workers end."""
     sources: dict[str, Callable[[], Counter]] = {"cpu": RaplCounter}
+    utilisation: Callable[[], Utilisation] | None = None
     if worker.device.type == "cuda":
-        sources["gpu"] = partial(GpuCounter, str(torch.cuda.get_device_properties(worker.device).uuid))
+        uuid = str(torch.cuda.get_device_properties(worker.device).uuid)
+        sources["gpu"] = partial(GpuCounter, uuid)
+        utilisation = partial(GpuUtilisation, uuid)
     usage = begin_usage(worker.size, config.device, config.cpus_per_worker)
-    return UsageMeter(mirror, usage, sources).measure()
+    return UsageMeter(mirror, usage, sources, utilisation).measure()
 
 
 def _make_alerts(recipe: Recipe, run_id: str, worker: Worker, events: EventLog) -> Alerts:

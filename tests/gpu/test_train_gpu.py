@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from upath import UPath
 
+from app.telemetry.usage import read_usage
 from tests.gpu.training import train_on_gpu
 from tests.helpers import SGD, folder_of, losses, steps_of, train_alone, write_sums
 
@@ -35,6 +37,10 @@ def test_plans_learn_the_digits(overrides: list[str]) -> None:
     step = steps_of(folder_of(result))[0]
     assert 0.0 <= step["memory"]["fragmentation"] < 1.0
     assert ("loss_scale" in step) is ("train.precision=fp16" in overrides)
+    usage = read_usage(UPath(folder_of(result)))[-1]
+    assert usage.energy_j["gpu"] > 0
+    assert usage.gpu_busy_s is not None
+    assert 0 < usage.gpu_busy_s <= usage.seconds
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 from upath import UPath
 
-from app.artifacts import WEIGHTS_FILE
+from app.artifacts import METRICS_FILE, WEIGHTS_FILE
 from app.config import load_recipe
 from app.data.prepared import DataReport
 from app.models.factory import blueprint_of
@@ -127,10 +127,14 @@ def test_the_page_of_a_training_tells_where_it_stood_and_what_it_survived(tmp_pa
     write_evaluation(folder / "w", data, recipe, folder)
     usage = begin_usage(2, "gpu", 1.0).model_copy(update={"seconds": 3600.0, "energy_j": {"gpu": 3.6e6}})
     (folder / USAGE_FILE).write_text(json.dumps([usage.model_dump(mode="json")]), encoding="utf-8")
+    with (folder / METRICS_FILE).open("a", encoding="utf-8") as file:
+        for share in (0.25, 0.125):  # as on a GPU
+            file.write(json.dumps({"step": 3, "memory": {"fragmentation": share}}) + "\n")
     page = training_page(folder).to_html()
     for words in (
         "succeeded", "1,797", "rows for validation", "rolled back", ROLLBACK.message, "val_loss above 1",
-        "GPU-hours</th><td>2 h", "2 kWh by all GPUs, estimated from", "backward", "50 of 360 rows",
+        "GPU-hours</th><td>2 h", "2 kWh by all GPUs, estimated from", "25.0 % of what torch reserved",
+        "backward", "50 of 360 rows",
         "data:image/png;base64,",
         f'<a href="../../tune/{search}/report.html">trial 3 of {search}</a>', "Gradient norm", "Learning rate",
         '"training", "kind": "line", "x": [1.0, 2.0, 3.0], "y": [2.0, null, 1.0]',
@@ -229,6 +233,46 @@ def test_device_hours_count_every_attempt_also_one_that_was_killed(tmp_path: Pat
     assert str(told["energy"]).startswith("2 kWh by the first worker's processors")
     assert cost_of(usage[1:])["energy"] == "not measured"
     assert cost_of([])["device-hours"] == "not measured"
+
+
+def test_a_gpu_is_told_by_its_mean_power_and_by_its_utilisation_between_two_writes(tmp_path: Path) -> None:
+    now, joules = [0.0], [500.0]
+
+    class Energy:
+        def read(self) -> float:
+            return joules[0]
+
+    kept = [(10, 1.0)]  # of what ran there before
+
+    class Gpu:
+        def samples(self, after_us: int) -> list[tuple[int, float]]:
+            return kept  # also those read before, which must not count twice
+
+        def now(self) -> float:
+            return 0.0
+
+    def cannot_open() -> Gpu:
+        raise OSError
+
+    with Mirror(UPath(tmp_path)) as mirror:
+        killed = UsageMeter(mirror, begin_usage(2, "gpu", 1.0), {"gpu": Energy}, Gpu, lambda: now[0])
+        with killed.measure():
+            now[0], joules[0] = 10.0, 4500.0
+            kept.extend([(20, 0.5), (30, 1.0)])  # a mean of 0.75 since then, for 10 s
+            killed.write()
+            now[0] = 20.0  # idle for 10 s
+            killed.write()
+            left = (tmp_path / USAGE_FILE).read_bytes()
+        (tmp_path / USAGE_FILE).write_bytes(left)
+        with UsageMeter(mirror, begin_usage(2, "gpu", 1.0), {}, cannot_open, lambda: now[0]).measure():
+            now[0] += 3600.0
+    usage = read_usage(UPath(tmp_path))
+    assert [attempt.gpu_busy_s for attempt in usage] == [7.5, None]
+    told = cost_of(usage)
+    assert told["GPU power"] == "200 W on average, the first worker's GPU (NVML)"
+    assert told["GPU utilisation"] == "37.5 % of the time, the first worker's GPU (NVML)"
+    assert [cost_of(usage[1:])[name] for name in ("GPU power", "GPU utilisation")] == ["not measured"] * 2
+    assert "GPU power" not in cost_of([begin_usage(1, "cpu", 1.0)])
 
 
 def test_rapl_adds_up_packages_and_notices_when_a_counter_begins_again(tmp_path: Path) -> None:
