@@ -124,7 +124,7 @@ def run_step(step: Step, device: Device, left_s: float) -> Outcome:
 
 
 def _wait(command: Sequence[str], device: Device, limit_s: float, log: Path) -> Status:
-    """Run ``command`` with its output in ``log``. Kill it, with all that it has started, at the limit or on an error."""
+    """Run ``command`` with its output in ``log``. At the limit, kill it and all that it has started."""
     environment = os.environ | {"DEVICE": device, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -124,7 +124,7 @@ def _eager(model: nn.Module, rows: Tensors, device: torch.device, dtype: torch.d
 
 def _captured(model: nn.Module, inputs: dict[str, Tensor]) -> Callable[[], None]:
     """Return a function that replays the model's kernels on ``inputs``, captured once."""
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         for _ in range(3):
             _forward(model, inputs)

@@ -50,8 +50,9 @@ def _record_run(bench: Bench, run: TrainedRun) -> None:
         bench.figure("fragmentation", memory["fragmentation"])
     (usage,) = read_usage(run.folder)
     for source, joules in usage.energy_j.items():
-        bench.figure(f"energy of the {source}", joules, "J")
         bench.figure(f"mean power of the {source}", joules / usage.seconds, "W")
+    if usage.gpu_busy_s is not None:
+        bench.figure("utilisation of the GPU", usage.gpu_busy_s / usage.seconds)
 
 
 def _record_copies(bench: Bench) -> None:

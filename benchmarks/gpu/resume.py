@@ -16,11 +16,11 @@ def measure(bench: Bench) -> None:
 
     Where it does not, a second whole run tells the reason: whether the device repeats its own bits.
     """
-    reviews = (f"data.source={bench.corpus}", "train.linear_baseline=false", "data.buckets=[64]")
+    reviews = [f"data.source={bench.corpus}", "train.linear_baseline=false", "data.buckets=[64]"]
     if bench.is_small:
-        reviews += ("model.args={layers: 1, width: 32, heads: 2, dropout: 0.4}", "train.global_batch_size=8")
+        reviews += ["model.args={layers: 1, width: 32, heads: 2, dropout: 0.4}", "train.global_batch_size=8"]
     precision = "train.precision=" + ("fp32" if bench.is_small else "bf16")
-    for recipe, overrides in (("recipes/reviews.yaml", reviews), ("recipes/digits.yaml", ())):
+    for recipe, overrides in (("recipes/reviews.yaml", reviews), ("recipes/digits.yaml", [])):
         with tempfile.TemporaryDirectory() as folder:
             common = (f"train.device={bench.device}", precision, *_COMMON, *overrides)
             _compare(bench, recipe, common, Path(folder))
