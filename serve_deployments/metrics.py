@@ -10,10 +10,8 @@ from ray.util import metrics as ray_metrics
 from app.serving.endpoint import Endpoint
 from app.serving.metrics import endpoint_values
 from app.telemetry.catalog import REQUEST_SECONDS, REQUESTS
-from app.telemetry.metrics import Distribution, Kind, Metric, Publisher, Sample
+from app.telemetry.metrics import INTERVAL_S, Distribution, Kind, Metric, Publisher, Sample
 
-_INTERVAL_S = 5.0
-"""Of reports. Ray exports what it was told every ten seconds."""
 _MAX_OBSERVED = 250
 """Latencies that Serve's histograms are told of a model in a report. Each takes a few µs here and in Ray's agent."""
 _METHODS = {"http": "POST", "grpc": "/inference.GRPCInferenceService/ModelInfer"}
@@ -46,11 +44,11 @@ class ReplicaMetrics:
         self._own = Publisher(serve_metrics)  # adds which replica it is
         self._ingress = Publisher(ray_metrics)
         self._latencies = _ServeLatencies(application)
-        self._reported_s = -_INTERVAL_S
+        self._reported_s = -INTERVAL_S
 
     def report(self) -> None:
-        """Tell Ray what has changed since the last report, unless that was just now."""
-        if time.monotonic() - self._reported_s < _INTERVAL_S:
+        """Tell Ray all values, unless that was done just now."""
+        if time.monotonic() - self._reported_s < INTERVAL_S:
             return
         self._reported_s = time.monotonic()
         values = list(endpoint_values(self._endpoint))

@@ -5,11 +5,18 @@ each observed value, in the process and again in the node's agent. So no request
 ``Publisher`` reports the sums on a timer.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import Any, Protocol
+
+from app.warnings import BestEffort, repeat_in_background
+
+INTERVAL_S = 5.0
+"""Interval of reports. Ray exports every 10 s, and drops a gauge that was not set for 20 s."""
 
 LATENCY_BOUNDS_S = (
     0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0,
@@ -55,11 +62,6 @@ class Sample:
     labels: tuple[str, ...]
     value: float
 
-    @property
-    def signature(self) -> object:
-        """Equal to that of a later value if nothing has changed."""
-        return self.value
-
     def points(self) -> Iterator["Point"]:
         """Yield the one series that Ray has of it."""
         yield Point(self.metric.name, self.metric, self.metric.labels, self.labels, self.value)
@@ -75,11 +77,6 @@ class Distribution:
     counts: Sequence[int]
     """One more than there are bounds: the last bucket is for larger values."""
     total: float
-
-    @property
-    def signature(self) -> object:
-        """Equal to that of a later value if nothing has changed."""
-        return sum(self.counts), self.total
 
     def points(self) -> Iterator["Point"]:
         """Yield the series that Prometheus expects of it."""
@@ -102,6 +99,10 @@ class Point:
     value: float
 
 
+Publish = Callable[[Iterable[Sample]], None]
+"""Takes all values that a process has now, as ``Publisher.publish`` does."""
+
+
 class Api(Protocol):
     """The part of ``ray.util.metrics`` and ``ray.serve.metrics`` that is needed."""
 
@@ -110,7 +111,7 @@ class Api(Protocol):
 
 
 class Publisher:
-    """Gives Ray the values that have changed. A metric is made when it has its first value.
+    """Gives Ray the current values. A metric is made when it has its first value.
 
     Ray has no histogram that takes counts. So the series of one are gauges there, with the names that histograms have:
     Prometheus computes rates and quantiles of them all the same.
@@ -120,32 +121,27 @@ class Publisher:
         """``api`` is the module that has Ray's metrics: that of Serve in a replica, which adds the replica's name."""
         self._api = api
         self._instruments: dict[str, Any] = {}
-        self._published: dict[tuple[str, tuple[str, ...]], tuple[object, list[Point]]] = {}
-        """The signature of each value, and its points as Ray has them."""
+        self._counted: dict[tuple[str, tuple[str, ...]], float] = {}
+        """What Ray has of each counter."""
+        self._values: list[Sample | Distribution] = []
+        self._lock = threading.Lock()
 
     def publish(self, values: Iterable[Sample | Distribution]) -> None:
-        """Give Ray all current values of this process. A gauge without a value becomes 0."""
-        missing = set(self._published)
-        for value in values:
-            key, signature = (value.metric.name, value.labels), value.signature
-            missing.discard(key)
-            before, published = self._published.get(key, (None, []))
-            if signature != before:
-                points = list(value.points())
-                # Each report takes time, so a histogram reports only the buckets that changed.
-                for point, old in zip_longest(points, published):
-                    if old is None or point.value != old.value:
-                        self._set_or_increment(point, old.value if old else 0.0)
-                self._published[key] = signature, points
-        # Ray goes on exporting the last value of a gauge that nobody sets any more.
-        for key in missing:
-            signature, points = self._published[key]
-            if signature and points[0].metric.kind is Kind.GAUGE:
-                cleared = replace(points[0], value=0.0)
-                self._set_or_increment(cleared, points[0].value)
-                self._published[key] = 0.0, [cleared]
+        """Give Ray all current values of this process. Ray drops a gauge without a value."""
+        with self._lock:
+            self._values = list(values)
+            self._report()
 
-    def _set_or_increment(self, point: Point, before: float) -> None:
+    def repeat(self) -> None:
+        """Give Ray the last values again. It would drop gauges, and so histograms, that have not changed."""
+        with self._lock:
+            self._report()
+
+    def _report(self) -> None:
+        for point in (point for value in self._values for point in value.points()):
+            self._set_or_increment(point)
+
+    def _set_or_increment(self, point: Point) -> None:
         is_counter = point.metric.kind is Kind.COUNTER
         if point.name not in self._instruments:
             kind = self._api.Counter if is_counter else self._api.Gauge
@@ -153,5 +149,20 @@ class Publisher:
         instrument, labels = self._instruments[point.name], dict(zip(point.label_names, point.labels, strict=True))
         if not is_counter:
             instrument.set(point.value, labels)
-        elif increment := point.value - before if point.value > before else point.value:  # less: counting began anew
+            return
+        before = self._counted.get((point.name, point.labels), 0.0)
+        self._counted[point.name, point.labels] = point.value
+        if increment := point.value - before if point.value >= before else point.value:  # less: counting began anew
             instrument.inc(increment, labels)
+
+
+@contextmanager
+def publishing(api: Api, work: str = "training") -> Iterator[Publish]:
+    """Yield ``Publisher.publish``, and repeat its values until the block ends, because they may not change for long.
+
+    Args:
+        work: goes on if metrics cannot be repeated.
+    """
+    publisher, repeating = Publisher(api), BestEffort("metrics cannot be repeated", work)
+    with repeat_in_background(lambda: repeating(publisher.repeat), INTERVAL_S, name="metrics"):
+        yield publisher.publish

@@ -23,7 +23,7 @@ from app.heartbeat import keep_heartbeat
 from app.storage import no_op, to_path
 from app.tasks import load_prepared
 from app.telemetry import catalog
-from app.telemetry.metrics import Publisher
+from app.telemetry.metrics import publishing
 from app.training.coordination.shared_folder import marked, require_shared
 from app.training.coordination.topology import require_groups_within_nodes
 from app.training.ray_trainer import FailureCounter, LightTrainer
@@ -176,7 +176,7 @@ def _train(arguments: WorkerArguments) -> Ending | RayloomError:
         try:
             poll_stop_request = _poll_stop_request if arguments["watches_nodes"] else None
             last_epoch = arguments["last_reported_epoch"]
-            publish = no_op if arguments["is_trial"] else Publisher(ray_metrics).publish
+            publish = no_op if arguments["is_trial"] else stack.enter_context(publishing(ray_metrics))
             return train(recipe, data, worker, run_folder, _report, poll_stop_request, last_epoch, publish)
         except (DataError, NonFiniteLossError) as error:
             return error

@@ -21,6 +21,7 @@ from app.tasks import find_task
 from app.tasks.objective import objective_of
 from app.telemetry.alerts import Alerts, Notification, Notifier
 from app.telemetry.events import EventKind, EventLog
+from app.telemetry.metrics import Publish
 from app.telemetry.mfu import computes_in_bf16
 from app.telemetry.mirror import Mirror
 from app.telemetry.profiler import profile_steps
@@ -49,7 +50,7 @@ from app.training.loop import Loop
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.meter import Meter
 from app.training.reporting.recorder import Recorder, Report, Sink
-from app.training.reporting.run_metrics import Publish, RunMetrics
+from app.training.reporting.run_metrics import RunMetrics
 from app.training.reporting.sinks import MetricsLog, Progress
 from app.training.stop_request import StopRequest, StopSignals
 from app.training.worker import Worker, on_first, seed_random

@@ -15,7 +15,7 @@ from upath import UPath
 from app.artifacts import TRIALS
 from app.config import Recipe, TrainConfig, TuneConfig
 from app.errors import RayloomError, TuningError
-from app.telemetry.metrics import Publisher
+from app.telemetry.metrics import Publish, publishing
 from app.training.coordination.shared_folder import marked
 from app.training.ray_worker import resources_of
 from app.tuning.budget import SearchBudget
@@ -123,10 +123,10 @@ class Search:
             UnsharedStorageError: a trial's node cannot see the search's folder.
             TuningError: Ray Tune cannot go on.
         """
-        with marked(self.folder) as mark:
-            self._run(mark, back_up)
+        with marked(self.folder) as mark, publishing(ray_metrics, "the search") as publish:
+            self._run(mark, back_up, publish)
 
-    def _run(self, mark: str, back_up: Callable[[], object]) -> None:
+    def _run(self, mark: str, back_up: Callable[[], object], publish: Publish) -> None:
         os.environ.update(_ENVIRONMENT)
         logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # the callback reports failures
         remove_lost_trials(self.study, self.folder / TRIALS)
@@ -138,7 +138,7 @@ class Search:
 
         table = self._table()
         callback = StudyCallback(study, config, self.folder / TRIALS, self.budget, table, promotion, back_up)
-        metrics = SearchMetrics(Publisher(ray_metrics).publish, study, self.recipe.name, config.objectives)
+        metrics = SearchMetrics(publish, study, self.recipe.name, config.objectives)
         tuner = self._tuner(mark, scheduler, promotion, [callback, metrics, *self._notes(promotion)])
         try:
             tuner.fit()

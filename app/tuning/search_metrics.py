@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from optuna.trial import TrialState
@@ -11,7 +11,7 @@ from ray.tune.experiment import Trial
 
 from app.config import Objective
 from app.telemetry import catalog
-from app.telemetry.metrics import Sample
+from app.telemetry.metrics import Publish, Sample
 from app.tuning.study import SearchStudy
 from app.tuning.trials import objective_values
 from app.warnings import BestEffort
@@ -31,7 +31,7 @@ class SearchMetrics(tune.Callback):  # type: ignore[misc] # Ray has no types
 
     def __init__(
         self,
-        publish: Callable[[Iterable[Sample]], None],
+        publish: Publish,
         study: SearchStudy,
         recipe_name: str,
         objectives: Sequence[Objective],

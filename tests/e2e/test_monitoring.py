@@ -1,11 +1,13 @@
 """A watched cluster: every panel has data, and what breaks reaches the receivers through a real Alertmanager."""
 
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +29,7 @@ from app.cluster.ports import unused
 from app.cluster.state import ClusterState
 from app.monitoring.server import dashboards
 from app.telemetry import catalog
-from app.telemetry.metrics import Kind, Metric
+from app.telemetry.metrics import LATENCY_BOUNDS_S, Kind, Metric
 from tests.cascades import publish_stages
 from tests.engine_contract import exported, rows
 from tests.faults.test_nodes import Node
@@ -129,10 +131,11 @@ def endpoint(watched: dict[str, str]) -> str:
     return url
 
 
-def ask(state: ClusterState, query: str) -> list[dict[str, Any]]:
-    """Return what Prometheus answers."""
+def ask(state: ClusterState, query: str, **window: float) -> list[dict[str, Any]]:
+    """Return what Prometheus answers: of now, or of each ``step`` from ``start`` to ``end``."""
     assert state.monitoring
-    answer = httpx.get(f"{state.monitoring.prometheus_url}/api/v1/query", params={"query": query}).json()
+    url = f"{state.monitoring.prometheus_url}/api/v1/query{'_range' if window else ''}"
+    answer = httpx.get(url, params={"query": query, **window}).json()
     assert answer["status"] == "success", (query, answer)
     found: list[dict[str, Any]] = answer["data"]["result"]
     return found
@@ -296,3 +299,57 @@ def test_the_dashboard_of_ray_knows_prometheus(watched: dict[str, str], state: C
     assert state.monitoring
     assert httpx.get(state.monitoring.page).status_code == 200
     assert set(httpx.get(state.monitoring.page.replace("monitoring", "dashboards")).json()) == set(dashboards())
+
+
+def test_series_stay_long_after_their_last_change(
+    watched: dict[str, str], state: ClusterState, endpoint: str, hook: HttpReceiver, tmp_path: Path
+) -> None:
+    """Of a run and a search that stand still, and of an endpoint that only version 2 is asked of, every 40 s."""
+    site, sent = Site(watched, hook, tmp_path), body(rows(1))
+    assert httpx.post(f"{endpoint}/v2/models/toy/infer", json=sent).status_code == 200
+    slow = ["model.factory=tests.faults.models:DropoutCnn", "model.args.pause_s=0.5"]
+    searched = ["train.workers=1", "tune.trials=2", "tune.epochs=4", *slow]
+    with ThreadPoolExecutor() as pool, training(site) as process_of:
+        search = pool.submit(run_job, watched, "tune", "recipes/digits.yaml", *searched)
+        for metric in (catalog.TUNE_TRIALS, catalog.TRAIN_CHECKPOINT_SECONDS):
+            wait_until(lambda metric=metric: bool(ask(state, selector(metric))), timeout_s=90.0)
+        stopped = [process_of(1), *site.there.processes("TrialActor")]
+        for process in stopped:
+            process.suspend()
+        time.sleep(20.0)  # until Ray has exported the last change
+        before, began_s = exported_series(state), time.time()
+        assert {name for name, *_ in before} > {metric.exported for metric in (catalog.WAITING, catalog.TRAIN_LOSS)}
+        seen = [one_observation(state, f"{endpoint}/v2/models/toy/versions/2/infer", sent) for _ in range(4)]
+        assert before - exported_series(state) == set()
+        for process in stopped:
+            process.resume()
+        process_of(1).kill()
+        assert search.result()["status"] == "succeeded"
+    places = [bisect_left(LATENCY_BOUNDS_S, seconds) for seconds in seen]
+    lowest, highest = (0.0, *LATENCY_BOUNDS_S)[min(places)], LATENCY_BOUNDS_S[max(places)]
+    window = {"start": began_s + 60, "end": time.time() - REPEAT_S, "step": REPEAT_S}
+    (quantiles,) = ask(state, "rayloom:request_seconds:p99_1m{model='toy'}", **window)
+    values = [float(value) for _, value in quantiles["values"]]
+    assert len(values) == 1 + int((window["end"] - window["start"]) / REPEAT_S)
+    finite = [value for value in values if math.isfinite(value)]
+    assert len(finite) > 0.7 * len(values)
+    assert all(lowest <= value <= highest for value in finite), (seen, finite)
+
+
+def exported_series(state: ClusterState) -> set[tuple[str, ...]]:
+    """Return the series of the contract: their names and labels, but not which process exports them."""
+    found = ask(state, "{__name__=~'ray_rayloom_.+'}")
+    labels = {label for metric in (*catalog.SERVING, *catalog.TRAINING, *catalog.TUNING) for label in metric.labels}
+    return {
+        (series["metric"]["__name__"], *(series["metric"].get(label, "") for label in (*sorted(labels), "le")))
+        for series in found
+    }
+
+
+def one_observation(state: ClusterState, url: str, sent: dict[str, Any]) -> float:
+    """Ask once, and wait for the rest of 40 s. Return the latency that Prometheus has of it by then, in seconds."""
+    total, began_s = "sum(ray_rayloom_request_seconds_sum{model='toy', version='2'})", time.monotonic()
+    before = float(ask(state, total)[0]["value"][1])
+    assert httpx.post(url, json=sent).status_code == 200
+    time.sleep(40.0 - (time.monotonic() - began_s))
+    return float(ask(state, total)[0]["value"][1]) - before

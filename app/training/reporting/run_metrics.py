@@ -1,19 +1,16 @@
 """The newest figures of a training run, as metrics."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from app.config import Recipe
 from app.config.alert_rules import MetricRule
 from app.telemetry import catalog
-from app.telemetry.metrics import Metric, Sample
+from app.telemetry.metrics import Metric, Publish, Sample
 from app.telemetry.step_time import StepTime
 from app.training.checkpoints.writer import Commit
 from app.training.records import EpochRecord, StepRecord
 from app.warnings import BestEffort
-
-Publish = Callable[[Iterable[Sample]], None]
-"""Takes all values that a process has now, as ``app.telemetry.metrics.Publisher.publish`` does."""
 
 
 class RunMetrics:
