@@ -131,7 +131,7 @@ SERVING = Board(
                         "{{model}} {{version}}",
                     )
                 ],
-                "Rows whose first choice is the one that the client got.",
+                "Rows that the shadow answered as the client was answered.",
             ),
             Panel("Cascade rows by stage", "rps", [rate("ray_rayloom_cascade_rows_total", "model", "stage")]),
             Panel(

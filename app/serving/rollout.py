@@ -6,27 +6,22 @@ import random
 from collections.abc import Coroutine
 from contextvars import Context
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Protocol
 
 from app.errors import DeadlineError, NotServedError, OverloadError, short_repr
+from app.serving.agreement import Response, agreeing_rows
 from app.serving.batching.statistics import FailureReason, RecentLatencies
 from app.serving.cascade.served import ServedCascade
+from app.serving.model.loaded import LoadedModel
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics
-from app.serving.protocol.natural import Prediction, PredictRequest, PredictResponse
-from app.tensors import Tensors, TensorSpec
-
-Response = TypeVar("Response", InferResponse, PredictResponse)
+from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.tensors import TensorSpec
 
 LOG = logging.getLogger(__name__)
 
 _MAX_BYTES = 2**30
-_NEAR = 0.01
-"""The largest difference of a row of numbers, divided by their norm, with which two answers agree."""
 
 
 class InferenceTarget(Protocol):
@@ -39,6 +34,10 @@ class InferenceTarget(Protocol):
     @property
     def version(self) -> str:
         """The version that answers, as the client is told."""
+
+    @property
+    def model(self) -> LoadedModel:
+        """That version, which says what the answers mean."""
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer an inference request."""
@@ -63,8 +62,10 @@ class Shadow:
         self.rows = {True: 0, False: 0}
         """Answered rows of copies, by whether they agree with the client's answer (``agreeing_rows``)."""
 
-    def send(self, copy: Coroutine[Any, Any, Response], answer: Response, num_bytes: int) -> None:
-        """Run a copy in the background, and compare it with the client's answer.
+    def send(
+        self, copy: Coroutine[Any, Any, Response], answer: Response, answering: LoadedModel, num_bytes: int
+    ) -> None:
+        """Run a copy in the background, and compare it with the client's answer, which ``answering`` gave.
 
         Its errors only count in the version's statistics.
         """
@@ -74,13 +75,14 @@ class Shadow:
             self.served.batching.count_failure(FailureReason.REJECTED, 0.0)
             return
         # In a context of its own: the trace of the client's request has ended.
-        task: asyncio.Task[object] = asyncio.create_task(self._compare(copy, answer), context=Context())
+        task: asyncio.Task[object] = asyncio.create_task(self._compare(copy, answer, answering), context=Context())
         self._copies[task] = num_bytes  # the event loop itself holds tasks only weakly
         self._bytes += num_bytes
         task.add_done_callback(self._done)
 
-    async def _compare(self, copy: Coroutine[Any, Any, Response], answer: Response) -> None:
-        agreed, rows = agreeing_rows(await copy, answer, self.served.model.manifest.scores)
+    async def _compare(self, copy: Coroutine[Any, Any, Response], answer: Response, answering: LoadedModel) -> None:
+        # In a thread, because the answers to many rows take long to read.
+        agreed, rows = await asyncio.to_thread(agreeing_rows, await copy, self.served.model, answer, answering)
         self.rows[True] += agreed
         self.rows[False] += rows - agreed
 
@@ -115,71 +117,22 @@ class MirroredTarget:
         """The version that answers the client."""
         return self._target.version
 
+    @property
+    def model(self) -> LoadedModel:
+        """The version that answers the client."""
+        return self._target.model
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer an inference request."""
         response = await self._target.infer(request)
-        self._shadow.send(self._shadow.served.infer(request), response, request.num_bytes)
+        self._shadow.send(self._shadow.served.infer(request), response, self.model, request.num_bytes)
         return response
 
     async def predict(self, request: PredictRequest) -> PredictResponse:
         """Answer natural input with labels."""
         response = await self._target.predict(request)
-        self._shadow.send(self._shadow.served.predict(request), response, request.num_bytes)
+        self._shadow.send(self._shadow.served.predict(request), response, self.model, request.num_bytes)
         return response
-
-
-def agreeing_rows(copy: Response, answer: Response, scores: str | None) -> tuple[int, int]:
-    """Return how many rows of two answers agree, and how many rows there are.
-
-    Args:
-        scores: the output whose first choices are compared. If it is None, or the client asked for others only, all
-            outputs are.
-    """
-    # The client's answer defines the rows and outputs. A shadow that lacks one disagrees.
-    ours, theirs = _compared(copy, scores), _compared(answer, scores)
-    rows = len(next(iter(theirs.values())))
-    agree = np.ones(rows, np.bool_)
-    for name, right in theirs.items():
-        # A missing output or another shape is a difference in every row.
-        if name not in ours or ours[name].shape != right.shape:
-            return 0, rows
-        agree &= _agree(ours[name].reshape(rows, -1), right.reshape(rows, -1))
-    return int(agree.sum()), rows
-
-
-def _agree(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return for each row whether numbers in float are near enough, and others equal."""
-    if theirs.dtype.kind != "f":
-        equal: NDArray[np.bool_] = (ours == theirs).all(axis=1)
-        return equal
-    right = theirs.astype(np.float64)
-    # By norm and not by element: elements near 0 differ in relative terms even between good answers.
-    near: NDArray[np.bool_] = np.linalg.norm(ours - right, axis=1) <= _NEAR * np.linalg.norm(right, axis=1)
-    return near
-
-
-def _compared(response: InferResponse | PredictResponse, scores: str | None) -> Tensors:
-    """Return the first choices of an answer: of a row one, or one for each of its tokens. Without any, all outputs."""
-    if isinstance(response, PredictResponse):
-        answers = [prediction.model_extra or {} for prediction in response.predictions]
-        # Vectors have no label, and are compared as numbers.
-        if any("embedding" in answer for answer in answers):
-            return {"embedding": np.array([answer["embedding"] for answer in answers])}
-        return {"label": np.array([_without_scores(prediction) for prediction in response.predictions])}
-    if scores is None or scores not in response.outputs:
-        return response.outputs
-    given = response.outputs[scores]
-    if given.dtype.hasobject:  # classes as "score:number:label", the best first
-        return {scores: np.array([bytes(row.flat[0]).partition(b":")[2] for row in given])}
-    return {scores: given.argmax(axis=-1)}
-
-
-def _without_scores(prediction: Prediction) -> str:
-    """Return what was chosen: the label, or the entities of a text."""
-    entities = (prediction.model_extra or {}).get("entities")
-    if prediction.label is None and entities is not None:
-        return str([(entity["label"], entity["start"], entity["end"]) for entity in entities])
-    return str(prediction.label)
 
 
 @dataclass(frozen=True)

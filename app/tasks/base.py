@@ -17,6 +17,7 @@ from app.data.prepared import SHARDS_FILE, KeptSplit, PreparedData, SplitData
 from app.data.processor import Processor
 from app.data.targets import Answer, Classes, Outputs, Targets
 from app.errors import RecipeError
+from app.tasks.agreement import same_answer
 from app.tasks.metrics import Metric
 from app.tensors import OUTPUT, Tensors, TensorSpec
 
@@ -142,6 +143,15 @@ class ServedTask(Task):
     def answer_natural(self, outputs: NDArray[np.float32], targets: Outputs, given: Encoded) -> list[Answer]:  # noqa: ARG002
         """Return ``answer`` for natural inputs, which it may look at."""
         return self.answer(outputs, targets)
+
+    def agrees(self, ours: Answer, theirs: Answer, targets: Outputs) -> bool:  # noqa: ARG002
+        """Return whether two versions answer an input alike. A shadow is counted by it.
+
+        Args:
+            theirs: what the client was answered.
+            targets: those of the version that answered the client.
+        """
+        return same_answer(ours, theirs)
 
     @property
     def _targets(self) -> type[Targets]:

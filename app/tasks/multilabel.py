@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from app.data.records import RecordProcessor
 from app.data.tabular import TabularProcessor
-from app.data.targets import LabelSets
+from app.data.targets import Answer, LabelSets, Outputs
 from app.data.text import TextProcessor
 from app.tasks.base import ServedTask
 from app.tasks.metrics import Metric, sum_and_count
@@ -51,6 +51,10 @@ class MultiLabel(ServedTask):
 
         return functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none").mean(dim=1)
 
+    def agrees(self, ours: Answer, theirs: Answer, targets: Outputs) -> bool:
+        """Compare the sets of labels."""
+        return super().agrees(_sorted(ours), _sorted(theirs), targets)
+
 
 class TextMultiLabel(MultiLabel):
     """Texts, each with any number of labels."""
@@ -68,3 +72,7 @@ class MultimodalMultiLabel(MultiLabel):
     """Records of several fields, each with any number of labels."""
 
     processor = RecordProcessor
+
+
+def _sorted(answer: Answer) -> Answer:
+    return {**answer, "labels": sorted(answer["labels"])}

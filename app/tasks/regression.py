@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Self
 
 from app.data.records import RecordProcessor
 from app.data.tabular import TabularProcessor
-from app.data.targets import Numbers, Outputs
+from app.data.targets import Answer, Numbers, Outputs
 from app.data.text import TextProcessor
+from app.tasks.agreement import same_answer
 from app.tasks.base import ServedTask
 from app.tasks.metrics import Metric, sum_and_count
 
@@ -83,6 +84,11 @@ class Regression(ServedTask):
 
     def loss(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
         return (outputs[:, 0] - targets).square()
+
+    def agrees(self, ours: Answer, theirs: Answer, targets: Outputs) -> bool:
+        """Compare in the unit of the numbers, because 1 % of a number near 0 is nothing."""
+        assert isinstance(targets, Numbers)
+        return same_answer(ours, theirs, targets.scale.std)
 
 
 class TextRegression(Regression):

@@ -86,5 +86,15 @@ class TokenClassification(ServedTask):
             for text, logits in zip(texts, outputs, strict=True)
         ]
 
+    def agrees(self, ours: Answer, theirs: Answer, targets: Outputs) -> bool:
+        """Compare types and places of entities, or the class of each token."""
+        return super().agrees(_without_score(ours), _without_score(theirs), targets)
+
     def prepare(self, recipe: Recipe) -> TaggedData:
         return tagging.prepare(recipe.data, recipe.model.source)
+
+
+def _without_score(answer: Answer) -> Answer:
+    if (entities := answer.get("entities")) is None:  # of tensors
+        return answer
+    return {**answer, "entities": [{**entity, "score": None} for entity in entities]}

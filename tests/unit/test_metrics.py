@@ -5,6 +5,7 @@ import time
 import timeit
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -13,24 +14,28 @@ import tritonclient.grpc
 from upath import UPath
 
 from app.config import load_recipe
+from app.data.targets import Answer, Classes, LabelSets, Numbers, Outputs, Scale
+from app.engines.base import Signature
+from app.serving.agreement import agreeing_rows
 from app.serving.batching.statistics import BatchingStatistics, Buckets
 from app.serving.config import CandidateConfig, DeployedModel
 from app.serving.metrics import endpoint_values
+from app.serving.model.loaded import load_model
 from app.serving.protocol.infer import InferResponse
-from app.serving.rollout import agreeing_rows
 from app.serving.traffic import Traffic
+from app.tasks import find_served_task
 from app.telemetry import catalog
 from app.telemetry.metrics import Distribution, Kind, Metric, Publisher, Sample
 from app.telemetry.record import MemoryRecord
-from app.tensors import OUTPUT
+from app.tensors import OUTPUT, TensorSpec
 from app.training.checkpoints.writer import Commit
 from app.training.records import EpochRecord, StepRecord
 from app.training.reporting.run_metrics import RunMetrics
-from tests.engine_contract import exported, rows
+from tests.engine_contract import PROCESSOR, exported, rows
 from tests.helpers import ROOT, wait_until
 from tests.pages import tables
 from tests.serving import Server, serving
-from tests.toy import answering, body, endpoint_config, publish, version_config
+from tests.toy import LABELS, answering, body, endpoint_config, one_column, publish, publish_version, version_config
 
 INFER = "/v2/models/toy/infer"
 COUNTER = Metric("rayloom_spoons", Kind.COUNTER, "", ("color",))
@@ -43,7 +48,6 @@ class FakeRay:
     """Has metrics as ``ray.util.metrics`` has, and keeps what they are told."""
 
     told: dict[tuple[str, ...], float] = field(default_factory=dict)
-    calls: int = 0
 
     def Counter(self, name: str, description: str, tag_keys: tuple[str, ...]) -> "Instrument":
         return Instrument(self, name, tag_keys)
@@ -62,7 +66,6 @@ class Instrument:
         self.set(self.ray.told.get(self.key(tags), 0.0) + value, tags)
 
     def set(self, value: float, tags: Mapping[str, str]) -> None:
-        self.ray.calls += 1
         self.ray.told[self.key(tags)] = value
 
     def key(self, tags: Mapping[str, str]) -> tuple[str, ...]:
@@ -85,11 +88,21 @@ def test_ray_is_told_what_has_changed() -> None:
         ("rayloom_wait_seconds_count", "red"): 4,
         ("rayloom_wait_seconds_sum", "red"): pytest.approx(7.65),
     }
-    before = ray.calls
-    publisher.publish(values)
-    assert ray.calls == before
+
+
+def test_values_that_stay_the_same_are_told_again() -> None:
+    """Ray drops a gauge that nobody sets, and a histogram is gauges there. It keeps counters."""
+    ray, buckets = FakeRay(), Buckets([0.1, 1.0])
+    publisher = Publisher(ray)
+    buckets.add(0.5)
+    publisher.publish([COUNTER.of(3, "red"), GAUGE.of(4.5, "red"), buckets.of(HISTOGRAM, "red")])
+    told = dict(ray.told)
+    ray.told = {key: value for key, value in told.items() if key[0] == COUNTER.name}
+    publisher.repeat()
+    assert ray.told == told
+    ray.told.clear()
     publisher.publish([COUNTER.of(5, "red")])
-    assert (ray.told["rayloom_spoons", "red"], ray.told["rayloom_heat", "red"]) == (5, 0.0)
+    assert ray.told == {("rayloom_spoons", "red"): 2}  # what ends is not told
 
 
 def test_a_count_that_begins_anew_is_added() -> None:
@@ -182,7 +195,78 @@ def test_a_shadow_is_compared_with_what_clients_get(storage: UPath) -> None:
         }
 
 
-def test_rows_agree_if_their_first_choices_do() -> None:
+NUMBERS = Numbers(Scale(mean=50.0, std=10.0))
+SETS = LabelSets(LABELS)
+
+
+@dataclass(frozen=True)
+class Shadowed:
+    """Three versions of a task: the first, one that answers nearly the same, and one that does not."""
+
+    task: str
+    targets: Outputs
+    columns: int
+    files: tuple[bytes, bytes, bytes]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Shadowed("text-regression", NUMBERS, 1, (one_column(0.0), one_column(0.005), one_column(100.0))),
+        Shadowed("text-multilabel", SETS, 3, (answering(0), answering(1e-3), answering(9))),
+    ],
+    ids=lambda kind: kind.task,
+)
+def test_a_shadow_is_compared_as_its_task_answers(kind: Shadowed, tmp_path: Path) -> None:
+    """By natural input, by tensors, and by tensors as classes."""
+    storage = UPath(tmp_path)
+    signature = Signature(PROCESSOR.inputs, (TensorSpec(OUTPUT, np.dtype(np.float32), (-1, kind.columns)),))
+    for content in kind.files:
+        publish_version(storage, "toy", content, signature, PROCESSOR, [], task=kind.task, targets=kind.targets)
+    classes = [{"name": OUTPUT, "parameters": {"classification": 1}}]
+    requests = [
+        ("/v1/models/toy/predict", {"inputs": ["fine", "bad"]}),
+        (INFER, body(rows(3))),
+        (INFER, body(rows(1)) | {"outputs": classes}),
+    ]
+    for version, agrees in ((2, "true"), (3, "false")):
+        with serving() as server:
+            shadow = CandidateConfig(version=version_config(storage, version), percent=100)
+            model = DeployedModel(production=version_config(storage, 1), shadow=shadow)
+            server.run(server.endpoint.update(endpoint_config(model)))
+            for path, sent in requests:
+                assert httpx.post(f"http://{server.http}{path}", json=sent).status_code == 200
+            wait_until(lambda server=server: sum(samples(server, catalog.SHADOW_ROWS).values()) == 6)
+            assert samples(server, catalog.SHADOW_ROWS)["toy", str(version), agrees] == 6
+
+
+@pytest.mark.parametrize(
+    ("task", "targets", "ours", "theirs", "agree"),
+    [
+        ("text-multilabel", SETS, {"labels": ["good", "bad"]}, {"labels": ["bad", "good"]}, True),
+        ("text-multilabel", SETS, {"labels": ["good"]}, {"labels": ["bad", "good"]}, False),
+        ("text-regression", NUMBERS, {"value": 0.0}, {"value": 0.09}, True),  # of a deviation of 10
+        ("text-regression", NUMBERS, {"value": 0.0}, {"value": 0.11}, False),
+        ("text-regression", NUMBERS, {"value": 1000.0}, {"value": 1009.0}, True),
+        ("sentence-embedding", NUMBERS, {"embedding": [1.0, 0.0], "tokens": 3},
+         {"embedding": [1.0, 0.001], "tokens": 4}, True),
+        ("sentence-embedding", NUMBERS, {"embedding": [1.0, 0.0]}, {"embedding": [0.0, 1.0]}, False),
+        ("token-classification", NUMBERS, {"entities": [{"start": 0, "label": "x", "score": 0.9}]},
+         {"entities": [{"start": 0, "label": "x", "score": 0.5}]}, True),
+        ("token-classification", NUMBERS, {"tags": ["O", "B-x"]}, {"tags": ["B-x", "O"]}, False),
+        ("tests.own_task:AboveMean", NUMBERS, {"above": True}, {"above": False}, False),
+        ("text-classification", SETS, {"scores": {"a": 0.1}}, {"scores": {"a": 0.9}}, False),
+        ("text-classification", SETS, {"label": "a", "scores": {"a": 0.6}}, {"label": "a", "scores": {"a": 0.9}}, True),
+    ],
+)  # fmt: skip
+def test_tasks_say_which_answers_agree(task: str, targets: Outputs, ours: Answer, theirs: Answer, agree: bool) -> None:
+    assert find_served_task(task).agrees(ours, theirs, targets) is agree
+
+
+def test_rows_agree_if_their_first_choices_do(storage: UPath) -> None:
+    loaded = load_model(storage, "toy", 1, threads=1)
+    loaded.engine.close()
+    model = replace(loaded, targets=Classes(["bad", "good"]))
     ours, theirs = (
         InferResponse("toy", version, None, {OUTPUT: np.array(scores, np.float32)})
         for version, scores in (
@@ -190,18 +274,25 @@ def test_rows_agree_if_their_first_choices_do() -> None:
             ("2", [[0.4, 0.6], [0.1, 0.9], [0.0, 1.0]]),
         )
     )
-    assert agreeing_rows(ours, theirs, OUTPUT) == (2, 3)
-    assert agreeing_rows(ours, replace(theirs, outputs={OUTPUT: np.zeros((2, 2), np.float32)}), OUTPUT) == (0, 2)
+    assert agreeing_rows(ours, model, theirs, model) == (2, 3)
+    fewer = replace(theirs, outputs={OUTPUT: np.zeros((2, 2), np.float32)})
+    assert agreeing_rows(ours, model, fewer, model) == (0, 2)
+    turned = replace(model, targets=Classes(["good", "bad"]))  # a version may have other labels
+    assert agreeing_rows(ours, turned, theirs, model) == (1, 3)
 
 
-def test_rows_without_scores_agree_if_all_outputs_do() -> None:
+def test_rows_without_scores_agree_if_all_outputs_do(storage: UPath) -> None:
+    model = load_model(storage, "toy", 1, threads=1)
+    model.engine.close()
+
     def answer(prices: list[float], zones: list[str]) -> InferResponse:
         outputs = {"price": np.array(prices, np.float32), "zone": np.array(zones, object)}
         return InferResponse("toy", "1", None, outputs)
 
     ours, theirs = answer([100.5, 102.0, 7.0], ["a", "b", "c"]), answer([100.0, 100.0, 7.0], ["a", "b", "d"])
-    assert agreeing_rows(ours, theirs, None) == (1, 3)
-    assert agreeing_rows(replace(ours, outputs={"price": ours.outputs["price"]}), theirs, None) == (0, 3)
+    assert agreeing_rows(ours, model, theirs, model) == (1, 3)
+    fewer = replace(ours, outputs={"price": ours.outputs["price"]})
+    assert agreeing_rows(fewer, model, theirs, model) == (0, 3)
 
 
 def test_counting_a_request_takes_less_than_a_microsecond() -> None:

@@ -155,6 +155,7 @@ def test_copies_that_are_too_large_together_are_lost(server: Server, storage: UP
 
     async def send() -> None:
         shadow, rest = Shadow(server.endpoint.find("toy", "2"), max_bytes=10), asyncio.Event()
+        production = server.endpoint.find("toy").model
 
         async def copy(number: int) -> InferResponse:
             ran.append(number)
@@ -162,10 +163,10 @@ def test_copies_that_are_too_large_together_are_lost(server: Server, storage: UP
             return answer
 
         for number, num_bytes in enumerate((6, 6, 4)):
-            shadow.send(copy(number), answer, num_bytes)
+            shadow.send(copy(number), answer, production, num_bytes)
         rest.set()
         await asyncio.sleep(0.01)
-        shadow.send(copy(3), answer, 10)
+        shadow.send(copy(3), answer, production, 10)
         await asyncio.sleep(0.01)
 
     server.run(send())

@@ -11,6 +11,7 @@ from app.errors import RequestError
 from app.serving.batching.statistics import RecentLatencies
 from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.stages import read_alike
+from app.serving.model.loaded import LoadedModel
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse, build_response, check_outputs
 from app.serving.protocol.natural import PredictRequest, PredictResponse
@@ -74,6 +75,11 @@ class ServedCascade:
     def version(self) -> str:
         """The version of the last stage."""
         return self._large.version
+
+    @property
+    def model(self) -> LoadedModel:
+        """The last stage, whose labels all stages have."""
+        return self._large.model
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer an inference request.
