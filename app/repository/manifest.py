@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Literal, Self
 
-from pydantic import BaseModel, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
 from app.artifacts import WEIGHTS_FILE
 from app.config import CalibrationMethod, ComputePrecision, EngineName, ServeConfig
@@ -239,6 +239,9 @@ class ModelCard(Scored):
 
 class Manifest(ModelCard):
     """A published version, with the sha256 of each of its files."""
+
+    seal: str = Field(default="", exclude=True)
+    """The sha256 of the manifest's own file. It tells versions apart that had the same number one after the other."""
 
     name: str
     version: int

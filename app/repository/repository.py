@@ -67,12 +67,25 @@ class Repository:
         """Return the folder of a version."""
         return self._root / name / str(version)
 
-    def manifest(self, name: str, version: int) -> Manifest:
-        """Return the manifest of a version. Raises StorageError if it is missing or was changed."""
+    def manifest(self, name: str, version: int, seal: str | None = None) -> Manifest:
+        """Return the manifest of a version.
+
+        Args:
+            seal: that of the manifest that is expected; None if any is.
+
+        Raises:
+            StorageError: it is missing, was changed, or has another seal.
+        """
         try:
-            return read_manifest(self.folder(name, version))
+            manifest = read_manifest(self.folder(name, version))
         except FileNotFoundError as error:
             raise self._no_version(name, version) from error
+        if seal not in (None, manifest.seal):
+            raise StorageError(
+                f"model {name!r}, version {version}, was replaced: its manifest's sha256 is {manifest.seal[:12]}…, "
+                f"expected {seal[:12]}…; deploy it again"
+            )
+        return manifest
 
     def publish(self, name: str, files: UPath, card: ModelCard) -> Manifest:
         """Publish the files of a folder as the next version, atomically, and return its manifest.
@@ -156,13 +169,13 @@ class Repository:
         withdraw(self.folder(name, version))
         self._write_config(name)
 
-    def verify(self, name: str, version: int) -> Manifest:
+    def verify(self, name: str, version: int, seal: str | None = None) -> Manifest:
         """Compare every file of a version with its sha256, and return its manifest.
 
         Raises:
-            StorageError: the version does not exist, or files are missing, changed or foreign; each is named.
+            StorageError: as ``manifest``, or files are missing, changed or foreign; each is named.
         """
-        manifest = self.manifest(name, version)
+        manifest = self.manifest(name, version, seal)
         check_files(self.folder(name, version), manifest.files)
         return manifest
 
@@ -174,7 +187,9 @@ class Repository:
                 f"{str(path)!r} was changed: promote a version, even the same one, and it is written again"
             )
 
-    def fetch(self, name: str, version: int, target: UPath, exclude: Collection[str] = ()) -> Manifest:
+    def fetch(
+        self, name: str, version: int, target: UPath, exclude: Collection[str] = (), seal: str | None = None
+    ) -> Manifest:
         """Copy a version's files into an empty local folder, and compare each with its sha256.
 
         Args:
@@ -183,7 +198,7 @@ class Repository:
         Raises:
             StorageError: as ``verify``.
         """
-        manifest, folder = self.manifest(name, version), self.folder(name, version)
+        manifest, folder = self.manifest(name, version, seal), self.folder(name, version)
         files = {file: sha256 for file, sha256 in manifest.files.items() if file not in exclude}
         target.mkdir(parents=True, exist_ok=True)
 

@@ -50,7 +50,7 @@ def seal(folder: UPath, files: UPath, version: int, name: str, card: ModelCard) 
     write_atomically(folder / SEAL_FILE, _seal_of(content))
     # The manifest comes last, because a folder without it is no version.
     write_atomically(folder / MANIFEST_FILE, content)
-    return manifest
+    return manifest.model_copy(update={"seal": sha256_of(content)})
 
 
 def take_number(folder: UPath) -> bool:
@@ -77,7 +77,7 @@ def read_manifest(folder: UPath) -> Manifest:
     if read(folder / SEAL_FILE) != _seal_of(content):
         raise StorageError(f"{str(path)!r} or {SEAL_FILE} beside it was changed: publish the version again")
     try:
-        return Manifest.model_validate_json(content)
+        return Manifest.model_validate_json(content).model_copy(update={"seal": sha256_of(content)})
     except ValidationError as error:
         raise StorageError(f"{str(path)!r} is of another release of Rayloom: publish the version again") from error
 

@@ -26,6 +26,9 @@ class VersionConfig(_Config):
     storage: str
     name: str
     version: PositiveInt
+    seal: str | None = None
+    """That of its manifest, because another may get the number. None: given to Serve by a release before 0.2."""
+
     threads: PositiveInt
     """Threads of its engine."""
 
@@ -72,6 +75,7 @@ class VersionConfig(_Config):
             storage=storage,
             name=manifest.name,
             version=manifest.version,
+            seal=manifest.seal,
             threads=serving.threads,
             policy=policy,
             tensor_parallel=config.tensor_parallel,

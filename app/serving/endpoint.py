@@ -213,6 +213,7 @@ class Endpoint:
             config.policy.full_batches,
             partial(self._open_version, config),
             exclude=config.shard_files,
+            seal=config.seal,
         )
         self.loads[config.name, model.version].add(time.monotonic() - began_s)
         return ServedModel(model, config.policy)

@@ -310,10 +310,12 @@ def test_series_stay_long_after_their_last_change(
     slow = ["model.factory=tests.faults.models:DropoutCnn", "model.args.pause_s=0.5"]
     searched = ["train.workers=1", "tune.trials=2", "tune.epochs=4", *slow]
     with ThreadPoolExecutor() as pool, training(site) as process_of:
+        wait_until(lambda: bool(ask(state, selector(catalog.TRAIN_CHECKPOINT_SECONDS))), timeout_s=90.0)
         search = pool.submit(run_job, watched, "tune", "recipes/digits.yaml", *searched)
-        for metric in (catalog.TUNE_TRIALS, catalog.TRAIN_CHECKPOINT_SECONDS):
-            wait_until(lambda metric=metric: bool(ask(state, selector(metric))), timeout_s=90.0)
-        stopped = [process_of(1), *site.there.processes("TrialActor")]
+        wait_until(lambda: bool(ask(state, selector(catalog.TUNE_TRIALS))), timeout_s=90.0)
+        trials = site.there.processes("TrialActor")
+        assert trials
+        stopped = [process_of(1), *trials]
         for process in stopped:
             process.suspend()
         time.sleep(20.0)  # until Ray has exported the last change

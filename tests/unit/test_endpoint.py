@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import shutil
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,14 +17,17 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 from upath import UPath
 
-from app.errors import EngineError
+from app.config import ServeConfig
+from app.errors import EngineError, StorageError
+from app.repository.repository import Repository
 from app.serving.batching.groups import RowsByLength
+from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.serving.transport import asgi
 from app.tensors import OUTPUT, Tensors
 from tests.engine_contract import TEXTS, exported, rows
 from tests.helpers import wait_until
 from tests.serving import Server, serving
-from tests.toy import LABELS, answering, asked, body, config, publish
+from tests.toy import LABELS, answering, asked, body, config, endpoint_config, publish
 from tests.wire import drip
 
 
@@ -192,6 +197,31 @@ def test_a_version_that_changes_under_load_loses_no_request(server: Server, stor
     for thread in threads:
         thread.join()
     assert set(answers) == {(200, "1"), (200, "2")}
+
+
+def test_another_version_with_the_same_number_is_loaded(tmp_path: Path) -> None:
+    """Its folder was removed by hand, so the number was free."""
+    storage = UPath(tmp_path)
+
+    def deployed_as(logit: float) -> EndpointConfig:
+        publish(storage, answering(logit))
+        manifest = Repository(storage).manifest("toy", 1)
+        return endpoint_config(DeployedModel(production=VersionConfig.of(str(storage), manifest, ServeConfig())))
+
+    def answer(server: Server) -> float:
+        return float(server.endpoint.find("toy").model.engine.infer(rows(1))[OUTPUT].max())
+
+    with serving() as server:
+        first = deployed_as(0.0)
+        server.run(server.endpoint.update(first))
+        before = answer(server)
+        shutil.rmtree(tmp_path / "models")
+        second = deployed_as(5.0)
+        server.run(server.endpoint.update(second))
+        assert answer(server) == pytest.approx(before + 5.0, abs=1e-3)
+        # A replica that starts later must not answer by a version that was not deployed.
+        with pytest.raises(StorageError, match="version 1, was replaced"):
+            server.run(server.endpoint.update(first))
 
 
 @pytest.mark.parametrize(("version", "words"), [(3, "cannot load"), (4, "not finite: publish another version")])

@@ -54,7 +54,7 @@ def build_cascade(config: CascadeConfig, production: VersionConfig, serve: Serve
         # All stages are open at once, because their timings take turns.
         models, stages = [], (*before, production)
         for stage in stages:
-            models.append(load_model(storage, stage.name, stage.version, stage.threads))
+            models.append(load_model(storage, stage.name, stage.version, stage.threads, seal=stage.seal))
             opened.callback(models[-1].engine.close)
         # Before the calibration, in which every stage answers every row.
         require_alike(models)

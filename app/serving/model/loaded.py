@@ -195,6 +195,7 @@ def load_model(
     full_batches: Sequence[tuple[int | None, int]] = ((None, 1),),
     open_engine: Callable[[Manifest, Path, int], Engine] = open_published,
     exclude: Collection[str] = (),
+    seal: str | None = None,
 ) -> LoadedModel:
     """Fetch and verify a version, load its engine, and warm it up with a row of each length and with full batches.
 
@@ -202,16 +203,17 @@ def load_model(
         full_batches: pairs of a length, as for ``LoadedModel.check``, and its rows.
         open_engine: opens the engine from the manifest, the folder of the files, and the number of threads.
         exclude: files that ``open_engine`` does not read from that folder.
+        seal: that of the manifest that is expected; None if any is.
 
     Raises:
-        StorageError: the version is missing or was changed.
+        StorageError: the version is missing, was changed, or has another seal.
         EngineError: this machine cannot run it with the same numbers as when it was checked, or they are not finite.
         RequestError: the engine does not take its processor's tensors.
     """
     # The folder lives until the engine is open. After that, everything is in memory or in the machine's cache.
     with tempfile.TemporaryDirectory(prefix="rayloom-model-") as temporary:
         files = to_path(temporary)
-        manifest = Repository(storage).fetch(name, version, files, exclude)
+        manifest = Repository(storage).fetch(name, version, files, exclude, seal)
         try:
             task = None if manifest.task == TENSORS else find_served_task(manifest.task)
             processor = task.processor.load(files) if task else None

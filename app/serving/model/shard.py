@@ -56,7 +56,7 @@ class ModelShard:
         version = self._version
         repository = Repository(open_storage(version.storage))
         # This comes before the ranks meet, because it takes time.
-        manifest = repository.verify(version.name, version.version)
+        manifest = repository.verify(version.name, version.version, version.seal)
         self._meet(address)
         # After the ranks have met, because transformers shards over their process group.
         with local_copy(repository.folder(version.name, version.version)) as files:
