@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeVar
 from urllib.parse import urlencode
 
 import httpx
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from app.errors import ClusterError
+from app.warnings import warn
 
 _ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
 _MAX_LISTED = 10_000
@@ -22,11 +24,11 @@ class Job(BaseModel):
     submission_id: str
     status: str
     entrypoint: str
-    start_time: int
-    """Milliseconds since 1970."""
+    start_time: Annotated[int, BeforeValidator(lambda given: given or 0)] = 0
+    """Milliseconds since 1970; 0 if Ray does not know."""
     end_time: int | None = None
     """The same; None before the end."""
-    metadata: dict[str, str]
+    metadata: Annotated[dict[str, str], BeforeValidator(lambda given: given or {})] = {}
     message: str | None = None
     """The reason of a failure."""
 
@@ -34,6 +36,24 @@ class Job(BaseModel):
     def has_ended(self) -> bool:
         """Whether the job has ended, in any way."""
         return self.status in _ENDED
+
+
+class Node(BaseModel):
+    """A node, as the cluster describes it."""
+
+    node_id: str
+    state: str
+
+
+class Actor(BaseModel):
+    """An actor, as the cluster describes it."""
+
+    actor_id: str
+    class_name: str
+    death_cause: Any = None
+
+
+Item = TypeVar("Item", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -74,17 +94,25 @@ class JobsApi:
     def jobs(self) -> list[Job]:
         """Return every submitted job, without drivers that were started by hand. Raises httpx.HTTPError."""
         answer = self._request("GET", "jobs/").raise_for_status()
-        return [Job.model_validate(job) for job in answer.json() if job["type"] == "SUBMISSION"]
+        return _readable(Job, [job for job in answer.json() if job.get("type") == "SUBMISSION"])
 
     def find(self, submission_id: str) -> Job | None:
         """Return the job with this id; None if there is none. Raises httpx.HTTPError."""
         return next((job for job in self.jobs() if job.submission_id == submission_id), None)
 
-    def listed(self, resource: str, **options: str) -> list[dict[str, Any]]:
-        """Return what the state API lists: ``actors`` or ``nodes``. Raises httpx.HTTPError without an answer."""
+    def nodes(self) -> list[Node]:
+        """Return every node, dead or alive. Raises httpx.HTTPError."""
+        return _readable(Node, self._listed("nodes"))
+
+    def dead_actors(self) -> list[Actor]:
+        """Return the actors that have ended, in any way. Raises httpx.HTTPError."""
+        dead = {"filter_keys": "state", "filter_predicates": "=", "filter_values": "DEAD"}
+        return _readable(Actor, self._listed("actors", **dead))
+
+    def _listed(self, resource: str, **options: str) -> list[Any]:
         query = urlencode({"detail": "1", "limit": str(_MAX_LISTED), **options})
         answer = self._request("GET", f"v0/{resource}?{query}").raise_for_status()
-        entries: list[dict[str, Any]] = answer.json()["data"]["result"]["result"]
+        entries: list[Any] = answer.json()["data"]["result"]["result"]
         return entries
 
     def stop(self, submission_id: str) -> None:
@@ -94,3 +122,18 @@ class JobsApi:
     def _request(self, method: str, path: str) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.token}"}
         return httpx.request(method, f"{self.address}/api/{path}", headers=headers, timeout=30.0)
+
+
+def _readable(kind: type[Item], entries: list[Any]) -> list[Item]:
+    """Return the entries as their kind. Warn of one that is not as Ray describes it, so that it hides no other."""
+    found = []
+    for entry in entries:
+        try:
+            found.append(kind.model_validate(entry))
+        except ValidationError as error:
+            _warn_once(f"the cluster lists a {kind.__name__.lower()} that cannot be read ({error!r:.300}): left out")
+    return found
+
+
+_warn_once = lru_cache(maxsize=256)(warn)
+"""Warns, but not of the same thing again: the cluster is asked every few seconds."""

@@ -21,7 +21,7 @@ from app.cluster.packages import known_jobs, runtime_env
 from app.cluster.ray_internals import is_uploaded, silence_client, uploaded_bytes
 from app.cluster.state import read_state, running_cluster
 from app.config import embedded, load_job_recipe, names_model, read_text, title_of
-from app.errors import ClusterError
+from app.errors import ClusterError, short_repr
 from app.storage import absolute_location
 
 _FOLDER = "rayloom_folder"
@@ -126,12 +126,18 @@ def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
     Return the new id, or None if ``submit`` has not sent the job, or if it was a resubmitted job itself.
 
     Raises:
-        ClusterError: the cluster does not answer, or rejects the token or the job.
+        ClusterError: the cluster does not answer, or rejects the token or the job, or its command is none of a shell.
     """
     folder = job.metadata.get(_FOLDER)
     if folder is None:
         return None
-    entrypoint = shlex.split(job.entrypoint)
+    try:
+        entrypoint = shlex.split(job.entrypoint)
+    except ValueError as error:
+        raise ClusterError(
+            f"job {job.submission_id} was lost, and its command {short_repr(job.entrypoint)} cannot be read "
+            f"({error}): submit it again yourself"
+        ) from error
     for override in {_RESUME[word] for word in entrypoint if word in _RESUME}:
         key = override.partition("=")[0]
         # What the person has asked for stays.

@@ -124,8 +124,11 @@ def _resubmit_lost(cluster: ClusterState, lost_at: float) -> None:
     # A job that began after the loss runs on the new cluster.
     lost = [job for job in _retry_until_up(api.jobs) if not job.has_ended and job.start_time < lost_at * 1000]
     for job in lost:
-        # Ray notices that the job is gone, and marks it as failed.
-        _retry_until_up(partial(api.stop, job.submission_id))
+        try:
+            # Ray notices that the job is gone, and marks it as failed.
+            _retry_until_up(partial(api.stop, job.submission_id))
+        except ClusterError as error:
+            LOG.error("%s", error)
     for job in lost:
         try:
             new_id = resubmit(job, environment)

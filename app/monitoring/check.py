@@ -1,6 +1,5 @@
 """Targets of runs, searches and models, with the figure that was reached."""
 
-import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from app.config import load_stored_recipe
 from app.errors import StorageError
 from app.runs import CONFIG_FILE, RESULT_FILE, Result, newest_first, runs_folder
 from app.storage import list_names
-from app.telemetry.record import ReadingRecord
+from app.telemetry.record import ReadingRecord, parse_line
 
 _SUMMARY = "profile/summary.json"
 _RECENT = "15m"
@@ -169,7 +168,6 @@ def _of_model(name: str, ask: Ask | None) -> Iterator[Finding]:
         yield Finding(name, FIRST_ANSWER, None, "needs 'rayloom up --monitoring'")
         return
 
-    # The gauge of a model that is gone stays at 0.
     first_s = ask(f'max(ray_rayloom_first_answer_seconds{{model="{name}"}} > 0)')
     yield Finding(name, FIRST_ANSWER, first_s, "after the last cold start")
     target_s = ask(f'max(ray_rayloom_latency_target_seconds{{model="{name}"}} > 0)')
@@ -189,7 +187,7 @@ def _profile(folder: UPath) -> _Profile | None:
 
 def _steps(folder: UPath) -> Iterator[dict[str, Any]]:
     file = folder / METRICS_FILE
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        entry = json.loads(line)
-        if "data_stall" in entry:
+    for line in file.read_bytes().splitlines() if file.exists() else ():
+        entry = parse_line(line)  # the last may be torn
+        if entry and "data_stall" in entry:
             yield entry

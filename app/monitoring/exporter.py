@@ -1,7 +1,6 @@
 """What of a cluster Ray itself does not export: jobs that failed, and processes and nodes that were lost."""
 
 import re
-import shlex
 import threading
 import time
 from collections import Counter
@@ -13,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from app.cluster.jobs import Job, JobsApi
+from app.cluster.jobs import Actor, Job, JobsApi
 
 _SHOWN_S = 900.0
 """For how long after its end a failed job is shown: rules look for one that failed lately."""
@@ -27,6 +26,8 @@ _KINDS = {
     "trial": re.compile("TrialActor"),
 }
 KINDS = (*_KINDS, "other")
+_JOB = re.compile(r"(?<!\S)[\"']?jobs\.(\w+)")
+"""A job in an entrypoint, which need not be a shell's: anybody may submit anything."""
 
 
 @dataclass(eq=False)  # a registry keeps collectors by their identity
@@ -47,22 +48,37 @@ class ClusterWatch(Collector):
 
     def look(self) -> None:
         """Ask once. What does not answer is counted, and asked again at the next look."""
+        # Each on its own, so that one that fails takes nothing from the others.
+        looks = [self._look(look) for look in (self._look_at_jobs, self._look_at_nodes, self._look_at_actors)]
+        self._failed_looks += not all(looks)
+
+    def _look(self, look: Callable[[], None]) -> bool:
+        """Return whether the cluster has answered with what is expected."""
         try:
-            jobs = self.api.jobs()
-            nodes = self.api.listed("nodes")
-            dead = self.api.listed("actors", filter_keys="state", filter_predicates="=", filter_values="DEAD")
-        except (httpx.HTTPError, KeyError, ValueError):
-            self._failed_looks += 1
-            return
-        # Only now, so that Prometheus never waits for the cluster's API.
+            look()
+        except (httpx.HTTPError, AttributeError, LookupError, TypeError, ValueError):
+            return False
+        return True
+
+    # The lock is only held once there is an answer, so that Prometheus never waits for the cluster's API.
+
+    def _look_at_jobs(self) -> None:
+        jobs = self.api.jobs()
         with self._lock:
             self._jobs = jobs
-            self._nodes = Counter(node["state"].lower() for node in nodes)
-            gone = [node["node_id"] for node in nodes if node["state"] == "DEAD"]
-            self._lost_nodes += len(self._new("nodes", gone))
-            new = self._new("actors", [actor["actor_id"] for actor in dead])
+
+    def _look_at_nodes(self) -> None:
+        nodes = self.api.nodes()
+        with self._lock:
+            self._nodes = Counter(node.state.lower() for node in nodes)
+            self._lost_nodes += len(self._new("nodes", [node.node_id for node in nodes if node.state == "DEAD"]))
+
+    def _look_at_actors(self) -> None:
+        dead = self.api.dead_actors()
+        with self._lock:
+            new = self._new("actors", [actor.actor_id for actor in dead])
             self._lost_actors.update(
-                kind_of(actor["class_name"]) for actor in dead if actor["actor_id"] in new and _was_lost(actor)
+                kind_of(actor.class_name) for actor in dead if actor.actor_id in new and _was_lost(actor)
             )
 
     def collect(self) -> Iterable[Metric]:
@@ -112,9 +128,8 @@ class ClusterWatch(Collector):
 
 def job_of(job: Job) -> str:
     """Return the name of a job, such as ``train``; ``other`` if it is none of Rayloom's."""
-    words = shlex.split(job.entrypoint)
-    modules = [word.removeprefix("jobs.") for word in words if word.startswith("jobs.")]
-    return modules[0] if modules else "other"
+    found = _JOB.search(job.entrypoint)
+    return found[1] if found else "other"
 
 
 def kind_of(class_name: str) -> str:
@@ -122,5 +137,5 @@ def kind_of(class_name: str) -> str:
     return next((kind for kind, pattern in _KINDS.items() if pattern.search(class_name)), "other")
 
 
-def _was_lost(actor: dict[str, object]) -> bool:
-    return any(reason in str(actor.get("death_cause")) for reason in _LOST)
+def _was_lost(actor: Actor) -> bool:
+    return any(reason in str(actor.death_cause) for reason in _LOST)

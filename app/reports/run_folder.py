@@ -59,7 +59,7 @@ class RunFolder:
         """How the run ended; None while it is under way, or if it was killed."""
         try:
             return Result.model_validate_json(read(self.path / RESULT_FILE) or b"")
-        except ValidationError:
+        except (ValidationError, PermissionError, IsADirectoryError):
             return None
 
     @cached_property
@@ -112,9 +112,16 @@ def link_to_run(job: str, run_id: str, text: str | None = None) -> Link:
 
 
 def headline(result: Result) -> str:
-    """Return the one or two figures of a result that a person wants first."""
+    """Return the one or two figures of a result that a person wants first, or the error."""
     if result.error:
         return result.error
+    try:
+        return _first_figures(result)
+    except (AttributeError, LookupError, TypeError, ValueError):  # of another release, or changed by hand
+        return f"the figures in {RESULT_FILE} cannot be read"
+
+
+def _first_figures(result: Result) -> str:
     metrics = result.metrics
     if result.job == "compile" and "chosen" in metrics:
         chosen = metrics["chosen"]

@@ -18,6 +18,8 @@ from app.repository.triton import BACKENDS, CONFIG_FILE, config_of
 from app.repository.version import add_version, check_files, is_published, read_manifest, remove, withdraw
 from app.storage import list_names, write_atomically
 
+DAMAGED = f"damaged {ALIASES_FILE}"
+
 
 @dataclass(frozen=True)
 class ListedVersion:
@@ -26,6 +28,8 @@ class ListedVersion:
     name: str
     version: int
     aliases: tuple[str, ...]
+    """``DAMAGED`` if the file of the model's aliases is not valid any more."""
+
     manifest: Manifest | None
     """None if the version was changed after publication."""
 
@@ -41,9 +45,9 @@ class Repository:
         return [name for name, newest in self._for_all_models(self._newest).items() if newest is not None]
 
     def list_versions(self) -> list[ListedVersion]:
-        """List every published version of every model, by name and number. Raises StorageError as ``aliases`` does."""
+        """List every published version of every model, by name and number."""
         numbers = {name: found for name, found in self._for_all_models(self._numbers).items() if found}
-        aliases = dict(zip(numbers, map_concurrently(self._root, self.aliases, numbers), strict=True))
+        aliases = dict(zip(numbers, map_concurrently(self._root, self._aliases_or_none, numbers), strict=True))
 
         def listed(name: str, number: int) -> ListedVersion | None:
             try:
@@ -52,7 +56,8 @@ class Repository:
                 return None
             except StorageError:
                 manifest = None
-            return ListedVersion(name, number, tuple(aliases[name].of(number)), manifest)
+            known = aliases[name]
+            return ListedVersion(name, number, (DAMAGED,) if known is None else tuple(known.of(number)), manifest)
 
         versions = [(name, number) for name, found in numbers.items() for number in found]
         return list(filter(None, map_concurrently(self._root, lambda version: listed(*version), versions)))
@@ -276,6 +281,13 @@ class Repository:
 
     def _no_version(self, name: str, version: int) -> StorageError:
         return StorageError(f"model {name!r} has no version {version}: published are {self.versions(name)}")
+
+    def _aliases_or_none(self, name: str) -> Aliases | None:
+        """Return the aliases of a model; None if their file is not valid any more."""
+        try:
+            return self.aliases(name)
+        except StorageError:
+            return None
 
     def _parsed_aliases(self, name: str, content: bytes) -> Aliases:
         try:

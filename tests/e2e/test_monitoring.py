@@ -33,6 +33,7 @@ from app.telemetry.metrics import LATENCY_BOUNDS_S, Kind, Metric
 from tests.cascades import publish_stages
 from tests.engine_contract import exported, rows
 from tests.faults.test_nodes import Node
+from tests.faults.test_tune import TRAINS
 from tests.helpers import ROOT, local_cluster, run, wait_until
 from tests.jobs import run_job
 from tests.launch import Cluster
@@ -313,7 +314,7 @@ def test_series_stay_long_after_their_last_change(
         wait_until(lambda: bool(ask(state, selector(catalog.TRAIN_CHECKPOINT_SECONDS))), timeout_s=90.0)
         search = pool.submit(run_job, watched, "tune", "recipes/digits.yaml", *searched)
         wait_until(lambda: bool(ask(state, selector(catalog.TUNE_TRIALS))), timeout_s=90.0)
-        trials = site.there.processes("TrialActor")
+        trials = site.there.processes(*TRAINS)
         assert trials
         stopped = [process_of(1), *trials]
         for process in stopped:

@@ -25,6 +25,7 @@ from app.telemetry.events import Event
 from tests.stored_runs import add_steps, write_run
 
 OLDER, NEWER, LIVE = "20260101-000000-digits-aaaa", "20260102-000000-digits-bbbb", "20260103-000000-digits-cccc"
+ODD = "20260104-000000-digits-dddd"
 
 
 @pytest.fixture
@@ -55,6 +56,14 @@ def test_runs_are_listed_with_how_they_stand_the_newest_first(root: UPath) -> No
     assert [run.run_id for run in list_runs(root, limit=1)] == [LIVE]
     assert list_runs(root, recipe="reviews") == []
     assert list_runs(root, job="tune") == []
+
+
+@pytest.mark.parametrize(("job", "metrics"), [("compile", {"chosen": "fast"}), ("lifecycle", {"train": [1]})])
+def test_odd_figures_of_a_run_hide_no_other(root: UPath, job: str, metrics: dict[str, Any]) -> None:
+    write_run(root, ODD, job=job, metrics=metrics)
+    found = {run.key: run.headline for run in list_runs(root)}
+    assert found[f"{job}/{ODD}"] == "the figures in result.json cannot be read"
+    assert found[f"train/{NEWER}"] == "the loss is not finite"
 
 
 def test_a_run_whose_heartbeat_is_old_was_interrupted(tmp_path: UPath) -> None:

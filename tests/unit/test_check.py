@@ -60,6 +60,13 @@ def test_a_data_stall_is_explained(storage: UPath) -> None:
     assert "3.0 % of a step: bound by the network, read by the training process." in page
 
 
+def test_a_line_that_is_being_written_is_left_out(storage: UPath) -> None:
+    metrics = storage / "runs/train" / RUN / "metrics.jsonl"
+    metrics.write_text(metrics.read_text(encoding="utf-8") + '\n{"step": 3, "data_st', encoding="utf-8")
+    stall = next(found for found in findings(storage, None, ask) if found.target.name == "data stall")
+    assert stall.source == "mean of 2 steps"
+
+
 def table(found: list[Finding]) -> dict[tuple[str, str], tuple[float | None, bool | None]]:
     return {(item.subject, item.target.name): (item.value, item.passes) for item in found}
 

@@ -19,6 +19,7 @@ import yaml
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
+from starlette.testclient import TestClient
 
 from app.cluster.jobs import JobsApi
 from app.cluster.ports import unused
@@ -130,7 +131,7 @@ class FakeDashboard:
     """Answers as Ray's dashboard does, with what a test sets."""
 
     def __init__(self) -> None:
-        self.jobs: list[dict[str, Any]] = []
+        self.jobs: Any = []
         self.nodes = [{"node_id": "n1", "state": "ALIVE"}, {"node_id": "n2", "state": "ALIVE"}]
         self.actors: list[dict[str, Any]] = []
         fake = self
@@ -223,6 +224,44 @@ def test_what_is_lost_is_counted_from_the_first_look_on(dashboard: FakeDashboard
     dashboard.server.server_close()
     watch.look()
     assert values(watch)["rayloom_failed_looks_total",] == 1
+
+
+def test_one_odd_item_takes_no_other_away(dashboard: FakeDashboard) -> None:
+    watch = ClusterWatch(dashboard.api, clock=lambda: 100.0)
+    dashboard.jobs = [
+        job(1, "echo it's", "RUNNING", None),
+        job(2, "bash -c 'python -m jobs.tune recipes/it\\'s.yaml", "FAILED", 90_000),
+        job(3, "python -m jobs.train recipes/digits.yaml", "RUNNING", None) | {"metadata": None, "start_time": None},
+        job(4, "\ud800", "FAILED", 90_000),
+        {"type": "SUBMISSION"},
+        {},
+    ]
+    dashboard.nodes += [{"node_id": "n3", "state": None}]
+    dashboard.actors = [{"actor_id": "a0", "class_name": None}]
+    watch.look()
+    dashboard.actors += [{"actor_id": "a1"}, actor(2, "RayTrainWorker", "NODE_DIED")]
+    watch.look()
+    with TestClient(create_app(watch, "http://127.0.0.1:9")) as client:
+        page = client.get("/metrics")
+    assert page.status_code == 200
+    found = values(watch)
+    running = {name[1]: value for name, value in found.items() if name[0] == "rayloom_jobs" and name[2] == "running"}
+    assert running == {"other": 1, "train": 1, "tune": 0}
+    assert found["rayloom_job_failed_timestamp_seconds", "tune", "job-2"] == 90
+    assert found["rayloom_nodes", "alive"] == 2
+    assert found["rayloom_actors_lost_total", "train_worker"] == 1
+    assert found["rayloom_failed_looks_total",] == 0
+
+
+def test_a_list_that_the_cluster_cannot_give_takes_no_other_away(dashboard: FakeDashboard) -> None:
+    watch = ClusterWatch(dashboard.api, clock=lambda: 100.0)
+    dashboard.jobs = "not a list"
+    watch.look()
+    dashboard.actors = [actor(1, "RayTrainWorker", "NODE_DIED")]
+    watch.look()
+    found = values(watch)
+    assert (found["rayloom_nodes", "alive"], found["rayloom_actors_lost_total", "train_worker"]) == (2, 1)
+    assert found["rayloom_failed_looks_total",] == 2
 
 
 @contextmanager

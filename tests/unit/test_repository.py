@@ -103,6 +103,17 @@ def test_only_a_folder_of_files_is_published(repository: Repository, files: UPat
     assert repository.names() == []
 
 
+def test_damaged_aliases_of_a_model_hide_no_other(repository: Repository, files: UPath) -> None:
+    for name in ("one", "two"):
+        repository.publish(name, files, CARD)
+        repository.promote(name, 1)
+    (repository.folder("one", 1).parent / "aliases.json").write_bytes(b"{")
+    assert [(listed.name, listed.aliases) for listed in repository.list_versions()] == [
+        ("one", ("damaged aliases.json",)),
+        ("two", ("production",)),
+    ]
+
+
 def test_a_stray_file_is_no_model(repository: Repository, files: UPath) -> None:
     repository.publish("toy", files, CARD)
     (repository.folder("toy", 1).parent.parent / "notes.txt").write_bytes(b"?")

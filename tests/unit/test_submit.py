@@ -263,6 +263,12 @@ def test_what_is_sent_along_is_sent_again_when_the_cluster_was_lost(sent: Sent) 
     assert sent() == ["python", "-m", "jobs.train", carried, "train.epochs=3", "train.resume=latest"]
 
 
+def test_a_lost_job_whose_command_cannot_be_read_is_named() -> None:
+    lost = job("train-1", "RUNNING", entrypoint="echo it's", metadata={"rayloom_folder": str(ROOT)})
+    with pytest.raises(ClusterError, match=r"job train-1 was lost, and its command .* cannot be read"):
+        resubmit(lost, {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"})
+
+
 def test_a_job_reads_its_recipe_from_object_storage(
     s3: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
