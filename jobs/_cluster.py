@@ -61,6 +61,18 @@ def require(needed: Mapping[str, float], who: str) -> None:
         print(f"{sentence}; waiting for it to grow", flush=True)
 
 
+def cores_of_nodes(reserved: Mapping[str, float]) -> list[int]:
+    """Return the CPUs of each node that has the resources which a process reserves, and CPUs for work at all."""
+    return fitting_cores([node["Resources"] for node in ray.nodes() if node["Alive"]], reserved)
+
+
+def fitting_cores(nodes: Sequence[Mapping[str, float]], reserved: Mapping[str, float]) -> list[int]:
+    """Return ``cores_of_nodes`` for nodes with these resources."""
+    needed = {**reserved, "CPU": max(1.0, reserved.get("CPU", 0.0))}
+    fitting = [node for node in nodes if all(node.get(kind, 0.0) >= amount for kind, amount in needed.items())]
+    return [int(node["CPU"]) for node in fitting]
+
+
 def require_dashboard(who: str) -> None:
     """Check that the dashboard answers. Ray Train asks it whether ``who`` have ended, and then frees their CPUs.
 

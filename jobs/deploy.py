@@ -16,7 +16,7 @@ from app.serving.cascade.rule import CascadeRule
 from app.serving.config import DeployedModel, EndpointConfig
 from app.serving.deployment import deployed_model, promote_named
 from app.telemetry.tracing import stage
-from jobs._cluster import connect
+from jobs._cluster import connect, cores_of_nodes
 from jobs._endpoint import (
     await_routes,
     desired_config,
@@ -47,12 +47,11 @@ def deploy(run: Run) -> Outcome:
     # Before the lock is taken, so that other jobs do not wait for it.
     with stage("verify"):
         model = _planned(run)
-    laps.end("reading and verifying the versions")
-    connect()
+    laps.end("connecting, and reading and verifying the versions")
     with endpoint_lock() as has_waited:
         if has_waited:  # the other job may have promoted another version
             model = _planned(run)
-        laps.end("connecting, and waiting for other jobs")
+        laps.end("waiting for other jobs")
         if model.cascade:
             print(model.cascade.summary(model.production), flush=True)
         before = desired_config()
@@ -103,11 +102,12 @@ def _outcome(run: Run, model: DeployedModel, address: Address, ready_s: float) -
 def _planned(run: Run) -> DeployedModel:
     """Return the model to serve under the recipe's name. A cascade is calibrated on a node like its replicas'."""
     recipe, storage = run.recipe, run.storage
-    if recipe.serve.cascade is None:
-        return deployed_model(recipe, storage)
     connect()
+    cores = cores_of_nodes(recipe.serve.reserved)
+    if recipe.serve.cascade is None:
+        return deployed_model(recipe, storage, cores, print)
     require_calibration_room(desired_config(), recipe.serve.reserved)
-    return run_on_node("calibration", lambda _: deployed_model(recipe, storage), recipe.serve.reserved)
+    return run_on_node("calibration", lambda log: deployed_model(recipe, storage, cores, log), recipe.serve.reserved)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from app.data.processor import Processor
 from app.data.targets import Classes, Outputs
 from app.engines.architecture import architecture_of
 from app.engines.base import Signature
+from app.repository.manifest import ServingDefaults
 from app.repository.repository import Repository
 from app.repository.score import Score
 from app.serving.batching.groups import BatchingPolicy
@@ -49,6 +50,7 @@ def publish_version(
     task: str | None = None,
     score: Score | None = CARD.score,
     targets: Outputs | None = None,
+    serving: ServingDefaults = CARD.serving,
 ) -> int:
     """One more version of a model that ONNX Runtime serves. ``targets`` are in place of classes with these labels."""
     here = {"engine": "onnxruntime", "engine_version": "of another day", "architecture": architecture_of("cpu", "fp32")}
@@ -60,6 +62,7 @@ def publish_version(
             "inputs": tuple(map(Tensor.of, signature.inputs)),
             "outputs": tuple(map(Tensor.of, signature.outputs)),
             "score": score,
+            "serving": serving,
         }
     )
     with tempfile.TemporaryDirectory() as folder:

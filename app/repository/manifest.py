@@ -1,5 +1,6 @@
 """The manifest of a version: its contents, its lineage, and its defaults for serving."""
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Literal, Self
 
@@ -139,6 +140,18 @@ class ServingDefaults(BaseModel):
             )
         return self
 
+    def within(self, cores: Sequence[int]) -> "ServingDefaults":
+        """Return these settings with no more threads on a node than it has cores.
+
+        Args:
+            cores: those of each node that replicas may be on. Serve spreads them evenly. Empty: not known.
+        """
+        if not cores:
+            return self
+        threads = min(self.threads, min(cores))
+        replicas = min(self.replicas, len(cores) * (min(cores) // threads))
+        return self.model_copy(update={"threads": threads, "replicas": replicas})
+
     def overridden(self, config: ServeConfig) -> "ServingDefaults":
         """Return these settings with those of a recipe in their place. For a range of replicas, take the maximum.
 
@@ -210,6 +223,14 @@ class ModelCard(Scored):
         return Signature(
             tuple(tensor.spec() for tensor in self.inputs), tuple(tensor.spec() for tensor in self.outputs)
         )
+
+    def within(self, cores: Sequence[int]) -> Self:
+        """Return the card with settings for nodes with so many cores, as in ``ServingDefaults.within``.
+
+        A GPU's settings stay: they were measured of the GPU, and not of the cores beside it.
+        """
+        serving = self.serving.within(cores) if self.engine_key.device == "cpu" else self.serving
+        return self.model_copy(update={"serving": serving})
 
     def served(self, config: ServeConfig) -> ServingDefaults:
         """Return the settings for serving: the recipe's, or else those that compile measured.

@@ -1,6 +1,6 @@
 """Selects the published versions that an endpoint serves under a recipe's name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 
 from upath import UPath
@@ -8,15 +8,21 @@ from upath import UPath
 from app.config import Recipe, Role, ServeConfig
 from app.errors import RecipeError
 from app.repository.aliases import Alias
-from app.repository.manifest import Manifest
+from app.repository.manifest import Manifest, ServingDefaults
 from app.repository.repository import Repository
 from app.serving.cascade.build import build_cascade
 from app.serving.config import CandidateConfig, DeployedModel, Scaling, VersionConfig
-from app.storage import local_copy
+from app.storage import local_copy, no_op
 
 
-def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
+def deployed_model(
+    recipe: Recipe, storage: UPath, cores: Sequence[int] = (), log: Callable[[str], None] = no_op
+) -> DeployedModel:
     """Return the versions that the recipe names, else those with the aliases. Every file of each is verified.
+
+    Args:
+        cores: those of each node that replicas may be on. Empty: not known.
+        log: called with a line if fewer replicas or threads fit on them than ``jobs.compile`` measured.
 
     Raises:
         StorageError: a version is missing or was changed, or no version has an alias that the recipe asks for.
@@ -33,8 +39,12 @@ def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
         manifests[alias] = repository.verify(recipe.name, version)
     _require_interchangeable(manifests)
 
+    if difference := _smaller(production, serve, cores):
+        log(difference)
+    production = production.within(cores)
+
     def config_of(manifest: Manifest) -> VersionConfig:
-        return VersionConfig.of(str(storage), manifest, serve)
+        return VersionConfig.of(str(storage), manifest.within(cores), serve)
 
     def candidate_of(alias: Role) -> CandidateConfig | None:
         candidate = serve.candidates.get(alias)
@@ -51,7 +61,7 @@ def deployed_model(recipe: Recipe, storage: UPath) -> DeployedModel:
         production=in_production,
         canary=candidate_of("canary"),
         shadow=candidate_of("shadow"),
-        cascade=build_cascade(serve.cascade, in_production, serve, storage) if serve.cascade else None,
+        cascade=build_cascade(serve.cascade, in_production, serve, storage, cores) if serve.cascade else None,
         scaling=_scaling(serve, production),
     )
 
@@ -80,6 +90,22 @@ def _require_interchangeable(manifests: Mapping[Alias, Manifest]) -> None:
                 f"serve.{alias}: version {manifest.version} {difference}, as production does: such a version needs a "
                 "name of its own"
             )
+
+
+def _smaller(manifest: Manifest, serve: ServeConfig, cores: Sequence[int]) -> str | None:
+    """Return what is served with fewer replicas or threads than were measured; None if nothing is."""
+    measured, fitting = manifest.served(serve), manifest.within(cores).served(serve)
+    if fitting == measured:
+        return None
+    return (
+        f"{manifest.name}, version {manifest.version}, was measured with {_shape(measured)}, and the smallest of "
+        f"{len(cores)} nodes that may serve it has {min(cores)} cores: {_shape(fitting)} are served; set "
+        "serve.replicas and serve.threads for others"
+    )
+
+
+def _shape(serving: ServingDefaults) -> str:
+    return f"replicas={serving.replicas} of threads={serving.threads}"
 
 
 def _scaling(serve: ServeConfig, production: Manifest) -> Scaling:

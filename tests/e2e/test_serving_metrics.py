@@ -1,4 +1,4 @@
-"""What Prometheus reads of a deployed model."""
+"""What Prometheus reads of a deployed model, and how many replicas it has."""
 
 import json
 from collections import defaultdict
@@ -8,10 +8,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from upath import UPath
 
-from tests.engine_contract import exported, rows
+from tests.engine_contract import PROCESSOR, SIGNATURE, exported, rows
 from tests.helpers import wait_until
+from tests.jobs import run_job
 from tests.launch import Cluster
-from tests.toy import body, deploy, publish
+from tests.publishing import CARD
+from tests.toy import LABELS, body, deploy, publish, publish_version
 
 
 @pytest.mark.usefixtures("emptied")
@@ -41,3 +43,14 @@ def test_why_batches_were_made_and_requests_failed_is_exported(cluster: dict[str
     }
     names = {name for name, _ in expected}
     wait_until(lambda: told() == expected)
+
+
+@pytest.mark.usefixtures("emptied")
+def test_replicas_that_a_larger_node_measured_fit_on_the_one_that_serves(cluster: dict[str, str], ray: Cluster) -> None:
+    wait_until(lambda: ray.cpus()[1] > 0)
+    cpus = int(ray.cpus()[1])
+    serving = CARD.serving.model_copy(update={"replicas": cpus + 1, "threads": 1})
+    storage = UPath(cluster["RAYLOOM_STORAGE"])
+    version = publish_version(storage, "toy", exported(), SIGNATURE, PROCESSOR, LABELS, serving=serving)
+    deployed = run_job(cluster, "deploy", "recipes/reviews.yaml", "name=toy", f"serve.version={version}")
+    assert deployed["metrics"]["replicas"] == cpus

@@ -26,6 +26,29 @@ HALVES = TensorParallelConfig(size=2, cpus_per_process=4.5)
 
 
 @pytest.mark.parametrize(
+    ("cores", "given", "replicas", "threads"),
+    [
+        ([], ServeConfig(), 64, 2),
+        ([128], ServeConfig(), 64, 2),
+        ([2], ServeConfig(), 1, 2),
+        ([1], ServeConfig(), 1, 1),
+        ([5], ServeConfig(), 2, 2),
+        ([64, 5], ServeConfig(), 4, 2),  # Serve spreads replicas evenly, so the smallest node counts
+        ([8] * 32, ServeConfig(), 64, 2),
+        ([4], ServeConfig(replicas=4), 4, 1),
+        ([4], ServeConfig(replicas=8, threads=3), 8, 3),  # as the recipe says
+    ],
+)
+def test_no_node_serves_with_more_threads_than_cores(
+    cores: list[int], given: ServeConfig, replicas: int, threads: int
+) -> None:
+    measured = MEASURED.model_copy(update={"replicas": 64, "threads": 2})
+    card = model_card().model_copy(update={"serving": measured})
+    served = card.within(cores).served(given)
+    assert (served.replicas, served.threads) == (replicas, threads)
+
+
+@pytest.mark.parametrize(
     ("given", "served"),
     [
         (ServeConfig(), MEASURED),

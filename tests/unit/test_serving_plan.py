@@ -11,6 +11,7 @@ from app.repository.repository import Repository
 from app.serving.config import Scaling
 from app.serving.deployment import deployed_model, promote_named
 from app.tensors import Tensor
+from jobs._cluster import fitting_cores
 from tests.helpers import ROOT
 from tests.publishing import CARD, files_in
 
@@ -49,6 +50,29 @@ def test_a_recipe_names_versions_and_aliases_stand_for_the_rest(storage: UPath) 
     assert (model.scaling.min_replicas, model.scaling.max_replicas, model.production.threads) == (1, 4, 3)
     promote_named(tried, repository)
     assert [repository.aliases("toy").of(version) for version in (1, 2, 3)] == [["production"], ["canary"], ["shadow"]]
+
+
+def test_replicas_and_threads_fit_on_the_nodes_that_serve(storage: UPath) -> None:
+    said: list[str] = []
+    serving = CARD.serving.model_copy(update={"replicas": 64, "threads": 4})
+    files = storage.parent / "large"
+    Repository(storage).publish("toy", files_in(Path(files)), CARD.model_copy(update={"serving": serving}))
+    model = deployed_model(recipe("serve.version=5"), storage, [2, 16], said.append)
+    assert (model.scaling.max_replicas, model.production.threads) == (2, 2)
+    assert said == [
+        "toy, version 5, was measured with replicas=64 of threads=4, and the smallest of 2 nodes that may serve it has "
+        "2 cores: replicas=2 of threads=2 are served; set serve.replicas and serve.threads for others"
+    ]
+    explicit = recipe("serve.version=5", "serve.replicas=64", "serve.threads=4")
+    assert deployed_model(explicit, storage, [2], said.append).scaling.max_replicas == 64
+    assert len(said) == 1
+
+
+def test_only_nodes_with_room_for_a_replica_are_counted() -> None:
+    nodes = [{"CPU": 8.0, "rack": 1.0}, {"memory": 1.0}, {"CPU": 2.0}, {"CPU": 4.0, "GPU": 1.0, "rack": 1.0}]
+    assert fitting_cores(nodes, {"CPU": 0.0, "GPU": 0.0}) == [8, 2, 4]
+    assert fitting_cores(nodes, {"CPU": 3.0, "GPU": 0.0}) == [8, 4]
+    assert fitting_cores(nodes, {"CPU": 0.0, "GPU": 0.5, "rack": 1.0}) == [4]
 
 
 def test_a_version_is_not_tried_any_more_once_it_is_in_production(storage: UPath) -> None:

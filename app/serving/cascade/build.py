@@ -34,8 +34,17 @@ Stage = Callable[[Sequence[Tensors]], NDArray[np.float32]]
 """A function that returns the logits of all rows."""
 
 
-def build_cascade(config: CascadeConfig, production: VersionConfig, serve: ServeConfig, storage: UPath) -> Cascade:
+def build_cascade(
+    config: CascadeConfig,
+    production: VersionConfig,
+    serve: ServeConfig,
+    storage: UPath,
+    cores: Sequence[int] = (),
+) -> Cascade:
     """Return the stages before a recipe's own version, and their rule, which is calibrated here.
+
+    Args:
+        cores: those of each node that replicas may be on. Empty: not known.
 
     Raises:
         StorageError: a version, or the data of its training, is missing or was changed.
@@ -43,7 +52,7 @@ def build_cascade(config: CascadeConfig, production: VersionConfig, serve: Serve
         EngineError: a version cannot run on this machine.
         DataError: there are too few validation rows.
     """
-    before = tuple(_version(reference, serve, storage) for reference in config.before)
+    before = tuple(_version(reference, serve, storage, cores) for reference in config.before)
     titles = [stage.title for stage in (*before, production)]
     if repeated := [title for title in titles if titles.count(title) > 1]:
         raise RecipeError(
@@ -104,12 +113,12 @@ def calibrate_versions(
     return calibrate(logits, np.array(validation.classes), _seconds_per_row(stages, rows), accuracy_floor)
 
 
-def _version(reference: str, serve: ServeConfig, storage: UPath) -> VersionConfig:
+def _version(reference: str, serve: ServeConfig, storage: UPath, cores: Sequence[int]) -> VersionConfig:
     """Return the version that a recipe calls NAME (its version in production) or NAME/VERSION."""
     repository = Repository(storage)
     name, _, number = reference.partition("/")
     manifest = repository.manifest(name, int(number) if number else repository.production(name))
-    return VersionConfig.of(str(storage), manifest, serve)
+    return VersionConfig.of(str(storage), manifest.within(cores), serve)
 
 
 def _logits(model: LoadedModel, policy: BatchingPolicy, rows: Sequence[Tensors]) -> NDArray[np.float32]:
