@@ -102,12 +102,18 @@ def _outcome(run: Run, model: DeployedModel, address: Address, ready_s: float) -
 def _planned(run: Run) -> DeployedModel:
     """Return the model to serve under the recipe's name. A cascade is calibrated on a node like its replicas'."""
     recipe, storage = run.recipe, run.storage
-    connect()
-    cores = cores_of_nodes(recipe.serve.reserved)
+
+    def cores() -> list[int]:
+        connect()
+        return cores_of_nodes(recipe.serve.reserved)
+
     if recipe.serve.cascade is None:
         return deployed_model(recipe, storage, cores, print)
+    known = cores()
     require_calibration_room(desired_config(), recipe.serve.reserved)
-    return run_on_node("calibration", lambda log: deployed_model(recipe, storage, cores, log), recipe.serve.reserved)
+    return run_on_node(
+        "calibration", lambda log: deployed_model(recipe, storage, lambda: known, log), recipe.serve.reserved
+    )
 
 
 if __name__ == "__main__":

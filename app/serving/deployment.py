@@ -16,12 +16,16 @@ from app.storage import local_copy, no_op
 
 
 def deployed_model(
-    recipe: Recipe, storage: UPath, cores: Sequence[int] = (), log: Callable[[str], None] = no_op
+    recipe: Recipe,
+    storage: UPath,
+    cores_of_nodes: Callable[[], Sequence[int]] = tuple,
+    log: Callable[[str], None] = no_op,
 ) -> DeployedModel:
     """Return the versions that the recipe names, else those with the aliases. Every file of each is verified.
 
     Args:
-        cores: those of each node that replicas may be on. Empty: not known.
+        cores_of_nodes: returns the cores of each node that replicas may be on; empty if they are not known. Called once
+            the versions are verified.
         log: called with a line if fewer replicas or threads fit on them than ``jobs.compile`` measured.
 
     Raises:
@@ -39,6 +43,7 @@ def deployed_model(
         manifests[alias] = repository.verify(recipe.name, version)
     _require_interchangeable(manifests)
 
+    cores = cores_of_nodes()
     if difference := _smaller(production, serve, cores):
         log(difference)
     production = production.within(cores)

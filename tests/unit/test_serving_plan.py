@@ -57,14 +57,14 @@ def test_replicas_and_threads_fit_on_the_nodes_that_serve(storage: UPath) -> Non
     serving = CARD.serving.model_copy(update={"replicas": 64, "threads": 4})
     files = storage.parent / "large"
     Repository(storage).publish("toy", files_in(Path(files)), CARD.model_copy(update={"serving": serving}))
-    model = deployed_model(recipe("serve.version=5"), storage, [2, 16], said.append)
+    model = deployed_model(recipe("serve.version=5"), storage, lambda: [2, 16], said.append)
     assert (model.scaling.max_replicas, model.production.threads) == (2, 2)
     assert said == [
         "toy, version 5, was measured with replicas=64 of threads=4, and the smallest of 2 nodes that may serve it has "
         "2 cores: replicas=2 of threads=2 are served; set serve.replicas and serve.threads for others"
     ]
     explicit = recipe("serve.version=5", "serve.replicas=64", "serve.threads=4")
-    assert deployed_model(explicit, storage, [2], said.append).scaling.max_replicas == 64
+    assert deployed_model(explicit, storage, lambda: [2], said.append).scaling.max_replicas == 64
     assert len(said) == 1
 
 
