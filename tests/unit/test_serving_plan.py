@@ -55,8 +55,9 @@ def test_a_recipe_names_versions_and_aliases_stand_for_the_rest(storage: UPath) 
 def test_replicas_and_threads_fit_on_the_nodes_that_serve(storage: UPath) -> None:
     said: list[str] = []
     serving = CARD.serving.model_copy(update={"replicas": 64, "threads": 4})
-    files = storage.parent / "large"
-    Repository(storage).publish("toy", files_in(Path(files)), CARD.model_copy(update={"serving": serving}))
+    Repository(storage).publish(
+        "toy", files_in(Path(storage.parent.path) / "large"), CARD.model_copy(update={"serving": serving})
+    )
     model = deployed_model(recipe("serve.version=5"), storage, lambda: [2, 16], said.append)
     assert (model.scaling.max_replicas, model.production.threads) == (2, 2)
     assert said == [
