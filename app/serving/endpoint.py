@@ -21,6 +21,7 @@ from app.serving.model.health import choose_probes
 from app.serving.model.loaded import load_model
 from app.serving.model.served import ServedModel
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
+from app.serving.reading import Reader
 from app.serving.rollout import InferenceTarget, Rollout, TrafficShare
 from app.serving.traffic import Traffic
 from app.storage import open_storage
@@ -61,6 +62,8 @@ class Endpoint:
         self._updating = asyncio.Lock()
         self.traffic = Traffic(find_request_tracer())
         """Every request for inference, however it came."""
+        self.reader = Reader()
+        """Reads large requests."""
         self.loads: defaultdict[tuple[str, str], Durations] = defaultdict(Durations)
         """Cold starts, by name and version of the model."""
 

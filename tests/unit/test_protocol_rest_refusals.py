@@ -39,7 +39,7 @@ def test_a_bomb_does_not_go_off(encoding: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(RequestTooLargeError, match="larger than 10000 bytes"):
-            read_infer(bomb, {"content-encoding": encoding}, "m", limits=Limits(body_bytes=10_000))
+            read_infer(bomb, {"content-encoding": encoding}, "m", limits=Limits(json_bytes=10_000))
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()

@@ -10,6 +10,8 @@ Body = TypeVar("Body", bound=bytes | memoryview)
 _WINDOWS = {"gzip": 31, "deflate": 15}
 """zlib's numbers for the two formats."""
 
+MAX_INFLATION = 1032
+"""Upper bound on the ratio by which deflate, and so gzip, shrinks a body: https://zlib.net/zlib_tech.html"""
 _MIN_BYTES = 1024
 """A smaller body fits into one packet uncompressed."""
 

@@ -4,13 +4,13 @@ https://developers.openai.com/api/reference/resources/embeddings/methods/create
 """
 
 import base64
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.errors import RequestError, short_repr
-from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.serving.protocol.natural import ONLY_VALID, PredictRequest, PredictResponse
 
 
 class EmbeddingsRequest(BaseModel):
@@ -19,7 +19,12 @@ class EmbeddingsRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: str
-    input: str | list[str] | list[int] | list[list[int]]
+    input: (
+        str
+        | Annotated[list[str], ONLY_VALID]
+        | Annotated[list[int], ONLY_VALID]
+        | Annotated[list[Annotated[list[int], ONLY_VALID]], ONLY_VALID]
+    )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 

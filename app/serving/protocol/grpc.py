@@ -5,14 +5,14 @@ https://github.com/triton-inference-server/common/blob/main/protobuf/grpc_servic
 The classes are those of Triton's client, because protobuf allows only one class per message name in a process.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2 as pb
 
-from app.errors import RequestError, short_repr
+from app.errors import RequestError, RequestTooLargeError, short_repr
 from app.serving.protocol.infer import (
     LIMITS,
     InferRequest,
@@ -25,9 +25,10 @@ from app.serving.protocol.infer import (
     require_unique,
 )
 from app.serving.protocol.tensors import DATATYPES, check_input, from_bytes, from_elements, to_buffer
+from app.serving.reading import ON_LOOP_BYTES
 from app.tensors import TensorSpec
 
-_CONTENTS = {
+_FIELD_OF = {
     "BOOL": "bool_contents",
     "UINT8": "uint_contents",
     "UINT16": "uint_contents",
@@ -43,6 +44,17 @@ _CONTENTS = {
 }
 """The field that lists the elements of a datatype."""
 
+_RAW, _INPUTS = (
+    pb.ModelInferRequest.DESCRIPTOR.fields_by_name[name].number for name in ("raw_input_contents", "inputs")
+)
+_CONTENTS = pb.ModelInferRequest.InferInputTensor.DESCRIPTOR.fields_by_name["contents"].number
+_MAX_FIELDS = 2**13
+"""Limit on the fields of a large message and of its inputs."""
+_MAX_REST_BYTES = 2**20
+"""Limit on a message without its tensors. An entry of 2 bytes becomes an object of a hundred."""
+_SIZES = {1: 8, 5: 4}
+"""The sizes of values by their wire type."""
+
 _FINAL = "triton_final_response"
 """The parameter by which Triton's clients recognize the last answer to a request of a stream.
 
@@ -51,6 +63,39 @@ https://github.com/triton-inference-server/server/blob/main/docs/user_guide/deco
 
 _DEFAULT = RequestParameters(binary_data_output=True)
 """gRPC always sends bytes."""
+
+
+def require_readable(message: bytes, limits: Limits = LIMITS) -> int:
+    """Refuse a message that would take long to parse, or much memory, by the sizes of its fields.
+
+    Returns:
+        The number of its bytes that take time to read: all but ``raw_input_contents``.
+
+    Raises:
+        RequestTooLargeError: ``contents`` are larger than JSON may be, or the rest is.
+        RequestError: it has too many fields, or is no message.
+    """
+    # A short message cannot be expensive.
+    if len(message) <= ON_LOOP_BYTES:
+        return len(message)
+    raw, contents, left = 0, 0, iter(range(_MAX_FIELDS))
+    for number, start, end in _fields(message, 0, len(message), left):
+        if number == _RAW:
+            raw += end - start
+        elif number == _INPUTS:
+            inner = _fields(message, start, end, left)
+            contents += sum(stop - begin for number, begin, stop in inner if number == _CONTENTS)
+    if contents > limits.json_bytes:
+        raise RequestTooLargeError(
+            f"the message has {contents} bytes of contents: expected {limits.json_bytes} at most, send tensors in "
+            "raw_input_contents"
+        )
+    if (rest := len(message) - raw - contents) > _MAX_REST_BYTES:
+        raise RequestTooLargeError(
+            f"the message has {rest} bytes beside its tensors: expected {_MAX_REST_BYTES} at most, send shorter names "
+            "and parameters"
+        )
+    return len(message) - raw
 
 
 def read_infer(
@@ -111,6 +156,43 @@ def read_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _fields(message: bytes, start: int, end: int, left: Iterator[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the number of each field between two offsets, and the offsets of its value. Each takes one from ``left``.
+
+    https://protobuf.dev/programming-guides/encoding/
+    """
+    while start < end:
+        if next(left, None) is None:
+            raise RequestError(f"the message has more than {_MAX_FIELDS} fields: send fewer inputs in a request")
+        tag, start = _varint(message, start, end)
+        match tag & 7:
+            case 0:
+                stop = _varint(message, start, end)[1]
+            case 2:
+                size, start = _varint(message, start, end)
+                stop = start + size
+            case kind:
+                stop = start + _SIZES.get(kind, end)
+        if stop > end:
+            raise _malformed()
+        yield tag >> 3, start, stop
+        start = stop
+
+
+def _varint(message: bytes, start: int, end: int) -> tuple[int, int]:
+    """Return a number of up to ten bytes with seven bits each, and the offset after it."""
+    value = 0
+    for index in range(start, min(start + 10, end)):
+        value |= (message[index] & 0x7F) << 7 * (index - start)
+        if message[index] < 0x80:
+            return value, index + 1
+    raise _malformed()
+
+
+def _malformed() -> RequestError:
+    return RequestError("the message cannot be parsed: send one of inference.GRPCInferenceService")
+
+
 def _request_parameters(parameters: Mapping[str, pb.InferParameter]) -> RequestParameters:
     # A request without any needs no object of its own.
     if not parameters:
@@ -152,7 +234,7 @@ def _inputs(inputs: Sequence[Any], raw: Sequence[bytes]) -> dict[str, NDArray[An
 
 def _elements(name: str, datatype: str, contents: pb.InferTensorContents) -> Sequence[Any]:
     """Return the elements in the field of the datatype. Raises RequestError if another field is filled."""
-    expected = _CONTENTS.get(datatype)
+    expected = _FIELD_OF.get(datatype)
     for field, elements in contents.ListFields():
         if field.name != expected:
             raise RequestError(

@@ -37,6 +37,10 @@ class Limits:
     """Size of a body, decompressed."""
     json_bytes: int = 8 * 2**20
     """Size of the JSON in a body. Parsed JSON takes about 40 times as much memory."""
+    containers: int = 2**17
+    """Objects, lists and keys of JSON. Each takes 3 bytes there or more, and about a hundred times as much in memory."""
+    values: int = 2**19
+    """Values of JSON without tensors: texts, rows and the like. Commas are counted, and texts have these, too."""
     strings: int = 1_000_000
     """Elements of a BYTES tensor. Each is an object of any length, and takes about a microsecond to read."""
 
@@ -149,6 +153,29 @@ class InferResponse:
     id: str | None
     outputs: Tensors
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
+
+
+def check_json(text: bytes | memoryview, *, has_tensors: bool, limits: Limits = LIMITS) -> None:
+    """Refuse JSON that would become too many objects, before it is parsed.
+
+    Characters in strings count, too: to leave them out would take as long as parsing.
+
+    Raises:
+        RequestError: it has more objects, lists, keys or values than ``limits`` allow.
+    """
+    # Short JSON cannot have too many, and is not searched.
+    if len(text) <= limits.containers:
+        return
+    content = bytes(text)
+    if (count := sum(map(content.count, (b"{", b"[", b":")))) > limits.containers:
+        raise RequestError(
+            f"the JSON has {count} objects, lists and keys: expected {limits.containers} at most, list elements flat "
+            "or send fewer rows in a request"
+        )
+    if not has_tensors and (count := content.count(b",")) > limits.values:
+        raise RequestError(
+            f"the JSON has {count} commas: expected {limits.values} at most, send fewer texts or rows in a request"
+        )
 
 
 def check_outputs(request: InferRequest, specs: Sequence[TensorSpec]) -> None:

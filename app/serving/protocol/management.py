@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from app.errors import RequestError, short_repr
+from app.serving.protocol.infer import check_json
 from app.serving.protocol.tensors import DATATYPES
 from app.tensors import TensorSpec
 
@@ -201,6 +202,7 @@ def parse_body(model: type[Body], body: bytes) -> Body:
     # Triton's clients send no body where all fields are optional.
     if not body and not any(field.is_required() for field in model.model_fields.values()):
         body = b"{}"
+    check_json(body, has_tensors=False)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -216,7 +218,9 @@ def check_fields(model: type[Body], fields: Mapping[str, object]) -> Body:
 
 
 def _refusal(model: type[Body], error: ValidationError) -> RequestError:
-    problem = error.errors(include_url=False, include_input=False)[0]
+    problems = error.errors(include_url=False, include_input=False)
+    # A list that is too long is also said to be no text, and so on.
+    problem = next((problem for problem in problems if problem["type"] == "too_long"), problems[0])
     # Parts of it are the client's keys, which may be of any length.
     location = ".".join(str(part) for part in problem["loc"]) or "the body"
     return RequestError(f"{location[:200]}: {problem['msg']}; expected JSON of the form of {model.__name__}")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, PositiveFloat
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from app.data.examples import Modality, Natural
 
@@ -37,13 +37,17 @@ def _require_json(row: dict[str, Any]) -> dict[str, Any]:
 Row = Annotated[dict[str, Any], AfterValidator(_require_json)]
 
 
+ONLY_VALID = Field(max_length=2**14, fail_fast=True)
+"""For lists that clients send. Without it pydantic reports each of a million wrong items by several errors."""
+
+
 class PredictRequest(BaseModel):
     """The body of ``predict``: one text, image, row or record, or several.
 
     In JSON an image is base64, and a row or a record is an object. In Python a record's files may be bytes.
     """
 
-    inputs: str | bytes | Row | list[str | Row]
+    inputs: str | bytes | Row | Annotated[list[str | Row], ONLY_VALID]
     timeout_s: PositiveFloat | None = None
     """Time until the answer. The server may allow less."""
     priority: NonNegativeInt = 0

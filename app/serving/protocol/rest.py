@@ -21,6 +21,7 @@ from app.serving.protocol.infer import (
     Limits,
     RequestedOutput,
     RequestParameters,
+    check_json,
     describe,
     parse_count,
     refuse_shared_memory,
@@ -52,11 +53,24 @@ _NOT_FINITE = ("NaN", "Infinity")
 """Common spellings in JSON of numbers that are not finite, which JSON does not allow."""
 
 
-def max_body_bytes(headers: Headers) -> int:
-    """Return the maximum size of a received body with these headers. JSON alone has a lower limit."""
-    # Only a header can announce tensors behind the JSON, or a compressed body.
-    has_more = JSON_LENGTH in headers or ("content-encoding" in headers and is_compressed(headers["content-encoding"]))
-    return LIMITS.body_bytes if has_more else LIMITS.json_bytes
+def max_body_bytes(headers: Headers, limits: Limits = LIMITS) -> int:
+    """Return the maximum size of a body with these headers, received or decompressed. JSON alone has a lower limit."""
+    # Only a header can announce tensors behind the JSON.
+    return limits.body_bytes if JSON_LENGTH in headers else limits.json_bytes
+
+
+def bytes_to_read(body: Body, headers: Headers, inputs: Sequence[TensorSpec]) -> int:
+    """Return how many bytes of a body take time to read: JSON, strings, and all that a compressed one may hold.
+
+    Args:
+        inputs: the model's inputs. Their tensors become views of the body, except strings.
+    """
+    if is_compressed(headers.get("content-encoding", "")):
+        return max_body_bytes(headers)
+    length = headers.get(JSON_LENGTH, "")
+    if any(spec.dtype.hasobject for spec in inputs) or not length.isdecimal() or len(length) > _MAX_DIGITS:
+        return len(body)
+    return int(length)
 
 
 def read_infer(
@@ -81,7 +95,7 @@ def read_infer(
         RequestError: anything else is wrong; the tensor or parameter is named.
     """
     if encoding := headers.get("content-encoding"):
-        body = decompress(body, encoding, limits.body_bytes)
+        body = decompress(body, encoding, max_body_bytes(headers, limits))
     elif len(body) > limits.body_bytes:
         raise too_large(limits.body_bytes)
 
@@ -98,7 +112,9 @@ def read_infer(
         )
 
     # A view, because the tensors behind the JSON may be large.
-    given = _parsed(body if length == len(body) else memoryview(body)[:length])
+    text = body if length == len(body) else memoryview(body)[:length]
+    check_json(text, has_tensors=True, limits=limits)
+    given = _parsed(text)
     asked = _parameters(given, "request")
     parameters = RequestParameters.of(asked) if asked else _DEFAULT
     return InferRequest(

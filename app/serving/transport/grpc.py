@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from app.errors import OverloadError, RequestError, UnauthorizedError
 from app.serving.endpoint import Endpoint
-from app.serving.protocol.grpc import read_infer, write_infer, write_stream_error, write_stream_infer
+from app.serving.protocol.grpc import read_infer, require_readable, write_infer, write_stream_error, write_stream_infer
 from app.serving.protocol.grpc_management import (
     read_index,
     read_load,
@@ -113,7 +113,10 @@ def _end(grpc_context: Context, error: Exception) -> None:
 
 def _require_parsed(request: Given | None) -> Given:
     if request is None:
-        raise RequestError("the message cannot be parsed: send one of inference.GRPCInferenceService")
+        raise RequestError(
+            "the message cannot be parsed, or has too many parts: send one of inference.GRPCInferenceService, and large "
+            "tensors in raw_input_contents"
+        )
     return request
 
 
@@ -241,9 +244,19 @@ class GrpcMethods:
     async def _infer(self, message: pb.ModelInferRequest) -> InferResponse:
         with self._endpoint.traffic.counted("grpc", _traceparent.get()) as asked:
             asked.received = message.ByteSize()
-            target = self._endpoint.route(message.model_name, message.model_version or None)
-            asked.model, asked.version = message.model_name, target.version
-            response = await target.infer(read_infer(message, target.inputs))
+            name, version = message.model_name, message.model_version or None
+            found = self._endpoint.find(name, version)
+            asked.model, asked.version = name, found.version
+            # Tensors in bytes become views, except strings.
+            has_strings = any(spec.dtype.hasobject for spec in found.inputs)
+            tensors = 0 if has_strings else sum(map(len, message.raw_input_contents))
+            request = await self._endpoint.reader.read(
+                asked.received - tensors, lambda: read_infer(message, found.inputs)
+            )
+            # Only now, because a version can be replaced while a message is read.
+            target = self._endpoint.route(name, version)
+            asked.version = target.version
+            response = await target.infer(request)
             asked.sent = sum(tensor.nbytes for tensor in response.outputs.values())
             return response
 
@@ -266,7 +279,8 @@ for _method in SERVICE.methods:
 def add_to_server(service: Any, server: grpc.aio.Server) -> None:
     """Register the service, as the generated code does, with one difference.
 
-    Methods get None for a message that cannot be parsed. gRPC itself would log a traceback, and answer UNKNOWN.
+    Methods get None for a message that cannot be parsed, or would take long. gRPC itself would log a traceback, and
+    answer UNKNOWN.
     """
     handlers = {
         method.name: (
@@ -284,9 +298,10 @@ def add_to_server(service: Any, server: grpc.aio.Server) -> None:
 def _parser(kind: type[Answer]) -> Callable[[bytes], Answer | None]:
     def parse(message: bytes) -> Answer | None:
         try:
+            require_readable(message)
             parsed: Answer = kind.FromString(message)
             return parsed
-        except DecodeError:
+        except (DecodeError, RequestError):
             return None
 
     return parse

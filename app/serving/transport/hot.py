@@ -17,6 +17,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from app.errors import OverloadError, UnauthorizedError
+from app.serving.protocol.rest import bytes_to_read
+from app.serving.reading import ON_LOOP_BYTES
 from app.serving.traffic import Outcome, outcome_of
 from app.serving.transport.calls import START as CALL_START
 from app.serving.transport.calls import CallConnection
@@ -81,8 +83,12 @@ class HotRoute:
         """Read a body. Return None if something is wrong with the request, or more than one version answers it."""
         try:
             served = self._endpoint.route_single(head.model, head.version)
-            # A cascade or a shadow needs the general path.
-            return self._prepared.read(served, head.model, body, head.lengths) if served else None
+            # A cascade or a shadow needs the general path, and what takes long to read must not hold up the loop.
+            if served is None or (
+                len(body) > ON_LOOP_BYTES and bytes_to_read(body, head.lengths, served.inputs) > ON_LOOP_BYTES
+            ):
+                return None
+            return self._prepared.read(served, head.model, body, head.lengths)
         except Exception:  # any error occurs again on uvicorn's way, and is reported there
             return None
 

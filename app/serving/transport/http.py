@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import OverloadError, UnauthorizedError
 from app.serving.endpoint import Endpoint
-from app.serving.protocol.compression import is_compressed
-from app.serving.protocol.rest import max_body_bytes, read_infer, write_infer
+from app.serving.protocol.compression import MAX_INFLATION, is_compressed
+from app.serving.protocol.infer import InferRequest, InferResponse
+from app.serving.protocol.rest import bytes_to_read, max_body_bytes, read_infer, write_infer
 from app.serving.traffic import Asked, outcome_of
 from app.serving.transport.asgi import close_if_unread, headers_of, read_body, unless_gone
 from app.serving.transport.errors import error_response
@@ -21,8 +22,6 @@ ROOM_BYTES = 4 * 2**30
 """Default limit on the total size of all bodies in a replica."""
 _OPEN_PATHS = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
 _INFER = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
-_MAX_INFLATION = 1032
-"""Upper bound on the ratio by which deflate, and so gzip, shrinks a body: https://zlib.net/zlib_tech.html"""
 
 
 class HttpApi:
@@ -83,19 +82,31 @@ class HttpApi:
         """Return the body and the headers of an answer; None if the client has gone. Raises as the endpoint does."""
         body = await read_body(headers, receive, max_body_bytes(headers))
         asked.received = len(body)
-        # Only now, because a version can be replaced while the body arrives.
-        target = self._endpoint.route(name, version)
-        asked.model, asked.version = name, target.version
-        request = read_infer(body, headers, name, version, target.inputs)
-        response = await unless_gone(receive, target.infer(request))
-        if response is None:
+        answered = await unless_gone(receive, self._ask(name, version, headers, body, asked))
+        if answered is None:
             asked.outcome = "cancelled"
             return None
+        request, response = answered
         content, response_headers = write_infer(response, request, headers.get("accept-encoding", ""))
         asked.sent = len(content)
         if asked.traceparent:
             response_headers["traceparent"] = asked.traceparent
         return content, response_headers
+
+
+    async def _ask(
+        self, name: str, version: str | None, headers: Mapping[str, str], body: bytes, asked: Asked
+    ) -> tuple[InferRequest, InferResponse]:
+        """Read a body, and return the request and its response. Raises as the endpoint does."""
+        found = self._endpoint.find(name, version)
+        asked.model, asked.version = name, found.version
+        request = await self._endpoint.reader.read(
+            bytes_to_read(body, headers, found.inputs), lambda: read_infer(body, headers, name, version, found.inputs)
+        )
+        # Only now, because a version can be replaced while a body arrives and is read.
+        target = self._endpoint.route(name, version)
+        asked.version = target.version
+        return request, await target.infer(request)
 
 
 class DirectInference:
@@ -146,9 +157,8 @@ class DirectInference:
             return
         headers = headers_of(scope)
         max_bytes = max_body_bytes(headers)
-        encoding = headers.get("content-encoding")
         # Reserve for the worst case: how far a body inflates is known only after it took the memory.
-        factor = _MAX_INFLATION if encoding and is_compressed(encoding) else 1
+        factor = MAX_INFLATION if is_compressed(headers.get("content-encoding", "")) else 1
         held = 0
 
         async def receive_counted() -> Message:

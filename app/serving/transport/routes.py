@@ -1,7 +1,9 @@
 """All routes of the HTTP endpoint except inference: health, metadata, the repository, natural input and pages."""
 
+from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response, Security
 from fastapi.responses import HTMLResponse
@@ -12,10 +14,11 @@ from starlette.exceptions import HTTPException
 from app.errors import RayloomError
 from app.pages.assets import STYLE, page_headers
 from app.serving.endpoint import Endpoint
-from app.serving.protocol.compression import decompress
+from app.serving.protocol.compression import decompress, is_compressed
 from app.serving.protocol.embeddings import EmbeddingsRequest, EmbeddingsResponse
 from app.serving.protocol.infer import LIMITS
 from app.serving.protocol.management import (
+    Body,
     IndexRequest,
     LoadRequest,
     ModelIndex,
@@ -33,6 +36,8 @@ from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictRe
 from app.serving.transport.asgi import read_body
 from app.serving.transport.errors import ErrorResponse, error_response
 from app.serving.transport.openapi import EMBEDDINGS, PREDICT, describe_infer
+
+Result = TypeVar("Result")
 
 DOCS_ASSETS = "/docs/assets"
 """The path of the scripts and styles of ``/docs``."""
@@ -103,7 +108,7 @@ def _natural(endpoint: Endpoint) -> APIRouter:
             if asked.traceparent:
                 response.headers["traceparent"] = request.state.traceparent = asked.traceparent
             asked.model, asked.version = name, endpoint.find(name, version).version  # refused before the body is read
-            given = await _read_predict(request)
+            given = await _read_predict(endpoint, request)
             asked.received = given.num_bytes
             # A version can be replaced while the body arrives, and would refuse the request once it is unloaded.
             target = endpoint.route(name, version)
@@ -122,27 +127,33 @@ def _embeddings(endpoint: Endpoint) -> APIRouter:
         with endpoint.traffic.counted("natural", request.headers.get("traceparent")) as asked:
             if asked.traceparent:
                 response.headers["traceparent"] = request.state.traceparent = asked.traceparent
-            body = await _read_content(request)
-            asked.received = len(body)
-            given = parse_body(EmbeddingsRequest, body)
+            given = await _read_json(endpoint, request, EmbeddingsRequest)
+            texts = given.as_predict()
+            asked.received = texts.num_bytes
             target = endpoint.route(given.model)
             asked.model, asked.version = given.model, target.version
-            return EmbeddingsResponse.of(given, await target.predict(given.as_predict()))
+            return EmbeddingsResponse.of(given, await target.predict(texts))
 
     return router
 
 
-async def _read_content(request: Request) -> bytes:
-    """Read a body, and undo its compression. Raises RequestError."""
-    received = await read_body(request.headers, request.receive)
-    return bytes(decompress(received, request.headers.get("content-encoding", ""), LIMITS.json_bytes))
-
-
-async def _read_predict(request: Request) -> PredictRequest:
+async def _read_predict(endpoint: Endpoint, request: Request) -> PredictRequest:
     """Read an image or JSON. Raises RequestError."""
-    body = await _read_content(request)
-    is_image = request.headers.get("content-type", "").lower().startswith("image/")
-    return PredictRequest(inputs=body) if is_image else parse_body(PredictRequest, body)
+    if request.headers.get("content-type", "").lower().startswith("image/"):
+        return await _read(endpoint, request, lambda content: PredictRequest(inputs=content))
+    return await _read_json(endpoint, request, PredictRequest)
+
+
+async def _read_json(endpoint: Endpoint, request: Request, model: type[Body]) -> Body:
+    """Read a body of JSON. Raises RequestError."""
+    return await _read(endpoint, request, partial(parse_body, model))
+
+
+async def _read(endpoint: Endpoint, request: Request, parse: Callable[[bytes], Result]) -> Result:
+    """Read a body, undo its compression and parse it. Raises RequestError."""
+    body, encoding = await read_body(request.headers, request.receive), request.headers.get("content-encoding", "")
+    size = LIMITS.json_bytes if is_compressed(encoding) else len(body)
+    return await endpoint.reader.read(size, lambda: parse(decompress(body, encoding, LIMITS.json_bytes)))
 
 
 def _server(endpoint: Endpoint) -> APIRouter:
@@ -211,20 +222,20 @@ def _repository(endpoint: Endpoint) -> APIRouter:
     async def repository_index(request: Request) -> list[ModelIndex]:
         """List the served models and their versions."""
         # Only checked. All that is listed is ready, so its filter changes nothing.
-        parse_body(IndexRequest, await read_body(request.headers, request.receive))
+        await _read_json(endpoint, request, IndexRequest)
         return endpoint.index
 
     @router.post("/models/{name}/load")
     async def load(name: str, request: Request) -> Response:
         """Do nothing if the model is served."""
-        parse_body(LoadRequest, await read_body(request.headers, request.receive))
+        await _read_json(endpoint, request, LoadRequest)
         endpoint.load(name)
         return Response()
 
     @router.post("/models/{name}/unload")
     async def unload(name: str, request: Request) -> Response:
         """Refuse: models are deployed for all replicas at once."""
-        parse_body(UnloadRequest, await read_body(request.headers, request.receive))
+        await _read_json(endpoint, request, UnloadRequest)
         endpoint.unload(name)
         return Response()
 

@@ -16,8 +16,10 @@ from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
 from app.errors import DeadlineError, OverloadError, RequestError, RequestTooLargeError, UnauthorizedError, short_repr
-from app.serving.protocol.compression import decompress, is_compressed
+from app.serving.protocol.compression import MAX_INFLATION, decompress, is_compressed
+from app.serving.protocol.grpc import require_readable
 from app.serving.protocol.infer import LIMITS
+from app.serving.reading import ON_LOOP_BYTES
 from app.serving.traffic import Outcome, outcome_of
 from app.serving.transport.call_head import CallHead
 from app.serving.transport.errors import refusal
@@ -34,6 +36,8 @@ _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 _MAX_CALLERS, _MAX_CALLER_BYTES = 1024, 1024
 _MAX_OPEN_BYTES = 4096
 """Limit on a message to a method that needs no token."""
+_MAX_OTHER_BYTES = 2**20
+"""Limit on a message to another method than inference: all of them take names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,10 @@ class _Method:
 
     @property
     def max_bytes(self) -> int:
-        """The maximum size of its message."""
-        return _MAX_OPEN_BYTES if self.is_open else LIMITS.body_bytes
+        """The maximum size of its message, received or decompressed."""
+        if self.is_inference:
+            return LIMITS.body_bytes
+        return _MAX_OPEN_BYTES if self.is_open else _MAX_OTHER_BYTES
 
 
 class Answers(Protocol):
@@ -79,6 +85,7 @@ class UnaryService:
         """The number of calls, including refused ones."""
         self.inferred = 0
         """The number of calls that needed no task."""
+        self.reader = direct.endpoint.reader
         self.prepared = PreparedCalls()
         self._methods = {
             f"/{SERVICE.full_name}/{method.name}": _Method(
@@ -189,18 +196,18 @@ class UnaryCall(Exchange):
         if self._is_over or self._method is None:
             return
         try:
-            content = self._message(self._method.max_bytes)
-            # A decompressed message may be larger than the bytes that came.
-            self._hold(max(0, len(content) - self._held))
+            is_compressed, message = self._message()
             if self._method.is_inference:
                 self._service.direct.enter()
                 self._has_entered = True
-                if self._submit(content):
-                    return
+            if is_compressed:
+                # Reserve for the worst case: the size of the content is known only after it took the memory.
+                self._hold(max(0, min(MAX_INFLATION * len(message), self._method.max_bytes) - self._held))
+                self._task = asyncio.get_running_loop().create_task(self._inflate(self._method, message))
+            else:
+                self._proceed(self._method, message)
         except (OverloadError, RequestError) as error:
             self._refuse_early(error)
-            return
-        self._task = asyncio.get_running_loop().create_task(self._run(self._method, content))
 
     def expire(self) -> None:
         """Refuse the call. The rest of its message did not arrive in time."""
@@ -252,18 +259,42 @@ class UnaryCall(Exchange):
         self._service.direct.hold(num_bytes)
         self._held += num_bytes
 
-    def _message(self, max_bytes: int) -> bytes:
-        """Return the message of the call. Raises RequestError unless the call has one whole message."""
+    def _message(self) -> tuple[bool, bytes]:
+        """Return whether the message of the call is compressed, and its bytes.
+
+        Raises:
+            RequestError: the call does not have one whole message, or does not say how it is compressed.
+        """
         prefix, message = self._data[:_PREFIX_BYTES], bytes(memoryview(self._data)[_PREFIX_BYTES:])
         self._data = b""
         size = int.from_bytes(prefix[1:], "big")
         if len(prefix) < _PREFIX_BYTES or len(message) != size:
             raise RequestError(f"the call has {len(message)} of {size} bytes of a message: send one whole message")
-        if not prefix[0]:
-            return message
-        if not is_compressed(self.head.encoding):
+        if prefix[0] and not is_compressed(self.head.encoding):
             raise RequestError("the message is compressed, but grpc-encoding does not say how")
-        return decompress(message, self.head.encoding, max_bytes)
+        return bool(prefix[0]), message
+
+    async def _inflate(self, method: _Method, message: bytes) -> None:
+        """Decompress the message beside the event loop, and proceed with its content."""
+        try:
+            content = await self._service.reader.read(
+                method.max_bytes, lambda: decompress(message, self.head.encoding, method.max_bytes)
+            )
+            self._hold(len(content) - self._held)
+            self._proceed(method, content)
+        except Exception as error:
+            self._refuse_early(error)
+
+    def _proceed(self, method: _Method, content: bytes) -> None:
+        """Submit the call, or run it in a task.
+
+        Raises:
+            OverloadError: its queue is full.
+            RequestError: the message would take too long to read.
+        """
+        num_bytes = require_readable(content)
+        if not (method.is_inference and num_bytes <= ON_LOOP_BYTES and self._submit(content)):
+            self._task = asyncio.get_running_loop().create_task(self._run(method, content, num_bytes))
 
     def _submit(self, content: bytes) -> bool:
         """Submit a ModelInferRequest if a single version answers it. Return False if not, or on an error.
@@ -290,13 +321,9 @@ class UnaryCall(Exchange):
         service.inferred += 1
         return True
 
-    async def _run(self, method: _Method, content: bytes) -> None:
+    async def _run(self, method: _Method, content: bytes, num_bytes: int) -> None:
         try:
-            request = method.request.FromString(content)
-        except DecodeError:
-            # The method itself refuses a message that cannot be parsed.
-            request = None
-        try:
+            request = await self._service.reader.read(num_bytes, lambda: _parsed(method.request, content))
             message = await method.call(request, self)
             if self._code is StatusCode.OK:
                 self._respond(message.SerializeToString())
@@ -348,3 +375,11 @@ class UnaryCall(Exchange):
             self._task.cancel()
         self._task = self._deadline = None
         self._data = b""
+
+
+def _parsed(kind: type[Message], content: bytes) -> Message | None:
+    """Return a message; None if it cannot be parsed, which its method refuses."""
+    try:
+        return kind.FromString(content)
+    except DecodeError:
+        return None

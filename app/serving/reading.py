@@ -1,0 +1,73 @@
+"""Reading of large requests beside the event loop, in a share of the time."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from app.errors import OverloadError
+
+Result = TypeVar("Result")
+
+ON_LOOP_BYTES = 2**16
+"""Reading so much takes about a millisecond, which is less than a change of threads may take."""
+_MAX_WAIT_S = 10.0
+"""Limit on the time that a large request waits for its turn to be read."""
+
+
+class Reader:
+    """Reads large requests in a thread, one after the other.
+
+    Parsers keep the interpreter's lock. So after each request the thread rests for as long as it has worked: small
+    requests and health checks get at least half of the time, however many large ones wait.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read")
+
+    async def read(self, num_bytes: int, work: Callable[[], Result]) -> Result:
+        """Return the result of ``work``, which reads so many bytes. Few bytes are read at once, on the event loop.
+
+        Raises:
+            OverloadError: too many large requests wait to be read.
+        """
+        if num_bytes <= ON_LOOP_BYTES:
+            return work()
+        try:
+            async with asyncio.timeout(_MAX_WAIT_S):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise OverloadError(
+                f"large requests have waited {_MAX_WAIT_S:g} s to be read: try again later, or send smaller requests"
+            ) from None
+        loop = asyncio.get_running_loop()
+
+        def rest(read: Future[tuple[float, Result]]) -> None:
+            worked_s = 0.0 if read.cancelled() or read.exception() else read.result()[0]
+            loop.call_soon_threadsafe(loop.call_later, worked_s, self._turn.release)
+
+        reading = self._thread.submit(partial(_timed, work))
+        # The thread works on for a client that has gone, so the turn ends with the work and not with the request.
+        reading.add_done_callback(rest)
+        _, outcome = await asyncio.wrap_future(reading)
+        return outcome()
+
+
+def _timed(work: Callable[[], Result]) -> tuple[float, Callable[[], Result]]:
+    """Return the seconds that ``work`` has computed, and a function that returns its result or raises its error."""
+    began_s = time.thread_time()
+
+    def outcome() -> Result:
+        if error is not None:
+            raise error
+        return result
+
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    return time.thread_time() - began_s, outcome

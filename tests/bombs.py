@@ -1,0 +1,73 @@
+"""Small requests that cost a server without limits much time or memory, as bytes, to a server of the model 'toy'."""
+
+import json
+import zlib
+
+from tests.calls import prefixed, sized
+from tests.wire import message
+
+MIB = 2**20
+INFER, PREDICT, EMBEDDINGS = "/v2/models/toy/infer", "/v1/models/toy/predict", "/v1/embeddings"
+
+
+def packed(content: bytes) -> bytes:
+    return zlib.compress(content, 9, 31)
+
+
+def listed(item: bytes, size: int = 8 * MIB - 100) -> bytes:
+    """A JSON list of so many bytes of one item."""
+    return b"[" + b",".join([item] * (size // (len(item) + 1))) + b"]"
+
+
+def squeezed(path: str, content: bytes) -> bytes:
+    return message("POST", path, packed(content), "Content-Encoding: gzip")
+
+
+def _call(content: bytes, method: str = "ModelInfer") -> bytes:
+    return sized(prefixed(packed(content), is_compressed=True), "grpc-encoding: gzip", method=method)
+
+
+def _keys() -> bytes:
+    return b"{%s}" % b",".join(b'"%06x":1' % number for number in range(8 * MIB // 11))
+
+
+def _record() -> bytes:
+    return b'{"inputs":{"a":%s}}' % listed(b"[]")
+
+
+HTTP: dict[str, bytes] = {
+    "64 MiB of spaces": squeezed(INFER, b" " * (64 * MIB - 1)),
+    "inputs that are empty objects": squeezed(INFER, b'{"inputs":%s}' % listed(b"{}")),
+    "the same, plain": message("POST", INFER, b'{"inputs":%s}' % listed(b"{}")),
+    "the same, short enough for the hot path": message("POST", INFER, b'{"inputs":%s}' % listed(b"{}", 250_000)),
+    "data of numbers": squeezed(INFER, b'{"inputs":[{"name":"input_ids","data":%s}]}' % listed(b"1")),
+    "many keys": squeezed(INFER, _keys()),
+    "texts that are numbers": squeezed(PREDICT, b'{"inputs":%s}' % listed(b"1")),
+    "texts that are empty objects": squeezed(PREDICT, b'{"inputs":%s}' % listed(b"{}")),
+    "a row of empty lists": squeezed(PREDICT, _record()),
+    "a row of numbers": squeezed(PREDICT, _record().replace(b"[]", b"11")),
+    "empty texts": squeezed(PREDICT, b'{"inputs":%s}' % listed(b'""')),
+    "embeddings of objects": squeezed(EMBEDDINGS, b'{"model":"toy","input":%s}' % listed(b"{}")),
+    "embeddings of tokens": squeezed(EMBEDDINGS, b'{"model":"toy","input":%s}' % listed(b"1")),
+    "an index of empty lists": squeezed("/v2/repository/index", b'{"ready":%s}' % listed(b"[]")),
+    "deep lists": squeezed(INFER, b'{"inputs":' + b"[" * 4 * MIB + b"]" * 4 * MIB),
+}
+"""Over HTTP. None is a valid request."""
+
+GRPC: dict[str, bytes] = {
+    "a call with empty inputs": _call(b"\x2a\x00" * 32 * MIB),
+    "a call with empty tensors": _call(b"\x3a\x00" * 32 * MIB),
+    "a call with one input of empty parameters": _call(b"\x2a\x80\x80\x80\x10" + b"\x22\x00" * 16 * MIB),
+    "a call with unknown fields": _call(b"\x78\x00" * 32 * MIB),
+    "metadata of 64 MiB": _call(b"\x0a\x80\x80\x80\x1f" + bytes(62 * MIB), "ModelMetadata"),
+}
+"""As HAProxy sends them over HTTP/1.1. None is a valid call."""
+
+MESSAGES: dict[str, bytes] = {
+    "empty inputs": b"\x2a\x00" * 8 * MIB,
+    "empty parameters": b"\x2a\x80\x80\x80\x08" + b"\x22\x00" * 8 * MIB,
+}
+"""Messages for a stream, whose client compresses them."""
+
+TEXT = packed(json.dumps({"inputs": "!" * (7 * MIB)}).encode())
+"""A single text."""
