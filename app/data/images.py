@@ -22,7 +22,11 @@ SETTINGS_FILE = "image.json"
 ImageChange = Callable[[Image.Image], Image.Image]
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 _MAX_PIXELS = 2**26
-"""Decoding takes eight bytes of memory per pixel, however small the file is."""
+"""Decoding takes eight bytes of memory per pixel, however small the file is. Also the limit on a request's pictures."""
+_MAX_ENLARGEMENT, _MIN_PIXELS = 1024, 2**20
+"""Limit on a request's picture, in pixels of the model, and a limit that is never lower. A camera's picture of 48
+million pixels is 958 times one of 224 x 224.
+"""
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 """Returns an uninitialized array of a shape."""
 
@@ -133,6 +137,22 @@ class ImageProcessor:
     @property
     def facts(self) -> Mapping[str, int]:
         return {"channels": self._config.channels, "image_size": self._config.size}
+
+    def weigh(self, item: Input) -> float:
+        """Return the pixels of a picture as a share of those that one request may have, from the picture's header.
+
+        Raises:
+            DataError: it is far larger than the model's own pictures, or cannot be read.
+        """
+        limit = min(max(_MIN_PIXELS, _MAX_ENLARGEMENT * self._config.size**2), _MAX_PIXELS)
+        with _opened(item) as image:
+            width, height = image.size
+        if width * height > limit:
+            raise DataError(
+                f"an image has {width} x {height} pixels: expected {limit} at most for a model of "
+                f"{self._config.size} x {self._config.size}, scale it down"
+            )
+        return width * height / _MAX_PIXELS
 
     def encode(self, inputs: Sequence[Input]) -> Tensors:
         return {"pixel_values": _stack([self._decode(item) for item in inputs])}

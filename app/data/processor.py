@@ -61,6 +61,19 @@ class PretrainedProcessor(Protocol):
 
 
 @runtime_checkable
+class WeighingProcessor(Protocol):
+    """A processor of inputs that may be small and take long to read. The endpoint weighs them before."""
+
+    def weigh(self, item: Input) -> float:
+        """Return the share of what one request may ask for that reading an input takes, without reading it.
+
+        Raises:
+            DataError: the input is far larger than the model's own, or cannot be read.
+        """
+        ...
+
+
+@runtime_checkable
 class PaddingProcessor(Protocol):
     """A processor of texts, for ``train.tokens_per_batch``."""
 

@@ -17,7 +17,7 @@ from app.config import DataConfig
 from app.data.audio import AudioProcessor
 from app.data.examples import Input, Modality
 from app.data.images import ImageProcessor
-from app.data.processor import Processor
+from app.data.processor import Processor, WeighingProcessor
 from app.data.tabular import TabularProcessor
 from app.data.text import TextProcessor
 from app.errors import DataError
@@ -122,6 +122,14 @@ class RecordProcessor:
                 tensors[f"{name}_{inner}"] = values if has.all() else _spread(values, has, self._blanks[name][inner])
             tensors[f"{name}_{PRESENT}"] = has.astype(np.int64)[:, None]
         return self._with_one_length(tensors)
+
+    def weigh(self, item: Input) -> float:
+        """Return the sum of what its fields weigh. Raises DataError as ``encode``."""
+        return sum(
+            processor.weigh(self._content(name, value))
+            for name, value in self._fields(item).items()
+            if isinstance(processor := self._processors[name], WeighingProcessor)
+        )
 
     def measure(self, inputs: Sequence[Input]) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
         """Return the characters of each record's longest text, and the names of the fields that it has."""

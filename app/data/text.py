@@ -8,7 +8,7 @@ from typing import ClassVar, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Encoding, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from upath import UPath
 
 from app.config import DataConfig
@@ -23,6 +23,9 @@ SPECIAL_TOKENS = [PAD, UNKNOWN, START] = ["[PAD]", "[UNK]", "[CLS]"]
 SETTINGS_FILE = "text.json"
 # In characters. Longer pieces are too rare to learn from a few thousand texts.
 _MAX_PIECE_LENGTH = 4
+_CHARACTERS_PER_TOKEN = 4
+_SPARE_TOKENS = 16
+"""Tokens beyond the longest bucket. Only the last ones before a cut can differ from those of the whole text."""
 _ROWS_AT_ONCE = 4096
 """Texts of a split that are encoded together to find their lengths."""
 
@@ -121,7 +124,7 @@ class TextProcessor:
         return self._encode_texts([change(text) for change, text in zip(changes, texts, strict=True)])
 
     def _encode_texts(self, texts: Sequence[str]) -> Tensors:
-        rows = self._tokenizer.encode_batch(list(texts))
+        rows = self._encodings(texts)
         length = self._buckets[bisect.bisect_left(self._buckets, max(len(row.ids) for row in rows))]
         for row in rows:
             row.pad(length, pad_id=self._pad_id)
@@ -129,6 +132,21 @@ class TextProcessor:
             "input_ids": np.array([row.ids for row in rows], np.int64),
             "attention_mask": np.array([row.attention_mask for row in rows], np.int64),
         }
+
+    def _encodings(self, texts: Sequence[str]) -> list[Encoding]:
+        """Tokenise texts up to the longest bucket.
+
+        The rest of a long text is left out, which would take time and memory and change nothing: the first characters
+        are tokenised, then twice as many, until some tokens are left over.
+        """
+        found: dict[int, Encoding] = {}
+        left, limit = list(range(len(texts))), _CHARACTERS_PER_TOKEN * self._buckets[-1]
+        while left:
+            encoded = self._tokenizer.encode_batch([_first_words(texts[index], limit) for index in left])
+            found.update(zip(left, encoded, strict=True))
+            left = [index for index in left if len(texts[index]) > limit and _spare(found[index]) < _SPARE_TOKENS]
+            limit *= 2
+        return [found[index] for index in range(len(texts))]
 
     def padded_lengths(self, inputs: Iterable[Input]) -> NDArray[np.int32]:
         """Return the length that each text is padded to alone, of shape (texts,)."""
@@ -140,7 +158,8 @@ class TextProcessor:
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Return the first character and the end of each token of a text that is encoded alone."""
-        found: list[tuple[int, int]] = self._tokenizer.encode(text).offsets
+        (encoded,) = self._encodings([text])
+        found: list[tuple[int, int]] = encoded.offsets
         return found
 
     def save(self, folder: UPath) -> None:
@@ -157,3 +176,16 @@ class TextProcessor:
         tokenizer = Tokenizer.from_str((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
         companions: dict[str, bytes] = {name: (folder / name).read_bytes() for name in settings.companions}
         return cls(tokenizer, settings.buckets, settings.pad_id, settings.unknown_id, companions)
+
+
+def _first_words(text: str, limit: int) -> str:
+    """Return so many characters of a text at most, up to the end of a word if they hold one."""
+    if len(text) <= limit:
+        return text
+    cut = text.rfind(" ", 0, limit)
+    return text[: cut if cut > 0 else limit]
+
+
+def _spare(encoded: Encoding) -> int:
+    """Return the number of tokens beyond the longest bucket."""
+    return sum(len(more.ids) for more in encoded.overflowing)

@@ -14,11 +14,11 @@ from upath import UPath
 
 from app.config import TENSORS
 from app.data.examples import Input, Natural
-from app.data.processor import Processor
+from app.data.processor import Processor, WeighingProcessor
 from app.data.targets import LABELS_FILE, Classes, Outputs
 from app.engines.base import Engine
 from app.engines.registry import runs_module
-from app.errors import EngineError, RequestError, StorageError
+from app.errors import EngineError, RequestError, RequestTooLargeError, StorageError
 from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
@@ -79,19 +79,28 @@ class LoadedModel:
         """The names of the classes, by output."""
         return {self.manifest.scores: self.labels} if self.manifest.scores and self.labels else {}
 
-    def encode(self, inputs: Sequence[Natural]) -> list[ShapeGroup]:
+    def encode(self, inputs: Sequence[Natural], go_on: Callable[[], None] = lambda: None) -> list[ShapeGroup]:
         """Return the tensors of natural inputs: texts, images as bytes or in base64, or rows or records as objects.
 
         Inputs are grouped by shape, so that no text is padded to the length of a longer one.
 
+        Args:
+            go_on: called before each input. Its error ends the work.
+
         Raises:
-            RequestError, DataError: there are no inputs, one cannot be read, or the model takes tensors only.
+            RequestError, DataError: there are no inputs, one cannot be read, they would take too long to read, or the
+                model takes tensors only.
         """
         processor = self.natural_processor
         if not inputs:
             raise RequestError("inputs is an empty list: give at least one text, image, row or record")
-        # Each alone, because encoding them together would pad all to the longest.
-        rows = [processor.encode([_read(item, processor)]) for item in inputs]
+        read = [_read(item, processor) for item in inputs]
+        _require_light(read, processor, go_on)
+        rows = []
+        for item in read:
+            go_on()
+            # Each alone, because encoding them together would pad all to the longest.
+            rows.append(processor.encode([item]))
         return [
             ShapeGroup(concat_rows([rows[index] for index in indices]), indices, [inputs[index] for index in indices])
             for indices in group_by_shape(rows)
@@ -238,6 +247,20 @@ def load_model(
         model.engine.close()
         raise
     return model
+
+
+def _require_light(inputs: Sequence[Input], processor: Processor, go_on: Callable[[], None]) -> None:
+    """Raise RequestTooLargeError if inputs would take too long to read, however few bytes they are."""
+    if not isinstance(processor, WeighingProcessor):
+        return
+    weight = 0.0
+    for item in inputs:
+        go_on()
+        weight += processor.weigh(item)
+        if weight > 1.0:
+            raise RequestTooLargeError(
+                f"{len(inputs)} inputs have too many pixels together: send fewer in a request, or scale them down"
+            )
 
 
 def _read(given: Natural, processor: Processor) -> Input:

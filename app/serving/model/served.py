@@ -1,6 +1,8 @@
 """A version behind an endpoint: batches requests, runs and answers them."""
 
 import asyncio
+import math
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -95,22 +97,33 @@ class ServedModel:
 
         Raises:
             OverloadError: too many requests are being read.
-            DeadlineError: the deadline passed before these could be read.
+            DeadlineError: the deadline passed before these were read.
         """
         # Inputs that wait to be encoded are in no queue of the batcher yet.
         if self._encoding >= self.policy.queue_limit:
             raise OverloadError(f"{self._encoding} requests are being read already: try again later")
         self._encoding += 1
+        is_over = threading.Event()
+        left_s = None if deadline_s == math.inf else deadline_s - time.monotonic()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._encoder, self._read, inputs, deadline_s)
+            # Here and not in the thread, so that a request that waits there is refused in time.
+            async with asyncio.timeout(left_s):
+                return await asyncio.get_running_loop().run_in_executor(self._encoder, self._read, inputs, is_over)
+        except TimeoutError:
+            raise DeadlineError(
+                "the request's time was over before it was read: try again, or allow more time"
+            ) from None
         finally:
             self._encoding -= 1
+            is_over.set()
 
-    def _read(self, inputs: Sequence[Natural], deadline_s: float) -> list[ShapeGroup]:
-        # Checked in the encoder's thread: the request may have waited there behind long texts.
-        if time.monotonic() >= deadline_s:
-            raise DeadlineError("the request's time was over before it could be read: try again, or allow more time")
-        return self.model.encode(inputs)
+    def _read(self, inputs: Sequence[Natural], is_over: threading.Event) -> list[ShapeGroup]:
+        def go_on() -> None:
+            # Nobody gets this error: the client has gone, or was refused.
+            if is_over.is_set():
+                raise DeadlineError("nobody waits for these inputs any more")
+
+        return self.model.encode(inputs, go_on)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

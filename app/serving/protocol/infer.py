@@ -38,7 +38,7 @@ class Limits:
     json_bytes: int = 8 * 2**20
     """Size of the JSON in a body. Parsed JSON takes about 40 times as much memory."""
     containers: int = 2**17
-    """Objects, lists and keys of JSON. Each takes 3 bytes there or more, and about a hundred times as much in memory."""
+    """Objects, lists and keys of JSON. Each takes 3 bytes there or more, and a hundred times as much in memory."""
     values: int = 2**19
     """Values of JSON without tensors: texts, rows and the like. Commas are counted, and texts have these, too."""
     strings: int = 1_000_000

@@ -114,8 +114,8 @@ def _end(grpc_context: Context, error: Exception) -> None:
 def _require_parsed(request: Given | None) -> Given:
     if request is None:
         raise RequestError(
-            "the message cannot be parsed, or has too many parts: send one of inference.GRPCInferenceService, and large "
-            "tensors in raw_input_contents"
+            "the message cannot be parsed, or has too many parts: send one of inference.GRPCInferenceService, and "
+            "large tensors in raw_input_contents"
         )
     return request
 

@@ -93,7 +93,6 @@ class HttpApi:
             response_headers["traceparent"] = asked.traceparent
         return content, response_headers
 
-
     async def _ask(
         self, name: str, version: str | None, headers: Mapping[str, str], body: bytes, asked: Asked
     ) -> tuple[InferRequest, InferResponse]:

@@ -1,6 +1,6 @@
 """All routes of the HTTP endpoint except inference: health, metadata, the repository, natural input and pages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -33,7 +33,8 @@ from app.serving.protocol.management import (
 )
 from app.serving.protocol.model_config import config_json, model_config
 from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
-from app.serving.transport.asgi import read_body
+from app.serving.traffic import Asked
+from app.serving.transport.asgi import read_body, unless_gone
 from app.serving.transport.errors import ErrorResponse, error_response
 from app.serving.transport.openapi import EMBEDDINGS, PREDICT, describe_infer
 
@@ -93,17 +94,28 @@ def _natural(endpoint: Endpoint) -> APIRouter:
         """List the models with natural input, and their labels."""
         return [natural for served in endpoint.models if (natural := served.natural)]
 
-    @router.post("/{name}/predict", response_model_exclude_none=True, openapi_extra=PREDICT)
-    async def predict(name: str, request: Request, response: Response) -> PredictResponse:
+    @router.post(
+        "/{name}/predict", response_model=PredictResponse, response_model_exclude_none=True, openapi_extra=PREDICT
+    )
+    async def predict(name: str, request: Request, response: Response) -> PredictResponse | Response:
         """Classify a text, an image, or a list of texts or base64 images."""
         return await answer(name, None, request, response)
 
-    @router.post("/{name}/versions/{version}/predict", response_model_exclude_none=True, openapi_extra=PREDICT)
-    async def predict_by_version(name: str, version: str, request: Request, response: Response) -> PredictResponse:
+    @router.post(
+        "/{name}/versions/{version}/predict",
+        response_model=PredictResponse,
+        response_model_exclude_none=True,
+        openapi_extra=PREDICT,
+    )
+    async def predict_by_version(
+        name: str, version: str, request: Request, response: Response
+    ) -> PredictResponse | Response:
         """Classify with one version of a model."""
         return await answer(name, version, request, response)
 
-    async def answer(name: str, version: str | None, request: Request, response: Response) -> PredictResponse:
+    async def answer(
+        name: str, version: str | None, request: Request, response: Response
+    ) -> PredictResponse | Response:
         with endpoint.traffic.counted("natural", request.headers.get("traceparent")) as asked:
             if asked.traceparent:
                 response.headers["traceparent"] = request.state.traceparent = asked.traceparent
@@ -113,7 +125,7 @@ def _natural(endpoint: Endpoint) -> APIRouter:
             # A version can be replaced while the body arrives, and would refuse the request once it is unloaded.
             target = endpoint.route(name, version)
             asked.version = target.version
-            return await target.predict(given)
+            return await _unless_gone(request, target.predict(given), asked) or Response()
 
     return router
 
@@ -121,8 +133,8 @@ def _natural(endpoint: Endpoint) -> APIRouter:
 def _embeddings(endpoint: Endpoint) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["natural input"])
 
-    @router.post("/embeddings", openapi_extra=EMBEDDINGS)
-    async def embeddings(request: Request, response: Response) -> EmbeddingsResponse:
+    @router.post("/embeddings", response_model=EmbeddingsResponse, openapi_extra=EMBEDDINGS)
+    async def embeddings(request: Request, response: Response) -> EmbeddingsResponse | Response:
         """Return the vectors of texts, in OpenAI's format."""
         with endpoint.traffic.counted("natural", request.headers.get("traceparent")) as asked:
             if asked.traceparent:
@@ -132,9 +144,18 @@ def _embeddings(endpoint: Endpoint) -> APIRouter:
             asked.received = texts.num_bytes
             target = endpoint.route(given.model)
             asked.model, asked.version = given.model, target.version
-            return EmbeddingsResponse.of(given, await target.predict(texts))
+            answered = await _unless_gone(request, target.predict(texts), asked)
+            return EmbeddingsResponse.of(given, answered) if answered else Response()
 
     return router
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result], asked: Asked) -> Result | None:
+    """Return the result of ``work``; None, which nobody reads, if the client goes away first."""
+    result = await unless_gone(request.receive, work)
+    if result is None:
+        asked.outcome = "cancelled"
+    return result
 
 
 async def _read_predict(endpoint: Endpoint, request: Request) -> PredictRequest:
