@@ -45,7 +45,7 @@ class Reader:
             ) from None
         loop = asyncio.get_running_loop()
 
-        def rest(read: Future[tuple[float, Result]]) -> None:
+        def rest(read: Future[tuple[float, Callable[[], Result]]]) -> None:
             worked_s = 0.0 if read.cancelled() or read.exception() else read.result()[0]
             loop.call_soon_threadsafe(loop.call_later, worked_s, self._turn.release)
 
