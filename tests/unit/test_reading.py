@@ -1,144 +1,62 @@
-"""Large requests, which are read beside the event loop and leave others their turn."""
+"""How many files somebody opens to follow one request for inference."""
 
-import asyncio
+import http.client
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 
-import grpc
+import orjson
 import pytest
-from tritonclient.grpc import service_pb2 as pb
 from upath import UPath
 
-from app.errors import OverloadError, RequestError
-from app.serving import reading
-from app.serving.reading import ON_LOOP_BYTES, Reader
-from tests import bombs
-from tests.calls import SERVICE, exchange
-from tests.serving import Server
-from tests.unary import toy_server
-from tests.wire import exchange as ask
+import app
+from tests.engine_contract import exported, rows
+from tests.serving import serving
+from tests.toy import answering, body, config, publish
 
-MAX_PAUSE_S, TRIES = 0.15, 5
+APP = Path(app.__file__).parent
+MAX_MODULES = 20
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with toy_server(UPath(tmp_path_factory.mktemp("reading"))) as started:
-        yield started
+class Profile:
+    """The modules of ``app`` whose functions are called while it records, by threads that were started since."""
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+        self.is_recording = False
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if self.is_recording and event == "call":
+            path = Path(frame.f_code.co_filename)
+            if path.is_relative_to(APP):
+                self.modules.add(str(path.relative_to(APP)))
 
 
 @contextmanager
-def pauses(loop: asyncio.AbstractEventLoop) -> Iterator[list[float]]:
-    """Measure for how long a task of the loop does not get its turn, in seconds."""
-    found: list[float] = []
-    stop = threading.Event()
-
-    async def watch() -> None:
-        while not stop.is_set():
-            began_s = time.monotonic()
-            await asyncio.sleep(0.001)
-            found.append(time.monotonic() - began_s)
-
-    watching = asyncio.run_coroutine_threadsafe(watch(), loop)
+def profiled() -> Iterator[Profile]:
+    profile = Profile()
+    threading.setprofile(profile)
     try:
-        yield found
+        yield profile
     finally:
-        stop.set()
-        watching.result(20)
+        threading.setprofile(None)  # type: ignore[arg-type]
 
 
-def least_pause_s(server: Server, send: object) -> float:
-    """Return the longest pause in the best of some tries: other processes pause the loop, too."""
-    assert callable(send)
-    longest = []
-    for _ in range(TRIES):
-        with pauses(server.loop) as found:
-            send()
-        longest.append(max(found))
-        if longest[-1] < MAX_PAUSE_S:
-            break
-    return min(longest)
-
-
-@pytest.mark.parametrize("name", bombs.HTTP)
-def test_a_small_request_that_becomes_large_does_not_hold_up_the_loop(server: Server, name: str) -> None:
-    statuses = []
-    pause_s = least_pause_s(server, lambda: statuses.append(ask(server.http, bombs.HTTP[name], patience_s=60).status))
-    assert set(statuses) <= {400, 413}
-    assert pause_s < MAX_PAUSE_S
-
-
-@pytest.mark.parametrize("name", bombs.GRPC)
-def test_a_small_call_that_becomes_large_does_not_hold_up_the_loop(server: Server, name: str) -> None:
-    statuses = []
-    pause_s = least_pause_s(server, lambda: statuses.append(exchange(server.http, bombs.GRPC[name])[0].status))
-    assert set(statuses) <= {"3", "8"}, "INVALID_ARGUMENT or RESOURCE_EXHAUSTED"
-    assert pause_s < MAX_PAUSE_S
-
-
-@pytest.mark.parametrize("name", bombs.MESSAGES)
-def test_a_message_of_a_stream_that_becomes_large_does_not_hold_up_the_loop(server: Server, name: str) -> None:
-    answers: list[pb.ModelStreamInferResponse] = []
-
-    def send() -> None:
-        with grpc.insecure_channel(server.streams, options=[("grpc.max_send_message_length", -1)]) as channel:
-            call = channel.stream_stream(
-                f"{SERVICE}ModelStreamInfer", response_deserializer=pb.ModelStreamInferResponse.FromString
-            )
-            answers.extend(call(iter([bombs.MESSAGES[name]]), compression=grpc.Compression.Gzip))
-
-    assert least_pause_s(server, send) < MAX_PAUSE_S
-    assert all("cannot be parsed, or has too many parts" in answer.error_message for answer in answers)
-
-
-def busy(seconds: float) -> str:
-    """Compute for so long, with the interpreter's lock."""
-    until_s = time.thread_time() + seconds
-    while time.thread_time() < until_s:
-        pass
-    return "read"
-
-
-def test_reading_rests_for_as_long_as_it_works() -> None:
-    async def run() -> float:
-        reader, began_s = Reader(), time.monotonic()
-        many = [reader.read(ON_LOOP_BYTES + 1, lambda: busy(0.1)) for _ in range(4)]
-        assert await asyncio.gather(*many) == ["read"] * 4
-        return time.monotonic() - began_s
-
-    assert asyncio.run(run()) >= 0.7, "four times 0.1 s, with three rests between them"
-
-
-def test_large_requests_that_wait_too_long_are_refused_and_small_ones_never_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(reading, "_MAX_WAIT_S", 0.1)
-
-    async def run() -> None:
-        reader = Reader()
-        first = asyncio.create_task(reader.read(ON_LOOP_BYTES + 1, lambda: busy(0.5)))
-        await asyncio.sleep(0)
-        assert await reader.read(ON_LOOP_BYTES, lambda: threading.current_thread()) is threading.current_thread()
-        with pytest.raises(OverloadError, match=r"have waited 0\.1 s to be read"):
-            await reader.read(ON_LOOP_BYTES + 1, lambda: None)
-        assert await first == "read"
-
-    asyncio.run(run())
-
-
-def test_a_turn_ends_with_its_work_whether_it_fails_or_nobody_waits_for_it() -> None:
-    def fail() -> None:
-        raise RequestError("no")
-
-    async def run() -> None:
-        reader = Reader()
-        gone = asyncio.create_task(reader.read(ON_LOOP_BYTES + 1, lambda: busy(0.1)))
-        await asyncio.sleep(0.02)
-        gone.cancel()
-        with pytest.raises(RequestError, match="no"):
-            await reader.read(ON_LOOP_BYTES + 1, fail)
-        assert await reader.read(ON_LOOP_BYTES + 1, lambda: "next") == "next"
-
-    asyncio.run(run())
+@pytest.mark.parametrize("hot", [True, False], ids=["plain", "through ASGI"])
+def test_a_request_for_inference_enters_few_modules(tmp_path: Path, hot: bool) -> None:
+    publish(UPath(tmp_path), exported(), answering(1))
+    with profiled() as profile, serving(hot=hot) as server:
+        server.run(server.endpoint.update(config(UPath(tmp_path))))
+        client = http.client.HTTPConnection(server.http, timeout=60)
+        for profile.is_recording in (False, True):  # the first request fills caches
+            client.request("POST", "/v2/models/toy/infer", orjson.dumps(body(rows(2))), {"Accept-Encoding": ""})
+            answer = orjson.loads(client.getresponse().read())
+        profile.is_recording = False
+        client.close()
+        plain = server.route.answered
+    assert answer["outputs"]
+    assert plain == (2 if hot else 0)
+    assert "serving/batching/batcher.py" in profile.modules, "the threads that answer are seen"
+    assert len(profile.modules) <= MAX_MODULES, "\n".join(sorted(profile.modules))

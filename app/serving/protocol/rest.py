@@ -65,7 +65,7 @@ def bytes_to_read(body: Body, headers: Headers, inputs: Sequence[TensorSpec]) ->
     Args:
         inputs: the model's inputs. Their tensors become views of the body, except strings.
     """
-    if is_compressed(headers.get("content-encoding", "")):
+    if "content-encoding" in headers and is_compressed(headers["content-encoding"]):
         return max_body_bytes(headers)
     length = headers.get(JSON_LENGTH, "")
     if any(spec.dtype.hasobject for spec in inputs) or not length.isdecimal() or len(length) > _MAX_DIGITS:
