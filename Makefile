@@ -8,12 +8,13 @@ INSTALLED_MUTATION := .venv/.installed-mutation
 .NOTPARALLEL:  # what is installed for two goals goes into one environment
 PYTHON_VERSION ?= 3.12
 
-.PHONY: help install demo test test-slow test-faults test-gpu gpu-kit mutation bench-training bench-tuning bench-compile bench-serving bench-planning bench-finetuning bench-many bench-monitoring bench-data coverage docs lint format
+.PHONY: help install demo test test-slow test-faults test-fresh test-gpu gpu-kit mutation bench-training bench-tuning bench-compile bench-serving bench-planning bench-finetuning bench-many bench-monitoring bench-data coverage docs lint format
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
 	@echo "make test            the tests that need no GPU, except slow ones and fault injection"
 	@echo "make test-slow       the slow tests, except fault injection"
+	@echo "make test-fresh      'make demo' and 'make test' of the last commit in a bare Debian; needs root and debootstrap"
 	@echo "make test-faults     fault injection, with a table of the outcomes"
 	@echo "make coverage        which lines the unit tests run, with the modules that lack most first"
 	@echo "make test-gpu        the tests that need a GPU"
@@ -66,6 +67,9 @@ test: $(INSTALLED_DEV)
 
 test-slow: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest -m "slow and not faults and not gpu" tests
+
+test-fresh:
+	@.ci/fresh
 
 test-faults: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest -m faults tests

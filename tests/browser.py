@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
@@ -15,17 +14,16 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 SCREENSHOTS = "RAYLOOM_SCREENSHOTS"
 """The environment variable with the folder for pictures of pages, such as ``docs/images``."""
+PACKAGES = ("chromium", "chromium-driver")
+"""The Debian packages of a test that asks for a browser."""
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 
 
 @contextmanager
 def started_browser() -> Iterator[WebDriver]:
-    """Start a browser without a window. Skip the test if there is none."""
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("no browser: apt-get install chromium chromium-driver")
+    """Start a browser without a window."""
     options = webdriver.ChromeOptions()
-    options.binary_location = chromium
+    options.binary_location = shutil.which("chromium") or ""
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     for argument in (
         "--headless=new",
@@ -35,7 +33,7 @@ def started_browser() -> Iterator[WebDriver]:
         "--hide-scrollbars",
     ):
         options.add_argument(argument)
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
     yield browser
     browser.quit()
 

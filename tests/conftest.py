@@ -13,11 +13,18 @@ from upath import UPath
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests share the cores; torch reads it on import
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise torch starts processes that import torch
+from tests import browser as chromium
+from tests import postgres as database
+from tests.debian import pytest_runtest_setup, pytest_runtest_teardown
 from tests.helpers import CLUSTER, ROOT, local_cluster
 from tests.launch import Cluster, Launch, Trained
 from tests.receiver import HttpReceiver
 from tests.tables import Faults, Record, Tables, rendered
 from tests.workers import forked_workers
+
+__all__ = ["pytest_runtest_setup", "pytest_runtest_teardown"]
+_PACKAGES = {"browser": chromium.PACKAGES, "postgres": database.PACKAGES}
+"""The Debian packages that fixtures need. A test that asks for such a fixture names them with it."""
 
 if TYPE_CHECKING:
     from tests.postgres import PostgresServer
@@ -73,6 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cluster's group takes longest, so it starts first. Unit tests are short, so they start last.
     """
     for item in items:
+        for fixture in _PACKAGES.keys() & getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.debian(*_PACKAGES[fixture]))
         item.add_marker(item.path.relative_to(ROOT / "tests").parts[0])
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(CLUSTER if _needs_cluster(item) else item.path.stem))

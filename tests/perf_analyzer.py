@@ -29,7 +29,7 @@ class PerfAnalyzer:
         started = self.run("--version")
         if started.returncode:
             raise PerfAnalyzerMissingError(
-                f"perf_analyzer does not start; on Debian install libb64-0d: {started.stderr.strip()}"
+                f"perf_analyzer does not start: {started.stderr.strip()}"
             )
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -9,11 +9,12 @@ import tempfile
 from pathlib import Path
 
 import psycopg
-import pytest
 from sqlalchemy import make_url
 
 from tests.helpers import wait_until
 
+PACKAGES = ("postgresql",)
+"""The Debian packages of a test that asks for the server."""
 _DEBIAN = Path("/usr/lib/postgresql")
 """Where Debian installs a version's programs, out of everybody's way."""
 
@@ -27,7 +28,6 @@ class PostgresServer:
     """On a socket in its own folder. Not as root, as whom PostgreSQL refuses to run."""
 
     def __init__(self) -> None:
-        """Skips the test where PostgreSQL is not installed."""
         self._server, initdb = _program("postgres"), _program("initdb")
         self._folder = Path(tempfile.mkdtemp(prefix="rayloom-pg-"))
         self._user = pwd.getpwnam("nobody").pw_name if os.geteuid() == 0 else None
@@ -80,6 +80,5 @@ class PostgresServer:
 def _program(name: str) -> str:
     folders = [os.environ["PATH"], *map(str, sorted(_DEBIAN.glob("*/bin"), reverse=True))]
     found = shutil.which(name, path=os.pathsep.join(folders))
-    if not found:
-        pytest.skip("PostgreSQL is not installed")
+    assert found, f"{name} is not there"
     return found

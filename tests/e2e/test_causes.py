@@ -4,7 +4,6 @@
 """
 
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from tests.unit.test_ui import served
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not shutil.which("prometheus-alertmanager"), reason="Prometheus is not installed"),
+    pytest.mark.debian("prometheus", "prometheus-alertmanager", "prometheus-node-exporter"),
 ]
 DIGITS = ["recipes/digits.yaml", "train.early_stopping=null", "tune=null"]
 ENDLESS = [

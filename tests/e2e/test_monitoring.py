@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import time
 from bisect import bisect_left
@@ -44,7 +43,7 @@ from tests.unit.test_monitoring import expressions
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not shutil.which("prometheus-alertmanager"), reason="Prometheus is not installed"),
+    pytest.mark.debian("prometheus", "prometheus-alertmanager", "prometheus-node-exporter"),
 ]
 MAX_S = 60.0
 """From a cause to the received webhook, for alerts without a window."""

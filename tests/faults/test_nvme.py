@@ -13,9 +13,7 @@ from tests.tables import Faults
 RUN = ["train.workers=2", "train.max_steps=16", "train.early_stopping=null", "train.resume=latest",
        "train.checkpoint.every_steps=4", "train.plan.zero_stage=3",
        "model.factory=tests.faults.models:WideMlp", "model.args.pause_s=0.3"]  # fmt: skip
-pytestmark = pytest.mark.skipif(
-    not Path("/usr/include/libaio.h").exists(), reason="libaio-dev, which DeepSpeed compiles against, is not installed"
-)
+pytestmark = pytest.mark.debian("libaio-dev")  # DeepSpeed compiles against it
 
 
 def train(launch: Launch, storage: Path, *overrides: str) -> Launched:

@@ -14,6 +14,7 @@ from tests.serving import Server, serving
 from tests.toy import config, publish
 
 REQUESTS = 64
+pytestmark = pytest.mark.debian("libb64-0d")
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ def test_batches_are_compared_by_useful_tokens_and_validation() -> None:
     assert "| loss of val_accuracy | ≤ 0.01 | +0.0200 (+0.0200 to +0.0200) | **missed** |" in text
 
 
+@pytest.mark.debian("dataset-fashion-mnist")
 def test_pictures_are_jpegs_in_folders_of_labels(tmp_path: Path) -> None:
     num_bytes = pictures.write_pictures(tmp_path, 60)
     files = sorted(tmp_path.glob("*/*.jpg"))

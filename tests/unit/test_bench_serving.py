@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import sys
 import threading
 import time
@@ -197,7 +196,7 @@ def test_a_server_is_checked_on_every_row(doubling: str) -> None:
         wrong.check(doubling, NamedLists("/"), EXACT)
 
 
-@pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is not installed")
+@pytest.mark.debian("wrk")
 def test_wrk_takes_turns_through_the_requests(doubling: str) -> None:
     asked = _asking(1, 13).requests(NamedLists("/"))
     load = wrk.drive(doubling, asked, connections=2, seconds=1)
@@ -246,7 +245,7 @@ def test_a_server_is_checked_over_grpc() -> None:
             wrong.check(url, wire, EXACT)
 
 
-@pytest.mark.skipif(shutil.which("h2load") is None, reason="h2load is not installed")
+@pytest.mark.debian("nghttp2-client")
 def test_h2load_counts_refused_calls_as_errors() -> None:
     handler, wire = GrpcDoubling(), GrpcTensors("m")
     with _serving_grpc(handler) as url:

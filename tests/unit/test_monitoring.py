@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import threading
 import time
@@ -33,8 +32,6 @@ from app.telemetry.metrics import Kind
 from tests.helpers import ROOT, wait_until
 from tests.pages import tables
 
-needs_prometheus = pytest.mark.skipif(not shutil.which("promtool"), reason="Prometheus is not installed")
-needs_alertmanager = pytest.mark.skipif(not shutil.which("amtool"), reason="Alertmanager is not installed")
 OWN = re.compile(r"\b(?:ray_rayloom_\w+|rayloom_\w+)")
 WEBHOOK = WebhookConfig(url="https://example.org/hook", secret="env:RAYLOOM_TEST_HOOK")
 EMAIL = EmailConfig(host="mail.example.org", sender="rayloom@example.org", to=["me@example.org"])
@@ -61,7 +58,7 @@ def targets(folder: Path) -> Targets:
     )
 
 
-@needs_prometheus
+@pytest.mark.debian("prometheus")
 def test_the_rules_pass_their_unit_tests() -> None:
     tool("promtool", "check", "rules", "rules.yml")
     tool("promtool", "test", "rules", "rules_test.yml")
@@ -79,7 +76,7 @@ def test_every_alert_has_a_test_and_a_runbook() -> None:
         assert rule["annotations"]["runbook"] == f"docs/how-to/respond_to_alerts.md#{rule['alert'].lower()}"
 
 
-@needs_prometheus
+@pytest.mark.debian("prometheus")
 def test_every_expression_of_the_dashboards_is_one(tmp_path: Path) -> None:
     rules = [{"record": f"panel_{number}", "expr": found} for number, found in enumerate(expressions())]
     assert len(rules) > 50
@@ -107,8 +104,7 @@ def test_the_dashboards_are_those_that_are_built() -> None:
     assert set(dashboards()) == set(BOARDS)
 
 
-@needs_prometheus
-@needs_alertmanager
+@pytest.mark.debian("prometheus", "prometheus-alertmanager")
 def test_the_configuration_passes_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYLOOM_TEST_HOOK", "hook-secret")
     folder = tmp_path / "monitoring"
@@ -280,8 +276,7 @@ def prometheus(folder: Path, port: int, target: str) -> Iterator[None]:
         process.wait()
 
 
-@pytest.mark.skipif(not shutil.which("chromedriver"), reason="chromium-driver is not installed")
-@needs_prometheus
+@pytest.mark.debian("chromium", "chromium-driver", "prometheus")
 def test_the_page_draws_what_prometheus_has(tmp_path: Path, dashboard: FakeDashboard) -> None:
     port, own = unused(2)
     watch = ClusterWatch(dashboard.api)
