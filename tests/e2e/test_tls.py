@@ -5,6 +5,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
+from typing import Any
 
 import httpx
 import numpy as np
@@ -85,16 +87,27 @@ def test_clients_of_every_protocol_see_the_given_certificate(proxied: dict[str, 
     assert answered.returncode == 0, answered.stderr
     assert any(label in answered.stdout for label in LABELS)
 
-    if proxied.get("RAY_SERVE_ENABLE_HA_PROXY") == "0":
-        return  # Serve's own proxy has no TLS for gRPC, and reads the files once
+    is_own = proxied.get("RAY_SERVE_ENABLE_HA_PROXY") == "0"  # it has no TLS for gRPC, and reads the files once
     client = tritonclient.grpc.InferenceServerClient(
-        deployed["grpc"], ssl=True, root_certificates=str(tmp_path / "ca.pem")
+        deployed["grpc"], ssl=not is_own, root_certificates=str(tmp_path / "ca.pem")
     )
     with pytest.raises(InferenceServerException, match="UNAUTHENTICATED"):
         client.get_model_metadata("secret")
     shown = {"authorization": f"Bearer {token.read_text(encoding='utf-8').strip()}"}
     answer = client.infer("secret", asked(tritonclient.grpc, rows(1)), headers=shown)
     assert np.allclose(answer.as_numpy(OUTPUT), expected(rows(1)), atol=1e-4)
+    assert client.get_model_metadata("secret", headers=shown).name == "secret"
+    with pytest.raises(InferenceServerException, match="NOT_FOUND"):
+        client.infer("nothing", asked(tritonclient.grpc, rows(1)), headers=shown)
+    answers: Queue[tuple[Any, Any]] = Queue()
+    client.start_stream(lambda result, error: answers.put((result, error)), headers=shown)
+    client.async_stream_infer("secret", asked(tritonclient.grpc, rows(2)))
+    streamed, error = answers.get(timeout=20)
+    client.stop_stream()
+    assert error is None
+    assert np.allclose(streamed.as_numpy(OUTPUT), expected(rows(2)), atol=1e-4)
+    if is_own:
+        return
 
     deploy()
     host, _, port = deployed["grpc"].rpartition(":")

@@ -1,5 +1,6 @@
 """Inference over gRPC, against the messages that Triton's client makes and reads."""
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +14,12 @@ from app.errors import RequestError
 from app.serving.protocol.grpc import read_infer, write_infer, write_stream_error, write_stream_infer
 from app.serving.protocol.infer import Limits, RequestedOutput, RequestParameters, build_response, check_outputs
 from app.serving.protocol.tensors import BINARY_ONLY, DATATYPES, DTYPES
+from app.serving.transport.grpc import SERVICE
 from app.tensors import TensorSpec
+from tests.helpers import run
 from tests.protocol import EXAMPLES, in_client
 
+READ = "import os, pickle; print(*(type(m).__name__ for m in pickle.loads(bytes.fromhex(os.environ['MESSAGES']))))"
 FIELDS = {
     "bool_contents": ["BOOL"],
     "int_contents": ["INT8", "INT16", "INT32"],
@@ -52,6 +56,13 @@ def message(inputs: Sequence[InferInput], **fields: Any) -> service_pb2.ModelInf
 def listed(datatype: str = "INT8", **changed: Any) -> service_pb2.ModelInferRequest:
     tensor = {"name": "x", "shape": [2], "datatype": datatype, "contents": {"int_contents": [1, 2]}, **changed}
     return service_pb2.ModelInferRequest(model_name="m", inputs=[tensor])
+
+
+def test_serves_own_proxy_can_pickle_every_message() -> None:
+    kinds = sorted(SERVICE.file.message_types_by_name)
+    messages = pickle.dumps([getattr(service_pb2, kind)() for kind in kinds])
+    read = run("python", "-c", READ, environment={"MESSAGES": messages.hex()})
+    assert read.stdout.split() == kinds, read.stderr
 
 
 @pytest.mark.parametrize("datatype", EXAMPLES)
