@@ -14,7 +14,7 @@ import pytest
 from torch.utils import cpp_extension
 
 from app.training.engine.extensions import load_extension
-from tests.helpers import wait_until
+from tests.helpers import BIN, wait_until
 
 SOURCE = """
 #include "gate.h"
@@ -134,8 +134,9 @@ def test_a_build_that_was_killed_is_done_again_and_its_compiler_that_lives_on_ha
 
 
 def test_those_who_need_it_at_once_wait_for_the_one_that_builds_it_whoever_that_is(
-    builder: Answer, gate: Gate, start: Start, capfd: pytest.CaptureFixture[str]
+    builder: Answer, gate: Gate, start: Start, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")  # the stranger's; ours find ninja without it
     stranger = start(builder.load)
     wait_until(builder.lock.exists)
     ours = [start(load_extension, builder) for _ in range(2)]

@@ -1,8 +1,11 @@
 """DeepSpeed's C++ extensions, which are compiled on a machine at their first use."""
 
+import os
 import shutil
+import sysconfig
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Protocol
@@ -35,11 +38,22 @@ def load_extension(builder: ExtensionBuilder) -> Any:
     if is_prebuilt(builder.name):
         return builder.load()
     folder = extension_folder(builder.name)
-    with FileLock(folder.with_name(f"{folder.name}.rayloom.lock")):
+    with FileLock(folder.with_name(f"{folder.name}.rayloom.lock")), _scripts_on_path():
         _remove_killed_build(folder)
         if not (folder / f"{builder.name}.so").exists():
             print(f"compiling {builder.name} in {folder}: a minute or more, once on this machine", flush=True)
         return builder.load()
+
+
+@contextmanager
+def _scripts_on_path() -> Iterator[None]:
+    """Let torch find ``ninja``, which DeepSpeed installs beside Python. It is not on the path without an activation."""
+    before = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), before])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
 
 
 def _remove_killed_build(folder: Path) -> None:
