@@ -15,7 +15,7 @@ from tenacity import RetryError, retry, retry_if_result, stop_after_delay, wait_
 
 from app.cluster.haproxy_script import APPLICATION
 from app.errors import ClusterError
-from app.serving.config import EndpointConfig
+from app.serving.config import Demand, EndpointConfig
 from jobs._cluster import require
 from jobs._serve_internals import await_proxies, deployed_user_config
 from serve_deployments.autoscaling import autoscaling_of
@@ -125,7 +125,7 @@ def running_replicas() -> int:
     return int(server.replica_states.get(ReplicaState.RUNNING, 0))
 
 
-def require_room(before: EndpointConfig, after: EndpointConfig) -> None:
+def require_room(before: EndpointConfig, demand: Demand) -> None:
     """Check that the cluster has room for all replicas and, during a change, for one more.
 
     With several sharded models it needs room for twice the replicas. A replica reserves room for its models one by one,
@@ -134,15 +134,14 @@ def require_room(before: EndpointConfig, after: EndpointConfig) -> None:
     Raises:
         ClusterError: there is too little room, or the models of a replica need more than its single GPU.
     """
-    scaling = after.scaling
+    scaling = demand.scaling
     if round(scaling.gpus, 4) > 1:
         raise ClusterError(
             f"serve.gpus_per_replica of all models are {scaling.gpus:g} together, and a replica has one GPU for all of "
             "them: ask for less"
         )
-    sharded = [version for version in after.versions if version.tensor_parallel]
-    spare = 0 if not before.models else scaling.max_replicas if len(sharded) > 1 else 1
-    needed = {kind: (scaling.max_replicas + spare) * amount for kind, amount in after.reserved.items()}
+    spare = 0 if not before.models else scaling.max_replicas if len(demand.sharded) > 1 else 1
+    needed = {kind: (scaling.max_replicas + spare) * amount for kind, amount in demand.reserved.items()}
     require(needed, "serve.replicas, while they change over," if spare else "serve.replicas")
 
 
@@ -152,7 +151,7 @@ def require_calibration_room(before: EndpointConfig, reserved: Mapping[str, floa
     Raises:
         ClusterError: it has not, so the calibration would wait forever.
     """
-    taken = {kind: before.scaling.max_replicas * amount for kind, amount in before.reserved.items()}
+    taken = {kind: before.scaling.max_replicas * amount for kind, amount in before.demand.reserved.items()}
     needed = {kind: amount + taken.get(kind, 0.0) for kind, amount in reserved.items() if amount}
     require(needed, "the calibration of serve.cascade" + (" and the running replicas" if before.models else ""))
 

@@ -40,8 +40,8 @@ class Address:
         return f"{self.host}:{self.grpc_port}"
 
 
-def start_serve(config: ServeConfig) -> Address:
-    """Start Ray Serve, unless it runs, and return its address.
+def require_address(config: ServeConfig) -> Address:
+    """Return the address that Ray Serve has, or can have on this cluster.
 
     Raises:
         ClusterError: a port is taken, Serve already listens elsewhere, or TLS is not possible.
@@ -59,11 +59,6 @@ def start_serve(config: ServeConfig) -> Address:
     if running is None:
         _require_free(desired.host, desired.port, "serve.port")
         _require_free(desired.host, desired.grpc_port, "serve.grpc_port")
-        give_to_haproxy(config.tls)
-        serve.start(
-            http_options=serve.HTTPOptions(host=desired.host, port=desired.port, **serve_options(config.tls)),
-            grpc_options=gRPCOptions(port=desired.grpc_port, grpc_servicer_functions=[SERVICER]),
-        )
     elif running != desired:
         raise ClusterError(
             f"serve.port is {desired.port} and serve.grpc_port {desired.grpc_port}, on {desired.host} by "
@@ -71,9 +66,19 @@ def start_serve(config: ServeConfig) -> Address:
             f"{running.host} by {running.scheme}, already: leave serve.host, serve.tls and the ports as they are, or "
             "restart the cluster"
         )
-    else:
-        give_to_haproxy(config.tls)  # the certificate may be another one
     return desired
+
+
+def start_serve(config: ServeConfig) -> Address:
+    """Start Ray Serve, unless it runs, and return its address. Raises ClusterError as ``require_address``."""
+    address = require_address(config)
+    give_to_haproxy(config.tls)  # the certificate may be another one
+    if start_options() is None:
+        serve.start(
+            http_options=serve.HTTPOptions(host=address.host, port=address.port, **serve_options(config.tls)),
+            grpc_options=gRPCOptions(port=address.grpc_port, grpc_servicer_functions=[SERVICER]),
+        )
+    return address
 
 
 def _require_reachable(desired: Address) -> None:

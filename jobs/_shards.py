@@ -1,6 +1,7 @@
 """Preparation of data in shards on the nodes of the cluster, a Ray task for each unit of the source."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -13,12 +14,17 @@ from app.runs import Run
 from app.tasks import prepare_shards
 from app.training.sources import adds_sources
 from jobs._cluster import connect
+from jobs._shared_storage import require_shared_storage
 
 _TASKS_PER_CPU, _MIN_TASKS = 2, 64
 """Tasks that run or wait: one queued behind each running one, and enough that an autoscaler sees the demand.
 
 More would only burden the driver, which checks all of them whenever one ends.
 """
+
+
+_UNIT = {"CPU": 1.0}
+"""What Ray reserves for a unit."""
 
 
 def prepare_on_cluster(run: Run, prepared: UPath | None = None) -> PreparedData | None:
@@ -29,19 +35,21 @@ def prepare_on_cluster(run: Run, prepared: UPath | None = None) -> PreparedData 
     keeps_data = (run.folder / DATA).exists() and not adds_sources(run)
     if run.recipe.data.shards is None or prepared is not None or keeps_data:
         return None
-    return prepare_shards(run.recipe, _run_units)
+    return prepare_shards(run.recipe, partial(_run_units, run.storage))
 
 
-def _run_units(work: Callable[[int], int], units: Sequence[int]) -> Iterator[int]:
+def _run_units(storage: UPath, work: Callable[[int], int], units: Sequence[int]) -> Iterator[int]:
     """Yield the number of each unit when its task is done. Units are files in storage, so nothing else is sent.
 
     Raises:
         ClusterError: a node or process was lost, several times.
+        UnsharedStorageError: a node would write its shards where no other one finds them.
         RayloomError: what ``work`` raises.
     """
     if not units:
         return
     connect()
+    require_shared_storage(storage, _UNIT)
     shared = ray.put(work)  # it names every file of the source
     waiting = list(units)[::-1]
     running: list[ray.ObjectRef] = []
@@ -58,6 +66,6 @@ def _run_units(work: Callable[[int], int], units: Sequence[int]) -> Iterator[int
         raise ClusterError(f"the preparation was lost with its node ({str(error).strip()}): submit it again") from error
 
 
-@ray.remote(name="prepare", num_cpus=1, max_retries=3)  # type: ignore[untyped-decorator]
+@ray.remote(name="prepare", num_cpus=_UNIT["CPU"], max_retries=3)  # type: ignore[untyped-decorator]
 def _work_on(work: Callable[[int], int], unit: int) -> int:
     return work(unit)

@@ -4,6 +4,7 @@ import sys
 from functools import partial
 
 from app.compile.run import compile_model, find_weights
+from app.config import CompileConfig
 from app.runs import Outcome, Run
 from app.tasks import find_served_task
 from jobs._cluster import connect, require
@@ -15,10 +16,14 @@ def compile_on_node(run: Run) -> Outcome:
     """Compile on a node with the resources that the recipe reserves. The measurements are those of this node."""
     find_served_task(run.recipe.task)  # raises if the task cannot be compiled
     find_weights(run)  # raises before the job waits for a node
-    reserved = run.recipe.compile.reserved
     connect()
-    require(reserved, "compile.cpus, compile.gpus and compile.resources")
-    return run_on_node("compile", partial(compile_model, run), reserved)
+    require_compile_room(run.recipe.compile)
+    return run_on_node("compile", partial(compile_model, run), run.recipe.compile.reserved)
+
+
+def require_compile_room(config: CompileConfig) -> None:
+    """Check that the cluster has what compiling reserves, as ``require``."""
+    require(config.reserved, "compile.cpus, compile.gpus and compile.resources")
 
 
 if __name__ == "__main__":

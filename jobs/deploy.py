@@ -4,7 +4,9 @@ import sys
 import time
 
 from pydantic import BaseModel
+from upath import UPath
 
+from app.config import Recipe
 from app.heartbeat import run_lock
 from app.pages.page import REPORT_FILE
 from app.reports.deployment import DeploymentRecord, Laps, deployment_page
@@ -12,9 +14,10 @@ from app.reports.run_folder import write_page
 from app.repository.repository import Repository
 from app.runs import Outcome, Run
 from app.serving.access import access_of, token_file_of
+from app.serving.cascade.build import stages_before
 from app.serving.cascade.rule import CascadeRule
 from app.serving.config import DeployedModel, EndpointConfig
-from app.serving.deployment import deployed_model, promote_named
+from app.serving.deployment import deployed_model, promote_named, verified_candidates
 from app.telemetry.tracing import stage
 from jobs._cluster import connect, cores_of_nodes
 from jobs._endpoint import (
@@ -26,7 +29,7 @@ from jobs._endpoint import (
     roll_out,
     running_replicas,
 )
-from jobs._ingress import Address, start_serve
+from jobs._ingress import Address, require_address, start_serve
 from jobs._node import run_on_node
 from jobs._runner import main
 
@@ -59,7 +62,7 @@ def deploy(run: Run) -> Outcome:
             print(f"these settings drop the {' and the '.join(lost)} that {recipe.name} had", flush=True)
         access = access_of(recipe.serve, before.access)
         after = EndpointConfig(models={**before.models, recipe.name: model}, access=access)
-        require_room(before, after)
+        require_room(before, after.demand)
         address = start_serve(recipe.serve)
         laps.end("starting Serve")
 
@@ -77,6 +80,22 @@ def deploy(run: Run) -> Outcome:
     ready_s = round(time.monotonic() - began, 3)
     DeploymentRecord(model=model, phases_s=laps.seconds).save(run.folder)
     return _outcome(run, model, address, ready_s)
+
+
+def require_deployable(recipe: Recipe, storage: UPath) -> None:
+    """Check all that a deployment needs beside the version itself, before one is trained.
+
+    Raises:
+        ClusterError: there is too little room, a port is taken, Serve listens elsewhere, a secret cannot be read.
+        StorageError: a version that is served beside the new one is missing or was changed.
+    """
+    serve, before = recipe.serve, desired_config()
+    access_of(serve, before.access)
+    require_room(before, before.demand_with(recipe.name, serve))
+    require_address(serve)
+    verified_candidates(recipe, storage)
+    if serve.cascade:
+        stages_before(serve.cascade, serve, storage)
 
 
 def _outcome(run: Run, model: DeployedModel, address: Address, ready_s: float) -> Outcome:

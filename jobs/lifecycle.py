@@ -20,13 +20,16 @@ from app.reports.run_folder import write_page
 from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succeeded, runs_folder
 from app.storage import write_atomically
 from app.tasks import find_served_task
+from app.training.ray_worker import resources_of
 from app.training.resume import newest_unfinished, start_or_resume
 from app.training.stop_request import read_stop_request
 from app.tuning.trial_data import find_data
+from jobs._cluster import connect
 from jobs._runner import main
-from jobs.compile import compile_on_node
-from jobs.deploy import deploy
-from jobs.train import train
+from jobs._shared_storage import require_shared_storage
+from jobs.compile import compile_on_node, require_compile_room
+from jobs.deploy import deploy, require_deployable
+from jobs.train import require_train_room, train
 from jobs.tune import tune
 
 _STAGES = {"tune": "search"}
@@ -52,6 +55,7 @@ def lifecycle(run: Run) -> Outcome:
     find_served_task(run.recipe.task)  # refuses a task that cannot be compiled, before it is trained
     if not run.recipe.compile.chooses_node:
         requested_variants(run.recipe.compile)  # raises if an engine is not available on this machine
+    _check_later_steps(run)
     # Looked up before this run has a folder, so that it does not find itself.
     resumes = run.recipe.train.resume or (run.recipe.tune and run.recipe.tune.resume)
     previous = newest_unfinished(run.storage, run.job, run.recipe.name) if resumes else None
@@ -83,6 +87,18 @@ def lifecycle(run: Run) -> Outcome:
     print("time  " + ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in metrics.stage_s.items()), flush=True)
     artifacts = {name: location for step in steps for name, location in step.artifacts.items()}
     return Outcome(metrics, artifacts | {"report": str(run.folder / REPORT_FILE)})
+
+
+def _check_later_steps(run: Run) -> None:
+    """Check all that a later step would refuse, before the first one takes its time. Raises what the step would."""
+    recipe = run.recipe
+    connect()
+    require_train_room(recipe.train)
+    require_compile_room(recipe.compile)
+    require_deployable(recipe, run.storage)
+    require_shared_storage(
+        run.storage, resources_of(recipe.train, workers=1), recipe.compile.reserved, recipe.serve.reserved
+    )
 
 
 def _stage_times(run: Run, steps: list[Result]) -> dict[str, float]:

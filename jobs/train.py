@@ -34,8 +34,8 @@ def train(run: Run, prepared: UPath | None = None) -> Outcome:
     config = run.recipe.train
     _set_timeouts(config)
     connect()
+    require_train_room(config)
     min_workers = config.worker_counts[0]
-    require(resources_of(config, min_workers), f"train.workers, of which there are {min_workers},")
     # A cluster that grows may still get nodes with more room.
     if not may_grow():
         require_room_for_groups(config.plan, min_workers, worker_slots(config))
@@ -44,6 +44,12 @@ def train(run: Run, prepared: UPath | None = None) -> Outcome:
         ending = _fit(run)
     with stage("publish"):
         return finish_run(run, data, ending, training_cluster)
+
+
+def require_train_room(config: TrainConfig) -> None:
+    """Check that the cluster has what the smallest number of workers reserves, as ``require``."""
+    min_workers = config.worker_counts[0]
+    require(resources_of(config, min_workers), f"train.workers, of which there are {min_workers},")
 
 
 def _set_timeouts(config: TrainConfig) -> None:

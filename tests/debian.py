@@ -1,8 +1,8 @@
 """The Debian packages that tests need, and a watch for files of packages that a test does not name.
 
 A test says ``@pytest.mark.debian("prometheus")``. It is skipped where the package is not installed. A test that opens
-a file or starts a program of any other package fails: it would fail on a machine that has only what the README asks for.
-The watch sees what the test process itself opens and starts, not what its child processes do.
+a file or starts a program of any other package fails, as it would on a machine with only what the README asks for. The
+watch sees what the test process itself opens and starts, not what its child processes do.
 """
 
 import os

@@ -28,9 +28,7 @@ class PerfAnalyzer:
             _install()
         started = self.run("--version")
         if started.returncode:
-            raise PerfAnalyzerMissingError(
-                f"perf_analyzer does not start: {started.stderr.strip()}"
-            )
+            raise PerfAnalyzerMissingError(f"perf_analyzer does not start: {started.stderr.strip()}")
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run the tool, and return its output."""

@@ -128,6 +128,22 @@ class Scaling(_Config):
     downscale_delay_s: float = 0.0
 
     @classmethod
+    def of(cls, serve: ServeConfig, measured: int) -> Self:
+        """Return what a recipe asks for. ``measured`` is the number of replicas if the recipe leaves it open."""
+        min_replicas, max_replicas = serve.replica_range or (measured, measured)
+        target_ms = serve.scaling.latency_target_ms
+        return cls(
+            min_replicas=min_replicas,
+            max_replicas=max_replicas,
+            cpus=serve.cpus_per_replica,
+            gpus=serve.gpus_per_replica,
+            resources=serve.resources,
+            latency_target_s=target_ms / 1e3 if target_ms else None,
+            upscale_delay_s=serve.scaling.upscale_delay_s,
+            downscale_delay_s=serve.scaling.downscale_delay_s,
+        )
+
+    @classmethod
     def combined(cls, models: Sequence[Self]) -> Self:
         """Return requirements that satisfy all models: the largest number of replicas, with the resources of all.
 
@@ -180,6 +196,24 @@ class DeployedModel(_Config):
         return [role for role in roles if getattr(self, role) and not getattr(successor, role)]
 
 
+class Demand(_Config):
+    """What replicas ask of a cluster, whichever versions they hold."""
+
+    scaling: Scaling
+    sharded: tuple[TensorParallelConfig, ...] = ()
+    """The shards beside each replica, of every version that has some."""
+
+    @property
+    def reserved(self) -> dict[str, float]:
+        """Resources that a replica and the processes of its sharded models reserve in Ray."""
+        reserved = {"CPU": self.scaling.cpus, "GPU": self.scaling.gpus, **self.scaling.resources}
+        # Each shard is an actor beside the replica, so its resources come on top.
+        for config in self.sharded:
+            for kind, amount in config.reserved.items():
+                reserved[kind] += config.size * amount
+        return reserved
+
+
 _SPARE_REQUESTS = 64
 """Room for requests that wait for no model: metadata, health, and those that a full queue refuses."""
 
@@ -201,14 +235,19 @@ class EndpointConfig(_Config):
         return list(dict.fromkeys(version for model in self.models.values() for version in model.versions))
 
     @property
-    def reserved(self) -> dict[str, float]:
-        """Resources that a replica and the processes of its sharded models reserve in Ray."""
-        reserved = {"CPU": self.scaling.cpus, "GPU": self.scaling.gpus, **self.scaling.resources}
-        # Each shard is an actor beside the replica, so its resources come on top.
-        for config in filter(None, (version.tensor_parallel for version in self.versions)):
-            for kind, amount in config.reserved.items():
-                reserved[kind] += config.size * amount
-        return reserved
+    def demand(self) -> Demand:
+        """What the replicas ask of the cluster."""
+        sharded = tuple(filter(None, (version.tensor_parallel for version in self.versions)))
+        return Demand(scaling=self.scaling, sharded=sharded)
+
+    def demand_with(self, name: str, serve: ServeConfig) -> Demand:
+        """Return what the replicas will ask if a recipe's model, whose version is still to come, is served as well."""
+        others = EndpointConfig(models={key: model for key, model in self.models.items() if key != name}).demand
+        scalings = [model.scaling for key, model in self.models.items() if key != name]
+        return Demand(
+            scaling=Scaling.combined([*scalings, Scaling.of(serve, measured=1)]),
+            sharded=(*others.sharded, *filter(None, [serve.tensor_parallel])),
+        )
 
     @cached_property
     def max_requests(self) -> int:

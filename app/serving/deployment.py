@@ -37,10 +37,7 @@ def deployed_model(
     serve, repository = recipe.serve, Repository(storage)
     # Verify here, before any replica starts: a damaged file then fails the job, and nothing else.
     production = repository.verify(recipe.name, serve.version or repository.production(recipe.name))
-    manifests: dict[Alias, Manifest] = {"production": production}
-    for alias, candidate in serve.candidates.items():
-        version = candidate.version or repository.candidate(recipe.name, alias)
-        manifests[alias] = repository.verify(recipe.name, version)
+    manifests: dict[Alias, Manifest] = {"production": production, **verified_candidates(recipe, storage)}
     _require_interchangeable(manifests)
 
     cores = cores_of_nodes()
@@ -67,8 +64,21 @@ def deployed_model(
         canary=candidate_of("canary"),
         shadow=candidate_of("shadow"),
         cascade=build_cascade(serve.cascade, in_production, serve, storage, cores) if serve.cascade else None,
-        scaling=_scaling(serve, production),
+        scaling=Scaling.of(serve, production.served(serve).replicas),
     )
+
+
+def verified_candidates(recipe: Recipe, storage: UPath) -> dict[Alias, Manifest]:
+    """Return the versions that are tried beside production. Every file of each is verified.
+
+    Raises:
+        StorageError: a version is missing or was changed, or no version has an alias that the recipe asks for.
+    """
+    repository = Repository(storage)
+    return {
+        alias: repository.verify(recipe.name, candidate.version or repository.candidate(recipe.name, alias))
+        for alias, candidate in recipe.serve.candidates.items()
+    }
 
 
 def promote_named(recipe: Recipe, repository: Repository) -> None:
@@ -111,19 +121,3 @@ def _smaller(manifest: Manifest, serve: ServeConfig, cores: Sequence[int]) -> st
 
 def _shape(serving: ServingDefaults) -> str:
     return f"replicas={serving.replicas} of threads={serving.threads}"
-
-
-def _scaling(serve: ServeConfig, production: Manifest) -> Scaling:
-    measured = production.served(serve).replicas
-    min_replicas, max_replicas = serve.replica_range or (measured, measured)
-    target_ms = serve.scaling.latency_target_ms
-    return Scaling(
-        min_replicas=min_replicas,
-        max_replicas=max_replicas,
-        cpus=serve.cpus_per_replica,
-        gpus=serve.gpus_per_replica,
-        resources=serve.resources,
-        latency_target_s=target_ms / 1e3 if target_ms else None,
-        upscale_delay_s=serve.scaling.upscale_delay_s,
-        downscale_delay_s=serve.scaling.downscale_delay_s,
-    )

@@ -101,7 +101,7 @@ def test_processes_that_share_a_model_are_reserved_beside_its_replica() -> None:
     )
     large = DeployedModel(production=version, scaling=Scaling(cpus=0.5))
     again = EndpointConfig.model_validate_json(EndpointConfig(models={"large": large}).model_dump_json())
-    assert again.reserved == {"CPU": 8.5, "GPU": 4.0}
+    assert again.demand.reserved == {"CPU": 8.5, "GPU": 4.0}
     assert again.models["large"].production == version
 
 

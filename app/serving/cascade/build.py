@@ -52,7 +52,7 @@ def build_cascade(
         EngineError: a version cannot run on this machine.
         DataError: there are too few validation rows.
     """
-    before = tuple(_version(reference, serve, storage, cores) for reference in config.before)
+    before = stages_before(config, serve, storage, cores)
     titles = [stage.title for stage in (*before, production)]
     if repeated := [title for title in titles if titles.count(title) > 1]:
         raise RecipeError(
@@ -70,6 +70,19 @@ def build_cascade(
         policies = [stage.policy for stage in stages]
         rule = calibrate_versions(models, policies, load_validation(models[-1].manifest), config.accuracy_floor)
     return Cascade(before=before, rule=rule)
+
+
+def stages_before(
+    config: CascadeConfig, serve: ServeConfig, storage: UPath, cores: Sequence[int] = ()
+) -> tuple[VersionConfig, ...]:
+    """Return the stages before the last. Every file of each is verified.
+
+    ``cores`` are as in ``build_cascade``.
+
+    Raises:
+        StorageError: a version is missing or was changed.
+    """
+    return tuple(_version(reference, serve, storage, cores) for reference in config.before)
 
 
 def load_validation(manifest: Manifest) -> LabelledSplit:

@@ -40,7 +40,7 @@ SERVICER = "app.serving.transport.grpc.add_to_server"
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 for _message in pb.DESCRIPTOR.message_types_by_name:
-    # Serve's own proxy pickles messages. The generated code names a module that cannot be imported, which pickle refuses.
+    # Serve's own proxy pickles messages. The generated code names a module that cannot be imported.
     getattr(pb, _message).__module__ = pb.__name__
 
 

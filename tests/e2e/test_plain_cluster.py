@@ -1,0 +1,84 @@
+"""A cluster of several nodes that plain ``ray start`` has started, with a head that has no CPUs for work."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+
+from tests.helpers import submit
+from tests.plain_cluster import PlainCluster, plain_cluster
+
+pytestmark = pytest.mark.slow
+DIGITS = ["recipes/digits.yaml", "train.workers=1", "train.epochs=1", "tune.trials=2", "tune.epochs=1",
+          "compile.engines=[openvino]", "compile.precisions=[fp32]", "compile.batch_sizes=[1]"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[PlainCluster]:
+    with plain_cluster() as cluster:
+        cluster.join("--num-cpus=2", "--labels=kind=quick", '--resources={"quick": 2}')
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("serve.host=127.0.0.1", "serve.host is 127.0.0.1, and the cluster has 2 nodes"),
+        ("serve.port={taken}", "cannot be used (Address already in use): stop what listens there, or set serve.port"),
+        ("serve.token_file=/nowhere/token", "/nowhere/token"),
+        ("serve.canary={{version: 7, percent: 10}}", "has no model 'digits'"),
+    ],
+)
+def test_what_deploy_would_refuse_ends_a_lifecycle_before_its_first_step(
+    cluster: PlainCluster, override: str, reason: str
+) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        given = override.format(taken=taken.getsockname()[1])
+        refused = submit(cluster.environment, "lifecycle", *DIGITS, "serve.host=0.0.0.0", given, succeeds=False)
+    assert reason in refused["error"]
+    assert not [*cluster.storage.glob("runs/*/*")], "something has run"
+
+
+def test_the_whole_way_and_clients_of_both_protocols(cluster: PlainCluster, ports: list[int]) -> None:
+    http, grpc = ports
+    address = ["serve.host=0.0.0.0", f"serve.port={http}", f"serve.grpc_port={grpc}"]
+    done = submit(cluster.environment, "lifecycle", *DIGITS, *address)
+    assert done["status"] == "succeeded"
+
+    token = (Path(cluster.environment["RAYLOOM_HOME"]) / "endpoint_token").read_text(encoding="utf-8").strip()
+    shown = {"authorization": f"Bearer {token}"}
+    picture = np.zeros((1, 1, 8, 8), np.float32)
+    answers = []
+    for library, port in ((tritonclient.http, http), (tritonclient.grpc, grpc)):
+        client = library.InferenceServerClient(f"127.0.0.1:{port}")
+        (asked,) = client.get_model_metadata("digits", headers=shown, **JSON[library])["inputs"]
+        given = library.InferInput(asked["name"], list(picture.shape), asked["datatype"])
+        given.set_data_from_numpy(picture)
+        answers.append(client.infer("digits", [given], headers=shown).as_numpy("logits"))
+    assert np.array_equal(*answers)
+    assert answers[0].shape == (1, 10)
+    assert httpx.post(f"http://127.0.0.1:{http}/v2/models/digits/infer", json={}).status_code == 401
+
+
+JSON = {tritonclient.http: {}, tritonclient.grpc: {"as_json": True}}
+
+
+@pytest.fixture
+def ports() -> list[int]:
+    from app.cluster.ports import unused
+
+    return unused(2)
+
+
+def test_storage_that_a_node_does_not_see_ends_a_lifecycle_before_its_first_step(cluster: PlainCluster) -> None:
+    cluster.storage.mkdir(exist_ok=True)
+    before = {*cluster.storage.glob("runs/*/*")}
+    cluster.join("--num-cpus=2", before=f"mount -t tmpfs none {cluster.storage}")
+    refused = submit(cluster.environment, "lifecycle", *DIGITS, "serve.host=0.0.0.0", succeeds=False)
+    assert f"the nodes do not share storage: {socket.gethostname()} cannot see" in refused["error"]
+    assert {*cluster.storage.glob("runs/*/*")} == before, "something has run"
