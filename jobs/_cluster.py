@@ -7,7 +7,7 @@ import ray
 from ray.util.state import list_actors
 
 from app.cluster.state import MARK
-from app.config import TrainConfig
+from app.config import ACCELERATOR, Placement, TrainConfig, of_kind
 from app.errors import ClusterError, PlanError
 from app.planner.cluster import Cluster, catalogue_name, cluster_of, this_machine
 
@@ -41,21 +41,25 @@ def may_grow() -> bool:
     return MARK not in os.environ
 
 
-def require(needed: Mapping[str, float], who: str) -> None:
+def require(needed: Mapping[str, float], who: str, placement: Placement | None = None) -> None:
     """Check that the cluster has the resources, which ``who`` needs. On another cluster, only print that it lacks some.
+
+    Only the nodes that ``placement`` selects count.
 
     The local cluster never grows. Another one may have an autoscaler, for whose nodes the job waits.
 
     Raises:
         ClusterError: the local cluster has too little of a resource.
     """
-    available = ray.cluster_resources()
+    selection = placement or Placement({})
+    nodes = [node["Resources"] for node in ray.nodes() if selection.selects(node)]
+    shown = ", ".join(f"{key}: {selector}" for key, selector in selection.labels.items())
+    where = f"the {len(nodes)} nodes with the labels {shown} have" if shown else "the cluster has"
     for resource, amount in needed.items():
-        total = available.get(resource, 0.0)
+        total = sum(node.get(resource, 0.0) for node in nodes)
         if amount <= total:
             continue
-        unit = f"{resource}s" if resource in ("CPU", "GPU") else f"of the resource {resource!r}"
-        sentence = f"{who} need {amount:g} {unit}, and the cluster has {total:g}"
+        sentence = f"{who} need {_amount(resource, amount)}, and {where} {total:g}"
         if not may_grow():
             raise ClusterError(f"{sentence}: ask for fewer, or start a larger cluster")
         print(f"{sentence}; waiting for it to grow", flush=True)
@@ -71,6 +75,12 @@ def fitting_cores(nodes: Sequence[Mapping[str, float]], reserved: Mapping[str, f
     needed = {**reserved, "CPU": max(1.0, reserved.get("CPU", 0.0))}
     fitting = [node for node in nodes if all(node.get(kind, 0.0) >= amount for kind, amount in needed.items())]
     return [int(node["CPU"]) for node in fitting]
+
+
+def _amount(resource: str, amount: float) -> str:
+    if resource.startswith(ACCELERATOR):
+        return f"nodes with GPUs of the type {resource.removeprefix(ACCELERATOR)}"
+    return f"{amount:g} {resource}s" if resource in ("CPU", "GPU") else f"{amount:g} of the resource {resource!r}"
 
 
 def require_dashboard(who: str) -> None:
@@ -93,14 +103,15 @@ def training_cluster(config: TrainConfig) -> Cluster:
     workers = config.workers_range[1]
     if config.device == "cpu":
         return this_machine(workers)
-    cluster = live_cluster(workers)
+    cluster = live_cluster(config)
     return cluster.resized(workers, cluster.devices_per_node)
 
 
-def live_cluster(workers: int) -> Cluster:
-    """Return the cluster that runs this job: its GPUs, or without any ``workers`` processes on CPUs."""
+def live_cluster(config: TrainConfig) -> Cluster:
+    """Return the part of this job's cluster where workers may be placed: its GPUs, or without any their CPUs."""
     connect()
-    return cluster_of_nodes([node["Resources"] for node in ray.nodes() if node["Alive"]], workers)
+    kind = Placement(of_kind(config.accelerator_type) | config.resources, config.labels)
+    return cluster_of_nodes([node["Resources"] for node in ray.nodes() if kind.fits(node)], config.workers_range[1])
 
 
 def cluster_of_nodes(nodes: Sequence[Mapping[str, float]], workers: int) -> Cluster:
@@ -115,12 +126,14 @@ def cluster_of_nodes(nodes: Sequence[Mapping[str, float]], workers: int) -> Clus
     kinds = {(_accelerator(resources), int(resources["GPU"])) for resources in with_gpus}
     if len(kinds) > 1:
         shown = ", ".join(f"{count} x {name}" for name, count in sorted(kinds))
-        raise PlanError(f"the cluster's nodes have unlike GPUs ({shown}): give --cluster those that training will use")
+        raise PlanError(
+            f"the cluster's nodes have unlike GPUs ({shown}): set train.accelerator_type to one of them, or give "
+            "--cluster those that training will use"
+        )
     name, count = kinds.pop()
     return cluster_of(f"{len(with_gpus)}x{count}x{catalogue_name(name)}")
 
 
 def _accelerator(resources: Mapping[str, float]) -> str:
     """Return the name that Ray gives a node's GPUs, such as A100-80G."""
-    prefix = "accelerator_type:"
-    return next((key.removeprefix(prefix) for key in resources if key.startswith(prefix)), "of unknown type")
+    return next((key.removeprefix(ACCELERATOR) for key in resources if key.startswith(ACCELERATOR)), "of unknown type")

@@ -8,12 +8,13 @@ from ray.exceptions import RayError, RayTaskError
 from upath import UPath
 
 from app.artifacts import DATA
+from app.config import Placement
 from app.data.prepared import PreparedData
 from app.errors import ClusterError
 from app.runs import Run
 from app.tasks import prepare_shards
 from app.training.sources import adds_sources
-from jobs._cluster import connect
+from jobs._cluster import connect, require
 from jobs._shared_storage import require_shared_storage
 
 _TASKS_PER_CPU, _MIN_TASKS = 2, 64
@@ -21,10 +22,6 @@ _TASKS_PER_CPU, _MIN_TASKS = 2, 64
 
 More would only burden the driver, which checks all of them whenever one ends.
 """
-
-
-_UNIT = {"CPU": 1.0}
-"""What Ray reserves for a unit."""
 
 
 def prepare_on_cluster(run: Run, prepared: UPath | None = None) -> PreparedData | None:
@@ -35,10 +32,10 @@ def prepare_on_cluster(run: Run, prepared: UPath | None = None) -> PreparedData 
     keeps_data = (run.folder / DATA).exists() and not adds_sources(run)
     if run.recipe.data.shards is None or prepared is not None or keeps_data:
         return None
-    return prepare_shards(run.recipe, partial(_run_units, run.storage))
+    return prepare_shards(run.recipe, partial(_run_units, run.storage, run.recipe.train.preparation))
 
 
-def _run_units(storage: UPath, work: Callable[[int], int], units: Sequence[int]) -> Iterator[int]:
+def _run_units(storage: UPath, placement: Placement, work: Callable[[int], int], units: Sequence[int]) -> Iterator[int]:
     """Yield the number of each unit when its task is done. Units are files in storage, so nothing else is sent.
 
     Raises:
@@ -49,7 +46,9 @@ def _run_units(storage: UPath, work: Callable[[int], int], units: Sequence[int])
     if not units:
         return
     connect()
-    require_shared_storage(storage, _UNIT)
+    require_shared_storage(storage, placement)
+    require(placement.resources, "a unit of the preparation", placement)
+    start = _work_on.options(resources=_custom(placement), label_selector=dict(placement.labels))
     shared = ray.put(work)  # it names every file of the source
     waiting = list(units)[::-1]
     running: list[ray.ObjectRef] = []
@@ -57,7 +56,7 @@ def _run_units(storage: UPath, work: Callable[[int], int], units: Sequence[int])
         while waiting or running:
             limit = max(_MIN_TASKS, _TASKS_PER_CPU * int(ray.cluster_resources().get("CPU", 0)))
             while waiting and len(running) < limit:
-                running.append(_work_on.remote(shared, waiting.pop()))
+                running.append(start.remote(shared, waiting.pop()))
             done, running = ray.wait(running)
             yield from map(ray.get, done)
     except RayTaskError as error:
@@ -66,6 +65,10 @@ def _run_units(storage: UPath, work: Callable[[int], int], units: Sequence[int])
         raise ClusterError(f"the preparation was lost with its node ({str(error).strip()}): submit it again") from error
 
 
-@ray.remote(name="prepare", num_cpus=_UNIT["CPU"], max_retries=3)  # type: ignore[untyped-decorator]
+def _custom(placement: Placement) -> dict[str, float]:
+    return {kind: amount for kind, amount in placement.resources.items() if kind != "CPU"}
+
+
+@ray.remote(name="prepare", num_cpus=1, max_retries=3)  # type: ignore[untyped-decorator]
 def _work_on(work: Callable[[int], int], unit: int) -> int:
     return work(unit)

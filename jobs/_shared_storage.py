@@ -1,28 +1,26 @@
 """Whether all nodes see what a job keeps in storage."""
 
-from collections.abc import Mapping
-
 import ray
 from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from upath import UPath
 
+from app.config import Placement
 from app.storage import to_path
 from app.training.coordination.shared_folder import marked, require_mark
 
 
-def require_shared_storage(storage: UPath, *demands: Mapping[str, float]) -> None:
+def require_shared_storage(storage: UPath, *placements: Placement) -> None:
     """Check that storage is the same on every node where work may be placed.
 
     Args:
         storage: the folder that all jobs share.
-        demands: the resources of each kind of work. A node without room for any of them is not asked.
+        placements: of each kind of work. A node that fits none of them is not asked.
 
     Raises:
         UnsharedStorageError: a node cannot see a file that this process wrote.
     """
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    asked = [node["NodeID"] for node in nodes if any(_fits(demand, node["Resources"]) for demand in demands)]
+    asked = [node["NodeID"] for node in ray.nodes() if any(placement.fits(node) for placement in placements)]
     here = ray.get_runtime_context().get_node_id()
     if set(asked) <= {here}:
         return
@@ -31,10 +29,6 @@ def require_shared_storage(storage: UPath, *demands: Mapping[str, float]) -> Non
             ray.get([_look.options(scheduling_strategy=_on(node)).remote(str(storage), mark) for node in asked])
         except RayTaskError as error:
             raise error.cause from error
-
-
-def _fits(demand: Mapping[str, float], held: Mapping[str, float]) -> bool:
-    return all(amount <= held.get(kind, 0.0) for kind, amount in demand.items())
 
 
 def _on(node_id: str) -> NodeAffinitySchedulingStrategy:

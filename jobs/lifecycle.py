@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from app.artifacts import DATA
 from app.cluster.state import MARK, read_state
 from app.compile.variants import requested_variants
-from app.config import Recipe, load_recipe
+from app.config import Placement, Recipe, load_recipe
 from app.errors import RayloomError
 from app.heartbeat import require_not_running, run_lock
 from app.pages.page import REPORT_FILE
@@ -20,7 +20,6 @@ from app.reports.run_folder import write_page
 from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succeeded, runs_folder
 from app.storage import write_atomically
 from app.tasks import find_served_task
-from app.training.ray_worker import resources_of
 from app.training.resume import newest_unfinished, start_or_resume
 from app.training.stop_request import read_stop_request
 from app.tuning.trial_data import find_data
@@ -96,9 +95,8 @@ def _check_later_steps(run: Run) -> None:
     require_train_room(recipe.train)
     require_compile_room(recipe.compile)
     require_deployable(recipe, run.storage)
-    require_shared_storage(
-        run.storage, resources_of(recipe.train, workers=1), recipe.compile.reserved, recipe.serve.reserved
-    )
+    others = map(Placement, (recipe.compile.reserved, recipe.serve.reserved))
+    require_shared_storage(run.storage, recipe.train.placement, *others)
 
 
 def _stage_times(run: Run, steps: list[Result]) -> dict[str, float]:

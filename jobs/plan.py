@@ -32,7 +32,7 @@ class PlanMetrics(BaseModel):
 
 def plan(given: argparse.Namespace, run: Run) -> Outcome:
     """Find the plans, print the table, and keep all of it as JSON."""
-    cluster = cluster_of(given.cluster) if given.cluster else live_cluster(run.recipe.train.workers_range[1])
+    cluster = cluster_of(given.cluster) if given.cluster else live_cluster(run.recipe.train)
     found = plan_recipe(run.recipe, cluster, Options(given.top, given.price, given.calibrate))
     run.open()
     file = run.folder / PLANS_FILE

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -46,21 +47,18 @@ class PlainCluster:
 
     def nodes(self) -> list[str]:
         """The ids of the living nodes."""
-        token = (self._folder / "token").read_text(encoding="utf-8")
-        answer = httpx.get(
-            f"{self.environment['RAY_API_SERVER_ADDRESS']}/api/v0/nodes",
-            headers={"Authorization": f"Bearer {token}"},
-        )
-        if answer.status_code != httpx.codes.OK:
-            return []
-        found = answer.json()["data"]["result"]["result"]
-        return [node["node_id"] for node in found if node["state"] == "ALIVE"]
+        return [node["node_id"] for node in self.listed("nodes") if node["state"] == "ALIVE"]
 
-    def raylet_of(self, pid: int) -> str:
-        """Return the name of the node that runs a process."""
-        parents = psutil.Process(pid).parents()
-        raylet = next(parent for parent in parents if parent.name() == "raylet")
-        return next(word for word in raylet.cmdline() if word.startswith("--node_id="))
+    def listed(self, kind: str) -> list[dict[str, Any]]:
+        """Return what Ray's state API lists: nodes, actors or tasks. None, while the dashboard starts."""
+        token = (self._folder / "token").read_text(encoding="utf-8")
+        url = f"{self.environment['RAY_API_SERVER_ADDRESS']}/api/v0/{kind}?detail=true&limit=10000"
+        try:
+            answer = httpx.get(url, headers={"Authorization": f"Bearer {token}"}, timeout=30)
+        except httpx.TransportError:
+            return []
+        found: list[dict[str, Any]] = answer.json()["data"]["result"]["result"] if answer.is_success else []
+        return found
 
     def stop(self) -> None:
         """End every process that one of the nodes has started."""

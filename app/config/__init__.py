@@ -35,6 +35,7 @@ from app.config.loading import (
 from app.config.metrics import Mode
 from app.config.named_model import load_job_recipe, names_model, recipe_of_model
 from app.config.notify import EmailConfig, NotifyConfig, WebhookConfig
+from app.config.placement import ACCELERATOR, Placement, of_kind
 from app.config.plan import AutoPlan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.reading import embedded, read_text, title_of
@@ -68,6 +69,7 @@ from app.config.train import (
 from app.config.tune import Objective, StopConfig, TuneConfig
 
 __all__ = [
+    "ACCELERATOR",
     "CHAT",
     "LANGUAGE_MODELING",
     "PLAN_ENGINES",
@@ -112,6 +114,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimizerConfig",
     "Percent",
+    "Placement",
     "PlanConfig",
     "Precision",
     "ProfileConfig",
@@ -142,6 +145,7 @@ __all__ = [
     "load_recipe",
     "load_stored_recipe",
     "names_model",
+    "of_kind",
     "parse_stored_recipe",
     "read_text",
     "recipe_keys",

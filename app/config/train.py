@@ -10,9 +10,18 @@ from app.config.augment import AugmentConfig
 from app.config.curriculum import CurriculumConfig
 from app.config.layout import Layout, lay_out
 from app.config.metrics import Mode, TaskMetric, require_mode
+from app.config.placement import LabelSelector, Placement, of_kind
 from app.config.plan import AutoPlan, Device, Plan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
-from app.config.section import SEXAGESIMAL_2_4, Fraction, NumberOrRange, Section, VersionReference, is_stored
+from app.config.section import (
+    SEXAGESIMAL_2_4,
+    CustomResources,
+    Fraction,
+    NumberOrRange,
+    Section,
+    VersionReference,
+    is_stored,
+)
 
 
 class OptimizerConfig(Section):
@@ -186,6 +195,15 @@ class TrainConfig(Section):
         default=1.0, description="CPUs that each worker reserves in Ray"
     )
     device: Device = Field(default="cpu", description="gpu: one GPU per worker")
+    resources: CustomResources = Field(
+        default={}, description="custom resources that each worker reserves in Ray; they select the kind of node"
+    )
+    accelerator_type: str | None = Field(
+        default=None, description="Ray's name of the GPUs to train on, such as A100-80G; default: any"
+    )
+    labels: LabelSelector = Field(
+        default={}, description="labels of the nodes to train on, as a label selector of Ray: {market: spot}"
+    )
     sync_batch_norm: bool = Field(
         default=False, description="compute batch norm statistics over the micro-batches of all workers"
     )
@@ -226,6 +244,18 @@ class TrainConfig(Section):
     def workers_range(self) -> tuple[int, int]:
         """Minimum and maximum number of processes."""
         return self.workers if isinstance(self.workers, tuple) else (self.workers, self.workers)
+
+    @property
+    def placement(self) -> Placement:
+        """Which nodes may hold a worker, and what Ray reserves for it."""
+        gpu = {"GPU": 1.0} if self.device == "gpu" else {}
+        reserved = {"CPU": self.cpus_per_worker, **gpu, **of_kind(self.accelerator_type), **self.resources}
+        return Placement(reserved, self.labels)
+
+    @property
+    def preparation(self) -> Placement:
+        """Which nodes may prepare a part of the data. It needs no GPU, so the kind of GPU says nothing."""
+        return Placement({"CPU": 1.0, **self.resources}, self.labels)
 
     @property
     def worker_counts(self) -> list[int]:
@@ -280,6 +310,17 @@ class TrainConfig(Section):
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} and tokens_per_batch {self.tokens_per_batch} both say how "
                 "large a batch is: leave one of them out, or set it to null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_can_be_chosen(self) -> Self:
+        if self.accelerator_type and self.device != "gpu":
+            raise ValueError(f"accelerator_type {self.accelerator_type} is a kind of GPU: set device to gpu as well")
+        if self.labels and isinstance(self.workers, tuple):
+            raise ValueError(
+                "labels are given, and workers is a range, for which Ray counts nodes without their labels: give a "
+                "number of workers, or select the nodes by resources"
             )
         return self
 

@@ -104,7 +104,8 @@ def _trainer(
         scaling_config=ray.train.ScalingConfig(
             num_workers=(counts[0], counts[-1]) if isinstance(config.workers, tuple) else config.workers,
             use_gpu=config.device == "gpu",
-            resources_per_worker=resources_of(config, workers=1),
+            resources_per_worker=dict(config.placement.resources),
+            label_selector=dict(config.placement.labels) or None,
             elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,
         ),
         run_config=ray.train.RunConfig(
@@ -131,18 +132,17 @@ def _is_single_node() -> bool:
 
 def resources_of(config: TrainConfig, workers: int) -> dict[str, float]:
     """Return the resources that Ray reserves for this number of workers."""
-    gpus = {"GPU": 1.0 * workers} if config.device == "gpu" else {}
-    return {"CPU": config.cpus_per_worker * workers, **gpus}
+    return {kind: amount * workers for kind, amount in config.placement.resources.items()}
 
 
 def worker_slots(config: TrainConfig) -> dict[str, int]:
     """Return the number of workers that each living node of the cluster has room for, by its name."""
-    needed = resources_of(config, workers=1)
+    needed = config.placement
     # Ray also lists nodes that have left.
-    living = {node["NodeName"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    selected = {node["NodeName"]: node["Resources"] for node in ray.nodes() if needed.selects(node)}
     return {
-        name: min(int(held.get(resource, 0) // amount) for resource, amount in needed.items())
-        for name, held in living.items()
+        name: min(int(held.get(resource, 0) // amount) for resource, amount in needed.resources.items())
+        for name, held in selected.items()
     }
 
 

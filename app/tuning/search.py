@@ -13,7 +13,7 @@ from ray.util import metrics as ray_metrics
 from upath import UPath
 
 from app.artifacts import TRIALS
-from app.config import Recipe, TrainConfig, TuneConfig
+from app.config import Placement, Recipe, TrainConfig, TuneConfig
 from app.errors import RayloomError, TuningError
 from app.telemetry.metrics import Publish, publishing
 from app.training.coordination.shared_folder import marked
@@ -81,9 +81,10 @@ class Search:
         return self._train.workers_range[1]
 
     @property
-    def _actor_resources(self) -> dict[str, float]:
+    def _actor_resources(self) -> tune.PlacementGroupFactory:
         """The resources of a trial's actor. It trains itself, or leads workers that Ray Train starts beside it."""
-        return self.resources if self._workers == 1 else _MIN_RESOURCES
+        placement = self._train.placement if self._workers == 1 else Placement(_MIN_RESOURCES)
+        return tune.PlacementGroupFactory([dict(placement.resources)], bundle_label_selector=[dict(placement.labels)])
 
     @property
     def reuses_actors(self) -> bool:
@@ -99,8 +100,9 @@ class Search:
 
     def capacity(self) -> int:
         """Return how many trials the cluster has room for now, or fewer if the recipe says so."""
-        cluster = ray.cluster_resources()
-        capacity = min(int(cluster.get(name, 0.0) // amount) for name, amount in self.resources.items())
+        nodes = [node["Resources"] for node in ray.nodes() if self._train.placement.selects(node)]
+        held = {name: sum(node.get(name, 0.0) for node in nodes) for name in self.resources}
+        capacity = min(int(held[name] // amount) for name, amount in self.resources.items())
         return min(capacity, self.max_concurrency)
 
     def concurrency(self) -> int:

@@ -29,7 +29,10 @@ Value = Any
 
 _UNRELATED = ("tune", "compile", "serve", "alerts", "notify", "name", "task", "storage", "train.resume", "tuned_from")
 """Keys and sections on which training does not depend."""
-_FIXED = ("train.workers", "train.device", "train.cpus_per_worker")
+_FIXED = (
+    "train.workers", "train.device", "train.cpus_per_worker",
+    "train.resources", "train.accelerator_type", "train.labels",
+)  # fmt: skip
 """Keys that set what Ray reserves for a trial, which is the same for all trials."""
 _DEGREES = ("train.plan.tensor", "train.plan.pipeline")
 """Keys that change how many workers a trial needs."""
@@ -263,7 +266,7 @@ def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
     left_out = {key: None for key in recipe_keys() if _is_in_none(tree, key)}
     known = dict(_leaves(tree)) | left_out | {PLAN: None}
     for key in keys:
-        if key in _FIXED:
+        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED):
             where = "tune.workers" if key == "train.workers" else key
             raise RecipeError(f"tune.space {name!r} names {key}: set {where}, the same for all trials")
         if key in _DEGREES and not (recipe.tune and recipe.tune.workers):

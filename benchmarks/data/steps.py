@@ -72,7 +72,7 @@ def prepare_library(way: str, source: str, folder: Path) -> None:
         from jobs._shards import _run_units
 
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-        data = prepare_shards(recipe, partial(_run_units, to_path(folder)))
+        data = prepare_shards(recipe, partial(_run_units, to_path(folder), recipe.train.preparation))
     else:
         data = prepare_shards(recipe)
     assert isinstance(data, ShardedLabelledData | ShardedLanguageData)

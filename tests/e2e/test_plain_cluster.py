@@ -21,14 +21,15 @@ DIGITS = ["recipes/digits.yaml", "train.workers=1", "train.epochs=1", "tune.tria
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[PlainCluster]:
     with plain_cluster() as cluster:
-        cluster.join("--num-cpus=2", "--labels=kind=quick", '--resources={"quick": 2}')
+        cluster.join("--num-cpus=2", "--labels=kind=slow")
+        cluster.join("--num-cpus=2", "--labels=kind=quick", '--resources={"fast": 2}')
         yield cluster
 
 
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("serve.host=127.0.0.1", "serve.host is 127.0.0.1, and the cluster has 2 nodes"),
+        ("serve.host=127.0.0.1", "serve.host is 127.0.0.1, and the cluster has 3 nodes"),
         ("serve.port={taken}", "cannot be used (Address already in use): stop what listens there, or set serve.port"),
         ("serve.token_file=/nowhere/token", "/nowhere/token"),
         ("serve.canary={{version: 7, percent: 10}}", "has no model 'digits'"),
@@ -47,8 +48,17 @@ def test_what_deploy_would_refuse_ends_a_lifecycle_before_its_first_step(
 def test_the_whole_way_and_clients_of_both_protocols(cluster: PlainCluster, ports: list[int]) -> None:
     http, grpc = ports
     address = ["serve.host=0.0.0.0", f"serve.port={http}", f"serve.grpc_port={grpc}"]
-    done = submit(cluster.environment, "lifecycle", *DIGITS, *address)
+    chosen = ["train.labels={kind: quick}", "train.resources={fast: 1}", "data.shards={}"]
+    done = submit(cluster.environment, "lifecycle", *DIGITS, *address, *chosen)
     assert done["status"] == "succeeded"
+    (quick,) = (node["node_id"] for node in cluster.listed("nodes") if node["labels"].get("kind") == "quick")
+    actors, tasks = cluster.listed("actors"), cluster.listed("tasks")
+    for name, found in (
+        ("workers", [actor for actor in actors if "RayTrainWorker" in actor["class_name"]]),
+        ("trials", [actor for actor in actors if "TrialActor" in actor["class_name"]]),
+        ("preparation", [task for task in tasks if task["name"] == "prepare"]),
+    ):
+        assert {one["node_id"] for one in found} == {quick}, (name, {one["class_name"] for one in actors})
 
     token = (Path(cluster.environment["RAYLOOM_HOME"]) / "endpoint_token").read_text(encoding="utf-8").strip()
     shown = {"authorization": f"Bearer {token}"}

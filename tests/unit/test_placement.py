@@ -1,0 +1,67 @@
+"""Which nodes may train: by kind of GPU, custom resources and labels."""
+
+from typing import Any
+
+import pytest
+
+from app.config import Recipe, load_recipe
+from app.errors import RecipeError
+from app.training.ray_worker import resources_of
+from app.tuning.space import load_space
+from tests.helpers import ROOT
+
+DIGITS = str(ROOT / "recipes/digits.yaml")
+
+
+def node(labels: dict[str, str], alive: bool = True, **resources: float) -> dict[str, Any]:
+    return {"Alive": alive, "Labels": labels, "Resources": {"CPU": 2.0, **resources}}
+
+
+@pytest.mark.parametrize(
+    ("selector", "selected"),
+    [("a", "a"), ("!a", "bc-"), ("in(a, b)", "ab"), ("in(a,b)", "ab"), ("!in(a, b)", "c-"), ("ab", "")],
+)
+def test_a_label_selector_means_what_it_means_to_ray(selector: str, selected: str) -> None:
+    placement = load_recipe(DIGITS, [f"train.labels={{zone: '{selector}'}}"]).train.placement
+    zones: dict[str, dict[str, str]] = {"a": {"zone": "a"}, "b": {"zone": "b"}, "c": {"zone": "c"}, "-": {"other": "a"}}
+    assert "".join(name for name, labels in zones.items() if placement.selects(node(labels))) == selected
+
+
+def test_a_worker_reserves_what_selects_its_node() -> None:
+    train = load_recipe(
+        DIGITS, ["train.device=gpu", "train.accelerator_type=A100-80G", "train.resources={fast: 0.5}"]
+    ).train
+    assert resources_of(train, 2) == {"CPU": 2.0, "GPU": 2.0, "accelerator_type:A100-80G": 0.002, "fast": 1.0}
+    assert train.preparation.resources == {"CPU": 1.0, "fast": 0.5}
+    has = {"GPU": 1.0, "accelerator_type:A100-80G": 1.0, "fast": 1.0}
+    assert train.placement.fits(node({}, **has))
+    assert not train.placement.fits(node({}, alive=False, **has))
+    assert not train.placement.fits(node({}, **{**has, "fast": 0.25}))
+    assert not train.placement.fits(node({}, **{"GPU": 1.0, "accelerator_type:T4": 1.0, "fast": 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["train.accelerator_type=T4"], "accelerator_type T4 is a kind of GPU: set device to gpu"),
+        (["train.labels={zone: 'in()'}"], "zone: in() is no label selector of Ray: give KEY: VALUE, !VALUE, in(A, B)"),
+        (["train.labels={zone: a}", "train.workers=[1,2]"], "for which Ray counts nodes without their labels"),
+        (["train.resources={GPU: 1}"], "GPU is not a custom resource"),
+    ],
+)
+def test_what_selects_no_node_is_refused(overrides: list[str], reason: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(DIGITS, overrides)
+    assert reason in str(refused.value)
+
+
+def test_all_trials_have_nodes_of_one_kind() -> None:
+    recipe = load_recipe(DIGITS, ["train.resources={fast: 1}"])
+    with pytest.raises(RecipeError, match=r"set train\.resources\.fast, the same for all trials"):
+        load_space(f"{__name__}:space", recipe)
+
+
+def space(_: Recipe) -> dict[str, Any]:
+    from ray import tune
+
+    return {"train.resources.fast": tune.choice([1, 2])}
