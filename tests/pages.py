@@ -14,6 +14,7 @@ from tests.helpers import ROOT
 NOT_RUN = (
     "# needs a GPU",
     "# needs a cloud",
+    "# needs a cluster",
     "# needs root",
     "# needs a collector",
     "# needs a model of texts",

@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
+from optuna import Trial
 
-from app.config import Recipe, load_recipe
+from app.config import load_recipe
 from app.errors import RecipeError
 from app.training.ray_worker import resources_of
 from app.tuning.space import load_space
@@ -61,7 +62,5 @@ def test_all_trials_have_nodes_of_one_kind() -> None:
         load_space(f"{__name__}:space", recipe)
 
 
-def space(_: Recipe) -> dict[str, Any]:
-    from ray import tune
-
-    return {"train.resources.fast": tune.choice([1, 2])}
+def space(trial: Trial) -> None:
+    trial.suggest_int("train.resources.fast", 1, 2)
