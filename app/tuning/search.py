@@ -164,9 +164,10 @@ class Search:
     ) -> tune.Tuner:
         """Return Ray's tuner of the trials that are left."""
         parameters = {"recipe": self.recipe.model_dump_json(), "run_folder": str(self.folder), "mark": mark}
-        trainable = tune.with_parameters(TrialActor, **parameters)
+        trainable = tune.with_resources(tune.with_parameters(TrialActor, **parameters), self._actor_resources)
+        trainable.__qualname__ = TrialActor.__qualname__  # by which Ray lists its actors, and we count lost trials
         return tune.Tuner(
-            tune.with_resources(trainable, self._actor_resources),
+            trainable,
             tune_config=tune.TuneConfig(
                 # The searcher says when there are enough trials.
                 num_samples=-1,

@@ -55,10 +55,10 @@ def test_the_whole_way_and_clients_of_both_protocols(cluster: PlainCluster, port
     actors, tasks = cluster.listed("actors"), cluster.listed("tasks")
     for name, found in (
         ("workers", [actor for actor in actors if "RayTrainWorker" in actor["class_name"]]),
-        ("trials", [actor for actor in actors if actor["class_name"] == TRIAL]),
+        ("trials", [actor for actor in actors if actor["class_name"] == "TrialActor"]),
         ("preparation", [task for task in tasks if task["name"] == "prepare"]),
     ):
-        assert {one["node_id"] for one in found} == {quick}, (name, {one["class_name"] for one in actors})
+        assert {one["node_id"] for one in found} == {quick}, f"{name}: {sorted({one['class_name'] for one in actors})}"
 
     token = (Path(cluster.environment["RAYLOOM_HOME"]) / "endpoint_token").read_text(encoding="utf-8").strip()
     shown = {"authorization": f"Bearer {token}"}
@@ -75,8 +75,6 @@ def test_the_whole_way_and_clients_of_both_protocols(cluster: PlainCluster, port
     assert httpx.post(f"http://127.0.0.1:{http}/v2/models/digits/infer", json={}).status_code == 401
 
 
-TRIAL = "_Inner"
-"""The class that Ray Tune makes of a trial's actor and its parameters."""
 JSON = {tritonclient.http: {}, tritonclient.grpc: {"as_json": True}}
 
 

@@ -1,6 +1,8 @@
 """Ray's own control processes, killed while a job runs and an application answers."""
 
 import concurrent.futures
+import itertools
+import json
 import os
 import shutil
 import signal
@@ -10,15 +12,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from upath import UPath
 
-from tests.helpers import ROOT, run, wait_until
-from tests.launch import Cluster, Launch
+from tests.engine_contract import exported, rows
+from tests.helpers import ROOT, local_cluster, run, wait_until
+from tests.launch import EVERY_STEPS, INTERRUPTED, Cluster, Job, Launch, Trained, newest_step
+from tests.load import Ask, Load, load_of
 from tests.tables import Faults
+from tests.toy import body, deploy, expected, is_right, publish
 
 # Deploys an application, then counts to train.max_steps in an actor; told to resume, it goes on from the last number.
 JOB = """
@@ -67,22 +74,8 @@ with local_cluster(Path(sys.argv[1])):
 """
 
 
-class CountingCluster(Cluster):
-    """A cluster of our own, and a project whose one job is the one above."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__({"RAYLOOM_HOME": str(folder / "home"), "RAYLOOM_STORAGE": str(folder)})
-        self.project = folder / "project"
-        (self.project / "jobs").mkdir(parents=True)
-        (self.project / "jobs/__init__.py").touch()
-        (self.project / "jobs/train.py").write_text(JOB, encoding="utf-8")
-        shutil.copy(ROOT / "recipes/digits.yaml", self.project)
-
-    def rayloom(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return run("rayloom", *words, environment=self.environment, folder=self.project, timeout=600)
-
-    def submit(self, steps: int) -> subprocess.CompletedProcess[str]:
-        return self.rayloom("submit", "train", "digits.yaml", f"train.max_steps={steps}")
+class OwnCluster(Cluster):
+    """A cluster of the test's own, whose control processes it kills."""
 
     def process(self, name: str) -> psutil.Process:
         """The oldest of that name: the raylet's forks bear its name for a moment."""
@@ -98,6 +91,24 @@ class CountingCluster(Cluster):
 
     def kill(self, name: str) -> None:
         os.kill(self.process(name).pid, signal.SIGKILL)
+
+
+class CountingCluster(OwnCluster):
+    """A cluster of our own, and a project whose one job is the one above."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__({"RAYLOOM_HOME": str(folder / "home"), "RAYLOOM_STORAGE": str(folder)})
+        self.project = folder / "project"
+        (self.project / "jobs").mkdir(parents=True)
+        (self.project / "jobs/__init__.py").touch()
+        (self.project / "jobs/train.py").write_text(JOB, encoding="utf-8")
+        shutil.copy(ROOT / "recipes/digits.yaml", self.project)
+
+    def rayloom(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return run("rayloom", *words, environment=self.environment, folder=self.project, timeout=600)
+
+    def submit(self, steps: int) -> subprocess.CompletedProcess[str]:
+        return self.rayloom("submit", "train", "digits.yaml", f"train.max_steps={steps}")
 
     def ledger(self) -> list[tuple[int, int, int]]:
         """What the job has counted: the number, the pid of the driver, the pid of the actor."""
@@ -188,6 +199,82 @@ def test_a_killed_raylet_loses_the_cluster_and_the_job_is_submitted_again(
         wait_until(lambda: cluster.ask() == 200, 300)  # Serve has its applications from the store
         fault.saw(f"counts on after {seconds:.1f} s, every number once")
         assert seconds <= 90
+
+
+@pytest.fixture
+def served() -> Iterator[OwnCluster]:
+    """A cluster that serves a published version. One for each test."""
+    home = Path(tempfile.mkdtemp(prefix="rayloom-faults-"))
+    with local_cluster(home) as environment:
+        publish(UPath(environment["RAYLOOM_STORAGE"]), exported())
+        deploy(environment, 1)
+        yield OwnCluster(environment)
+    shutil.rmtree(home)
+
+
+def trains(cluster: OwnCluster, launch: Launch, ranks: Path) -> Job:
+    """Start a training that takes half a minute, and wait for a checkpoint. Its workers write their pids."""
+    job = Job(cluster, launch, "real", *INTERRUPTED, "model.args.pause_s=0.3", f"model.args.ranks={ranks}")
+    storage = Path(cluster.environment["RAYLOOM_STORAGE"])
+    wait_until(lambda: newest_step(storage, "real") > EVERY_STEPS or job.has_ended, timeout_s=300)
+    assert not job.has_ended, job.output
+    return job
+
+
+def pids(ranks: Path) -> list[str]:
+    return [file.read_text(encoding="utf-8") for file in sorted(ranks.iterdir())]
+
+
+def requests_to(cluster: OwnCluster) -> AbstractContextManager[Load]:
+    """Ask the endpoint steadily. An answer counts only if its logits are right."""
+    right = expected(rows(1))
+    ask = Ask(
+        f"{cluster.state.endpoint}/v2/models/toy/infer",
+        json.dumps(body(rows(1))).encode(),
+        is_right=lambda answer: is_right(answer, right),
+    )
+    return load_of(lambda: ask, per_second=20)
+
+
+def test_a_killed_gcs_costs_a_training_and_the_endpoint_nothing(
+    served: OwnCluster, launch: Launch, tmp_path: Path, uninterrupted: Trained, faults: Faults
+) -> None:
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    with faults("T4", "the same, under a training and an endpoint", "the same workers and bits; no failure") as fault:
+        job = trains(served, launch, ranks)
+        workers, replicas = pids(ranks), served.replicas()
+        with requests_to(served) as sent:
+            served.kill("gcs_server")
+            result = job.client.result()
+        assert not sent.failed, sent.summary
+        assert pids(ranks) == workers
+        assert served.replicas() == replicas
+        assert Trained.of(result) == uninterrupted
+        assert "relaunched the GCS" in run("rayloom", "status", environment=served.environment).stdout
+        fault.saw(f"{sent.summary} over HTTP; the same workers, and the bits of an undisturbed run")
+
+
+def test_a_killed_raylet_costs_a_training_no_step_and_the_endpoint_seconds(
+    served: OwnCluster, launch: Launch, tmp_path: Path, uninterrupted: Trained, faults: Faults
+) -> None:
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    with faults("T5", "the same, under a training and an endpoint", "both on in 90 s; the same bits") as fault:
+        job = trains(served, launch, ranks)
+        with requests_to(served) as sent:
+            struck, struck_s = time.time(), time.monotonic()
+            served.kill("raylet")
+            wait_until(lambda: min(file.stat().st_mtime for file in ranks.iterdir()) > struck, timeout_s=300)
+            trained_s = time.time() - struck
+            result = job.client.result()
+        assert Trained.of(result) == uninterrupted
+        answered = [answer for answer in sent.answers if answer.status == httpx.codes.OK and answer.is_right]
+        out_s = max(later.sent_s - answer.sent_s for answer, later in itertools.pairwise(answered))
+        assert answered[-1].sent_s > struck_s + out_s, "it answers until the end"
+        assert all(answer.is_right for answer in sent.answers if answer.status == httpx.codes.OK)
+        fault.saw(f"trains on after {trained_s:.1f} s, the same bits; {out_s:.1f} s without an answer; {sent.summary}")
+        assert max(trained_s, out_s) <= 90
 
 
 def test_without_a_supervisor_a_killed_gcs_is_told(
