@@ -54,7 +54,7 @@ def lifecycle(run: Run) -> Outcome:
     find_served_task(run.recipe.task)  # refuses a task that cannot be compiled, before it is trained
     if not run.recipe.compile.chooses_node:
         requested_variants(run.recipe.compile)  # raises if an engine is not available on this machine
-    _check_later_steps(run)
+    check_later_steps(run)
     # Looked up before this run has a folder, so that it does not find itself.
     resumes = run.recipe.train.resume or (run.recipe.tune and run.recipe.tune.resume)
     previous = newest_unfinished(run.storage, run.job, run.recipe.name) if resumes else None
@@ -88,7 +88,7 @@ def lifecycle(run: Run) -> Outcome:
     return Outcome(metrics, artifacts | {"report": str(run.folder / REPORT_FILE)})
 
 
-def _check_later_steps(run: Run) -> None:
+def check_later_steps(run: Run) -> None:
     """Check all that a later step would refuse, before the first one takes its time. Raises what the step would."""
     recipe = run.recipe
     connect()

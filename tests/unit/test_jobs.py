@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+import jobs.lifecycle
 from app.compile.run import compile_model
 from app.config import load_recipe
 from app.errors import RayloomError
@@ -65,6 +66,13 @@ def test_what_cannot_work_is_refused_and_leaves_nothing(
     assert not (tmp_path / "storage").exists()
 
 
+@pytest.fixture
+def _without_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No check of the cluster, which these tests never reach: see ``tests/e2e/test_plain_cluster.py``."""
+    monkeypatch.setattr(jobs.lifecycle, "check_later_steps", lambda run: None)
+
+
+@pytest.mark.usefixtures("_without_cluster")
 def test_a_lifecycle_that_goes_on_takes_up_no_search_but_its_own(tmp_path: Path) -> None:
     class Found(BaseModel):
         best_value: float
@@ -84,6 +92,7 @@ def test_a_lifecycle_that_goes_on_takes_up_no_search_but_its_own(tmp_path: Path)
     assert len(list(own.folder.parent.iterdir())) == 2
 
 
+@pytest.mark.usefixtures("_without_cluster")
 def test_a_lifecycle_that_goes_on_starts_a_new_search_if_its_own_failed_before_it_was_opened(tmp_path: Path) -> None:
     refused = "tune.storage=sqlite:///relative.db"
     recipe = load_recipe(DIGITS, [f"storage={tmp_path / 'storage'}", "train.resume=latest", refused])
