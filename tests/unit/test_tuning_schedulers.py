@@ -102,7 +102,8 @@ def search_on(
 ) -> tuple[Search, dict[str, float]]:
     """Return a search, and the resources of its cluster as a dictionary that a test may change."""
     cluster = {"CPU": 0.0}
-    monkeypatch.setattr(ray, "cluster_resources", lambda: cluster)
+    node = {"Alive": True, "Labels": {}, "Resources": cluster}
+    monkeypatch.setattr(ray, "nodes", lambda: [node])
     recipe, study = recipe_with(*overrides), create(url, *overrides)
     assert recipe.tune is not None
     budget = SearchBudget(recipe.tune.stop, recipe.tune.objectives[0], 0, 0.0)
