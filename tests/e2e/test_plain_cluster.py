@@ -10,6 +10,7 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 
+from app.cluster.ports import unused
 from tests.helpers import submit
 from tests.plain_cluster import PlainCluster, plain_cluster
 
@@ -47,9 +48,8 @@ def test_what_deploy_would_refuse_ends_a_lifecycle_before_its_first_step(
 
 def test_the_whole_way_and_clients_of_both_protocols(cluster: PlainCluster, ports: list[int]) -> None:
     http, grpc = ports
-    address = ["serve.host=0.0.0.0", f"serve.port={http}", f"serve.grpc_port={grpc}"]
     chosen = ["train.labels={kind: quick}", "train.resources={fast: 1}", "data.shards={}"]
-    done = submit(cluster.environment, "lifecycle", *DIGITS, *address, *chosen)
+    done = submit(cluster.environment, "lifecycle", *DIGITS, *address(ports), *chosen)
     assert done["status"] == "succeeded"
     (quick,) = (node["node_id"] for node in cluster.listed("nodes") if node["labels"].get("kind") == "quick")
     actors, tasks = cluster.listed("actors"), cluster.listed("tasks")
@@ -78,17 +78,22 @@ def test_the_whole_way_and_clients_of_both_protocols(cluster: PlainCluster, port
 JSON = {tritonclient.http: {}, tritonclient.grpc: {"as_json": True}}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ports() -> list[int]:
-    from app.cluster.ports import unused
-
+    """The endpoint's, which keeps them until its cluster ends."""
     return unused(2)
 
 
-def test_storage_that_a_node_does_not_see_ends_a_lifecycle_before_its_first_step(cluster: PlainCluster) -> None:
+def address(ports: list[int]) -> list[str]:
+    return ["serve.host=0.0.0.0", f"serve.port={ports[0]}", f"serve.grpc_port={ports[1]}"]
+
+
+def test_storage_that_a_node_does_not_see_ends_a_lifecycle_before_its_first_step(
+    cluster: PlainCluster, ports: list[int]
+) -> None:
     cluster.storage.mkdir(exist_ok=True)
     before = {*cluster.storage.glob("runs/*/*")}
     cluster.join("--num-cpus=2", before=f"mount -t tmpfs none {cluster.storage}")
-    refused = submit(cluster.environment, "lifecycle", *DIGITS, "serve.host=0.0.0.0", succeeds=False)
+    refused = submit(cluster.environment, "lifecycle", *DIGITS, *address(ports), succeeds=False)
     assert f"the nodes do not share storage: {socket.gethostname()} cannot see" in refused["error"]
     assert {*cluster.storage.glob("runs/*/*")} == before, "something has run"
