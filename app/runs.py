@@ -18,7 +18,7 @@ from app.config import Recipe, dump_recipe
 from app.errors import RayloomError, StorageError
 from app.figures import figures_of
 from app.run_log import keep_log
-from app.storage import list_names, open_storage, to_path, write_atomically
+from app.storage import is_plain_name, list_names, open_storage, to_path, write_atomically
 from app.telemetry.tracing import stage
 from app.tracking.process import keep_tracked, require_clients
 
@@ -110,7 +110,7 @@ class Run:
     @property
     def folder(self) -> UPath:
         """The run's folder in storage."""
-        return runs_folder(self.storage, self.job) / self.run_id
+        return folder_of_run(self.storage, self.job, self.run_id)
 
     @property
     def was_opened(self) -> bool:
@@ -207,8 +207,19 @@ def execute(run: Run, step: Step, parent: UPath | None = None) -> Result:
 
 
 def runs_folder(storage: UPath, job: str) -> UPath:
-    """Return the folder of a job's runs, which are named by their ids."""
-    return storage / "runs" / job
+    """Return the folder of a job's runs, which are named by their ids. Raise StorageError if it is not a job's name."""
+    return _folder_in(storage / "runs", job, "a job such as train")
+
+
+def folder_of_run(storage: UPath, job: str, run_id: str) -> UPath:
+    """Return the folder of one run. Raise StorageError if the id is none: a path would lead elsewhere."""
+    return _folder_in(runs_folder(storage, job), run_id, "a run's id")
+
+
+def _folder_in(folder: UPath, name: str, expected: str) -> UPath:
+    if not is_plain_name(name):
+        raise StorageError(f"{name!r} is not {expected}: 'rayloom runs list' shows the runs in storage")
+    return folder / name
 
 
 def recipe_named_in(run_id: str) -> str:

@@ -1,6 +1,7 @@
 """Storage: one root for runs and models, on a local disk or on any file system of fsspec."""
 
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
@@ -61,6 +62,14 @@ def open_storage(location: str | None) -> UPath:
 def absolute_location(location: str) -> str:
     """Return ``location`` for a job. A relative path is resolved from the current folder."""
     return location if "://" in location else str(Path(location).expanduser().absolute())
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether ``name`` names one file or folder and cannot lead out of the folder that has it.
+
+    Names with a slash, a backslash, a colon or a control character are not, and neither are ``.`` and ``..``.
+    """
+    return re.fullmatch(r"(?!\.{1,2}$)[^/\\:\x00-\x1f\x7f]{1,255}", name) is not None
 
 
 def is_local(path: UPath) -> bool:

@@ -28,7 +28,7 @@ from app.config import Recipe, dump_recipe, load_recipe
 from app.errors import ClusterError, RayloomError, RequestError, StorageError
 from app.monitoring import processes
 from app.project.scaffold import create_project
-from app.runs import CONFIG_FILE, runs_folder
+from app.runs import CONFIG_FILE, folder_of_run
 from app.serving.protocol.natural import Prediction, PredictRequest
 from app.storage import absolute_location, to_path
 from app.training.stop_request import StopRequest, request_stop
@@ -326,7 +326,7 @@ def _describe_ports(cluster: ClusterState, are_listed: bool) -> None:
 
 def _train_run(run_id: str, storage: str | None) -> UPath:
     """Return the folder of a training run. Raise StorageError if there is none."""
-    folder = runs_folder(chosen_storage(storage), "train") / run_id
+    folder = folder_of_run(chosen_storage(storage), "train", run_id)
     if not (folder / CONFIG_FILE).exists():
         raise StorageError(f"{str(folder)!r} is no training run: check the run's id, and --storage")
     return folder

@@ -61,10 +61,13 @@ def list_runs(
         recipe: only runs of the recipe with this name.
         limit: maximum number of runs.
         known: summaries that are up to date, by ``key``; these runs are not read again.
+
+    Raises:
+        StorageError: there is no such job.
     """
     paths = [
         runs_folder(storage, name) / run_id
-        for name in ([job] if job else _jobs_in(storage))
+        for name in _jobs_in(storage, job)
         for run_id in list_names(runs_folder(storage, name))
         if recipe is None or recipe_named_in(run_id) == recipe
     ]
@@ -81,8 +84,15 @@ def list_runs(
     return list(filter(None, map_concurrently(storage, summary, newest)))
 
 
-def _jobs_in(storage: UPath) -> list[str]:
-    """Return the jobs that have runs. On an object store, a request for one that has none would be two."""
+def _jobs_in(storage: UPath, job: str | None) -> list[str]:
+    """Return the job that a person names, else those that have runs. Raise StorageError if there is no such job.
+
+    On an object store, a request for a job that has no runs would be two.
+    """
+    if job:
+        if job not in JOBS:
+            raise StorageError(f"{job!r} is not a job whose runs are kept: expected one of {', '.join(JOBS)}")
+        return [job]
     return sorted(set(list_names(storage / "runs")) & set(JOBS), key=JOBS.index)
 
 
@@ -107,7 +117,7 @@ def find_run(storage: UPath, named: str) -> RunFolder:
         StorageError: there is no such run, or several.
     """
     job, _, run_id = named.rpartition("/")
-    names = {name: list_names(runs_folder(storage, name)) for name in ([job] if job else _jobs_in(storage))}
+    names = {name: list_names(runs_folder(storage, name)) for name in _jobs_in(storage, job)}
     every = [runs_folder(storage, name) / found for name, ids in names.items() for found in ids]
     # A whole id comes first, because it may also be the beginning of another one.
     for is_match in (str.__eq__, str.startswith):

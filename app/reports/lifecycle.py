@@ -12,7 +12,7 @@ from app.pages.words import duration, number, percent
 from app.reports.run_folder import RunFolder, cost_of, headline, link_to_run
 from app.reports.versions import facts_of, trail_of
 from app.repository.repository import Repository
-from app.runs import runs_folder
+from app.runs import folder_of_run
 from app.storage import write_atomically
 from app.telemetry.usage import Usage
 
@@ -29,7 +29,7 @@ def note_part(run_folder: UPath, job: str, run_id: str) -> None:
 def lifecycle_page(path: UPath) -> Page:
     """Return the page of the lifecycle in this folder. It may be under way."""
     run = RunFolder(path)
-    parts = {job: RunFolder(runs_folder(run.storage, job) / run_id) for job, run_id in _parts(path).items()}
+    parts = {job: RunFolder(folder_of_run(run.storage, job, run_id)) for job, run_id in _parts(path).items()}
     page = Page(f"{run.recipe.get('name', run.run_id)}, from data to an endpoint", run.state)
     if run.result and run.result.error:
         page.add_error(run.result.error)

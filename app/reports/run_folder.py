@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from upath import UPath
 
 from app.conditional import read
+from app.errors import StorageError
 from app.heartbeat import HEARTBEAT_FILE
 from app.pages.content import Link, Mood, State
 from app.pages.page import REPORT_FILE, Page
@@ -64,13 +65,18 @@ class RunFolder:
 
     @cached_property
     def recipe_text(self) -> str:
-        """The resolved recipe, as YAML."""
-        return (read(self.path / CONFIG_FILE) or b"").decode()
+        """The resolved recipe, as YAML. Damaged bytes are replaced."""
+        return (read(self.path / CONFIG_FILE) or b"").decode(errors="replace")
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """The resolved recipe. It is not validated: it may be of an earlier version."""
-        loaded = yaml.safe_load(self.recipe_text)
+        """The resolved recipe. It is not validated: it may be of an earlier version. Raises StorageError if damaged."""
+        try:
+            loaded = yaml.safe_load(self.recipe_text)
+        except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: an impossible date
+            raise StorageError(
+                f"{str(self.path / CONFIG_FILE)!r} is not YAML any more ({error}): delete the run, or restore the file"
+            ) from error
         return loaded if isinstance(loaded, dict) else {}
 
     @cached_property

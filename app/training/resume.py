@@ -8,7 +8,7 @@ from app.config import AutoPlan, Recipe, StreamConfig, load_stored_recipe
 from app.config.sources import join_sources
 from app.errors import RecipeError, StorageError
 from app.heartbeat import require_not_running
-from app.runs import CONFIG_FILE, Run, has_succeeded, newest_first, recipe_named_in, runs_folder
+from app.runs import CONFIG_FILE, Run, folder_of_run, has_succeeded, newest_first, recipe_named_in, runs_folder
 from app.storage import open_storage
 
 LATEST = "latest"
@@ -30,18 +30,20 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     if resume is None:
         return Run.start(job, recipe)
     storage = open_storage(recipe.storage)
-    runs = runs_folder(storage, job)
     run_id = newest_unfinished(storage, job, recipe.name) if resume == LATEST else resume
     if run_id is None:
         print(f"train.resume={LATEST}: no run of {recipe.name} is unfinished; starting one", flush=True)
         return Run.start(job, recipe)
-    if not (runs / run_id / CONFIG_FILE).exists():
-        raise StorageError(f"train.resume is {run_id!r}, and {str(runs)!r} has no such run: give its id, or {LATEST}")
+    folder = folder_of_run(storage, job, run_id)
+    if not (folder / CONFIG_FILE).exists():
+        raise StorageError(
+            f"train.resume is {run_id!r}, and {str(folder.parent)!r} has no such run: give its id, or {LATEST}"
+        )
     # For ``latest``, ``newest_unfinished`` has looked already.
-    if resume != LATEST and _has_finished(runs / run_id):
+    if resume != LATEST and _has_finished(folder):
         raise StorageError(f"train.resume is {run_id!r}, which has finished: leave it out to start a new run")
     # The run's own recipe, because the one that is given may have changed.
-    earlier = _recipe_of(runs / run_id)
+    earlier = _recipe_of(folder)
     _check_same(recipe, earlier, run_id)
     print(f"run {run_id} goes on", flush=True)
     return Run.start(job, _with_plan_of(earlier, recipe).with_model(earlier.model), run_id)

@@ -55,6 +55,10 @@ def create_app(storage: UPath, access: Access, host: str) -> FastAPI:
     def refuse(request: Request, error: RayloomError) -> JSONResponse:  # noqa: ARG001 # FastAPI passes it
         return JSONResponse({"error": str(error)}, 404 if isinstance(error, StorageError) else 400)
 
+    @app.exception_handler(OSError)
+    def report_storage(request: Request, error: OSError) -> JSONResponse:  # noqa: ARG001 # FastAPI passes it
+        return JSONResponse({"error": f"storage {str(storage)!r} cannot be read ({error}): check its rights"}, 503)
+
     @app.get("/")
     def page() -> HTMLResponse:
         return HTMLResponse(PAGE, headers=page_headers(PAGE))

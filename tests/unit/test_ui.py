@@ -1,12 +1,14 @@
 """The page of all runs and models, in a browser: it is live, compares runs, and shows what is given as text."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -17,6 +19,7 @@ from selenium.webdriver.common.keys import Keys
 from upath import UPath
 
 from app.repository.score import Score
+from app.runs import CONFIG_FILE
 from app.serving.access import Access
 from app.ui.server import create_app
 from tests.browser import phone, seen
@@ -154,6 +157,54 @@ def test_what_is_not_there_is_404_and_another_name_for_this_machine_is_refused(u
     refused = httpx.get(f"{url}/api/runs", headers={"Host": "evil.example"})
     assert refused.status_code == 401
     assert "evil.example" in refused.json()["error"]
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> str:
+    """The path of a folder outside storage, which looks as a job's runs do: ``SECRET/job/run/config.yaml``."""
+    (folder := tmp_path / "job" / "run").mkdir(parents=True)
+    (folder / "config.yaml").write_text("name: digits\npassword: hunter2\n", encoding="utf-8")
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["absolute", "relative", "uri", "foreign uri", "hidden"])
+def test_only_runs_in_storage_are_read(url: str, storage: UPath, secret: str, form: str) -> None:
+    job = {
+        "absolute": f"{secret}/job",
+        "relative": f"{os.path.relpath(secret, storage / 'runs')}/job",
+        "uri": f"file://{secret}/job",
+        "foreign uri": "s3://bucket/runs/train",
+        "hidden": "train/../../models",
+    }[form]
+    for path, query in (
+        ("api/compare", {"run": [f"{job}/run", f"train/{GOOD}"]}),
+        ("api/runs", {"job": job}),
+    ):
+        answer = httpx.get(f"{url}/{path}", params=query)
+        assert answer.status_code == 404, answer.text
+        assert "expected one of lifecycle, prepare, train" in answer.json()["error"]
+        assert "hunter2" not in answer.text
+
+
+def test_a_damaged_recipe_is_named(tmp_path: Path) -> None:
+    storage = UPath(tmp_path)
+    for content, run in ((b"a: [\n", GOOD), (b"\xff\x00", FAILED), (b"[" * 5000, LIVE)):
+        (write_run(storage, run) / CONFIG_FILE).write_bytes(content)
+        with served(storage) as url:
+            refused = httpx.get(f"{url}/api/compare", params={"run": run})
+            assert refused.status_code == 404
+            assert f"{run}/config.yaml' is not YAML any more" in refused.json()["error"]
+            assert httpx.get(f"{url}/api/runs").status_code == 200
+            assert httpx.get(f"{url}/api/runs/train/{run}").status_code == 200
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (config := write_run(UPath(tmp_path), GOOD) / CONFIG_FILE).unlink()
+    config.mkdir()  # unlike missing rights, it hinders root as well
+    with served(UPath(tmp_path)) as url:
+        refused = httpx.get(f"{url}/api/compare", params={"run": GOOD})
+        assert refused.status_code == 503
+        assert "config.yaml" in refused.json()["error"]
 
 
 def test_answers_are_json_also_where_figures_are_no_numbers(url: str) -> None:
