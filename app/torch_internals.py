@@ -30,6 +30,7 @@ from torch.utils import flop_counter
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.export import ExportedProgram
 
 TensorType = TypeVar("TensorType", bound=Tensor)
 
@@ -68,6 +69,22 @@ def set_default_group_timeout(timeout: timedelta) -> None:
     """
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(distributed_c10d, name, timeout)
+
+
+def load_pt2(path: Path) -> "ExportedProgram":
+    """Read a program of ``torch.export.save``. ``torch.export.load`` falls back to formats that hold pickles."""
+    from torch.export.pt2_archive import _package
+
+    return _package.load_pt2(str(path)).exported_programs["model"]
+
+
+def is_symbolic_function(name: str) -> bool:
+    """Return whether ``name`` is a class of expressions of sympy or torch. torch lists its own in no public place."""
+    import sympy
+    from torch.utils._sympy import functions
+
+    found = getattr(functions, name, getattr(sympy, name, None))
+    return isinstance(found, type) and issubclass(found, sympy.Basic)
 
 
 def is_persistent_buffer(module: nn.Module, name: str) -> bool:

@@ -46,7 +46,7 @@ def read_configuration(location: str) -> dict[str, Any]:
         raise RecipeError(
             f"{folder} has quantized weights, which cannot be trained: give the folder of the whole model"
         )
-    given = AutoConfig.from_pretrained(folder.path).to_dict()
+    given = AutoConfig.from_pretrained(folder.path, trust_remote_code=False).to_dict()
     return {name: value for name, value in given.items() if name not in _NOT_KEPT}
 
 

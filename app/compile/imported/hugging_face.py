@@ -90,7 +90,7 @@ def _load(given: Path) -> tuple[nn.Module, int | None]:
 
     logging.disable_progress_bar()
     try:
-        configuration: Any = AutoConfig.from_pretrained(given, local_files_only=True)
+        configuration: Any = AutoConfig.from_pretrained(given, local_files_only=True, trust_remote_code=False)
         # The saved class says whether the model has a head.
         kind = next(iter(configuration.architectures or []), "")
         if kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):

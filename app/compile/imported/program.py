@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from app.checksums import sha256_of_file
 from app.compile.export import program_to_onnx
 from app.compile.imported.model import ImportedModel, import_onnx
+from app.compile.imported.program_file import read_program
 from app.engines.base import Engine, PooledEngine, Signature
 from app.errors import CompileError
 from app.repository.manifest import ImportedFrom
@@ -28,10 +29,12 @@ def import_program(path: Path, folder: Path) -> ImportedModel:
         CompileError: the file cannot be read, or an operator has no counterpart in ONNX.
     """
     try:
-        program = torch.export.load(path)
+        program = read_program(path)
+    except CompileError:
+        raise
     except Exception as error:  # of many classes
         raise CompileError(
-            f"{str(path)!r} cannot be read by torch.export.load of torch {torch.__version__} "
+            f"{str(path)!r} cannot be read as a program of torch.export by torch {torch.__version__} "
             f"({str(error).splitlines()[0] if str(error) else type(error).__name__}): export it again"
         ) from error
     arguments = [spec.arg for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
