@@ -7,7 +7,7 @@ from pathlib import Path
 from upath import UPath
 
 from app.errors import StorageError
-from app.storage import ProgressCallback, no_op, write_atomically
+from app.storage import ProgressCallback, is_plain_name, no_op, write_atomically
 
 CHECKSUMS_FILE = "SHA256SUMS"
 _PIECE_BYTES = 2**22
@@ -65,7 +65,12 @@ def read_checksums(folder: UPath) -> dict[str, str]:
             f"{str(folder)!r} has no {CHECKSUMS_FILE}: it is not a folder that Rayloom wrote whole"
         ) from error
     lines = content.decode(errors="replace").splitlines()
-    return {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
+    sums = {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
+    if odd := [name for name in sums if not is_plain_name(name)]:
+        raise StorageError(
+            f"{str(folder / CHECKSUMS_FILE)!r} names {odd[0]!r}, not a file of its folder: make it again"
+        )
+    return sums
 
 
 class VerifiedFolder:

@@ -15,7 +15,7 @@ from upath import UPath
 
 from app.checksums import checksum_lines, checksums_of, sha256_of
 from app.errors import RecipeError
-from app.storage import HOME, ProgressCallback, is_local, no_op, to_path
+from app.storage import HOME, ProgressCallback, is_local, is_plain_name, no_op, to_path
 
 CONFIG_FILE, TOKENIZER_FILE, IMAGE_FILE = "config.json", "tokenizer.json", "preprocessor_config.json"
 _ONE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -98,6 +98,10 @@ class PretrainedFolder:
         """The safetensors files. Raises RecipeError if one is missing, or if there are only other formats."""
         index = self.read_json(_INDEX_FILE)
         names = sorted(set(index["weight_map"].values())) if index else [_ONE_FILE]
+        if odd := [name for name in names if not is_plain_name(name)]:
+            raise RecipeError(
+                f"{self}: {_INDEX_FILE} names {odd[0]!r}, which is not a file of the folder: download the folder again"
+            )
         if missing := [name for name in names if not (self.path / name).is_file()]:
             others = [name for name in _OTHER_WEIGHTS if (self.path / name).exists()]
             found = f"only {', '.join(others)}, which can run code when it is read" if others else "none of its weights"

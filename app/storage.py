@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Self, cast
+from typing import Annotated, Any, BinaryIO, Self, cast
 
 from fsspec.callbacks import Callback
+from pydantic import AfterValidator
 from upath import UPath
 
 from app.errors import StorageError
@@ -70,6 +71,16 @@ def is_plain_name(name: str) -> bool:
     Names with a slash, a backslash, a colon or a control character are not, and neither are ``.`` and ``..``.
     """
     return re.fullmatch(r"(?!\.{1,2}$)[^/\\:\x00-\x1f\x7f]{1,255}", name) is not None
+
+
+def _check_plain(name: str) -> str:
+    if not is_plain_name(name):
+        raise ValueError(f"{name!r} is not the name of one file: a path would lead out of its folder")
+    return name
+
+
+PlainName = Annotated[str, AfterValidator(_check_plain)]
+"""A name that a file in storage gives, and that becomes a path on the machine that reads it."""
 
 
 def is_local(path: UPath) -> bool:

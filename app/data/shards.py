@@ -15,7 +15,7 @@ from upath import UPath
 from app.checksums import sha256_of, sha256_of_file
 from app.conditional import read
 from app.errors import DataError, StorageError
-from app.storage import stream_atomically, write_atomically
+from app.storage import PlainName, stream_atomically, write_atomically
 
 INDEX_FILE = "index.json"
 FORMAT = "arrow-2"
@@ -31,10 +31,11 @@ _MAX_COUNTED = 100
 class Shard(BaseModel):
     """One file of samples."""
 
-    name: str
+    name: PlainName
     rows: int
     bytes: int
-    sha256: str
+    sha256: PlainName
+    """Also the name of its copy on a machine that reads it."""
     min_length: int
     max_length: int
     source: int = 0

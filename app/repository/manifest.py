@@ -13,6 +13,7 @@ from app.engines.base import ShapeProfile, Signature
 from app.engines.registry import runs_module, runs_plans
 from app.errors import RecipeError
 from app.repository.score import Scored
+from app.storage import PlainName
 from app.tensors import OUTPUT, Tensor
 
 MODEL_FILE, PLAN_FILE = "model.onnx", "model.plan"
@@ -264,10 +265,10 @@ class Manifest(ModelCard):
     seal: str = Field(default="", exclude=True)
     """The sha256 of the manifest's own file. It tells versions apart that had the same number one after the other."""
 
-    name: str
-    version: int
+    name: PlainName
+    version: PositiveInt
     created: datetime
     size_bytes: int
     """Total size of its files."""
 
-    files: dict[str, str]
+    files: dict[PlainName, str]

@@ -16,7 +16,7 @@ from app.repository.aliases import ALIASES_FILE, Alias, Aliases
 from app.repository.manifest import Manifest, ModelCard
 from app.repository.triton import BACKENDS, CONFIG_FILE, config_of
 from app.repository.version import add_version, check_files, is_published, read_manifest, remove, withdraw
-from app.storage import list_names, write_atomically
+from app.storage import is_plain_name, list_names, write_atomically
 
 DAMAGED = f"damaged {ALIASES_FILE}"
 
@@ -70,7 +70,7 @@ class Repository:
 
     def folder(self, name: str, version: int) -> UPath:
         """Return the folder of a version."""
-        return self._root / name / str(version)
+        return self._folder_of(name) / str(version)
 
     def manifest(self, name: str, version: int, seal: str | None = None) -> Manifest:
         """Return the manifest of a version.
@@ -97,13 +97,13 @@ class Repository:
 
         Concurrent publishers get different numbers. A number is never reused, even if its version is deleted.
         """
-        manifest = add_version(self._root / name, files, card, lambda: self._next_number(name))
+        manifest = add_version(self._folder_of(name), files, card, lambda: self._next_number(name))
         self._write_config(name)
         return manifest
 
     def aliases(self, name: str) -> Aliases:
         """Return the aliases of a model. Raises StorageError if their file is not valid any more."""
-        return self._parsed_aliases(name, read(self._root / name / ALIASES_FILE) or b"")
+        return self._parsed_aliases(name, read(self._folder_of(name) / ALIASES_FILE) or b"")
 
     def production(self, name: str) -> int:
         """Return the version in production. Raises StorageError if there is none."""
@@ -187,7 +187,7 @@ class Repository:
     def verify_config(self, name: str) -> None:
         """Compare a model's ``config.pbtxt`` with its manifest. Raises StorageError if they differ."""
         if self._config(name) != self._expected_config(name):
-            path = self._root / name / CONFIG_FILE
+            path = self._folder_of(name) / CONFIG_FILE
             raise StorageError(
                 f"{str(path)!r} was changed: promote a version, even the same one, and it is written again"
             )
@@ -248,9 +248,14 @@ class Repository:
             raise
         return model
 
+    def _folder_of(self, name: str) -> UPath:
+        if not is_plain_name(name):
+            raise StorageError(f"{name!r} is not the name of a model: 'rayloom models list' shows them")
+        return self._root / name
+
     def _numbers(self, name: str) -> list[int]:
         """Return the numbers of versions, including those that are being published."""
-        return sorted(int(entry) for entry in list_names(self._root / name) if entry.isdecimal())
+        return sorted(int(entry) for entry in list_names(self._folder_of(name)) if entry.isdecimal())
 
     def _published(self, name: str) -> list[int]:
         numbers = self._numbers(name)
@@ -264,7 +269,7 @@ class Repository:
 
     def _for_all_models(self, work: Callable[[str], Result]) -> dict[str, Result]:
         """Call ``work`` with the name of each model's folder. Return the results by name, sorted."""
-        names = sorted(list_names(self._root))
+        names = sorted(filter(is_plain_name, list_names(self._root)))
         return dict(zip(names, map_concurrently(self._root, work, names), strict=True))
 
     def _next_number(self, name: str) -> int:
@@ -293,14 +298,14 @@ class Repository:
         try:
             return Aliases.model_validate_json(content or b"{}")
         except ValidationError as error:
-            path = self._root / name / ALIASES_FILE
+            path = self._folder_of(name) / ALIASES_FILE
             raise StorageError(f"{str(path)!r} was changed: remove it, and promote a version again") from error
 
     def _change_aliases(self, name: str, changed: Callable[[Aliases], Aliases]) -> None:
         def change_content(content: bytes) -> bytes:
             return changed(self._parsed_aliases(name, content)).model_dump_json(exclude_defaults=True).encode()
 
-        change(self._root / name / ALIASES_FILE, change_content)
+        change(self._folder_of(name) / ALIASES_FILE, change_content)
 
     def _expected_config(self, name: str) -> str | None:
         """Return the configuration of the version in production, else of the newest."""
@@ -308,12 +313,12 @@ class Repository:
         return config_of(self.manifest(name, version)) if version else None
 
     def _config(self, name: str) -> str | None:
-        content = read(self._root / name / CONFIG_FILE)
+        content = read(self._folder_of(name) / CONFIG_FILE)
         return None if content is None else content.decode(errors="replace")
 
     def _write_config(self, name: str) -> None:
         """Write ``config.pbtxt``. Repeat that if production changes meanwhile."""
-        path = self._root / name / CONFIG_FILE
+        path = self._folder_of(name) / CONFIG_FILE
         # A damaged version has no configuration.
         with suppress(StorageError), exclusive(path.parent):
             while (expected := self._expected_config(name)) != self._config(name):

@@ -79,7 +79,12 @@ def read_manifest(folder: UPath) -> Manifest:
     try:
         return Manifest.model_validate_json(content).model_copy(update={"seal": sha256_of(content)})
     except ValidationError as error:
-        raise StorageError(f"{str(path)!r} is of another release of Rayloom: publish the version again") from error
+        reason = error.errors()[0]
+        where = ".".join(map(str, reason["loc"]))
+        raise StorageError(
+            f"{str(path)!r} is damaged or of another release of Rayloom ({where}: {reason['msg']}): publish the version "
+            "again"
+        ) from error
 
 
 def check_files(folder: UPath, files: Mapping[str, str], read_from: UPath | None = None) -> None:

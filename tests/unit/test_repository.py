@@ -1,13 +1,18 @@
 """Versions of models, on a disk and on S3: published whole, found damaged, promoted and deleted."""
 
 import errno
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from upath import UPath
 
-from app.errors import StorageError
+from app.checksums import read_checksums, sha256_of
+from app.data.shards import Shard
+from app.errors import RecipeError, StorageError
+from app.pretrained import PretrainedFolder
 from app.repository.repository import Repository
 from app.storage import open_storage
 from tests.publishing import CARD, files_in
@@ -37,6 +42,37 @@ def test_a_version_is_fetched_as_it_was_published(repository: Repository, files:
     assert repository.fetch("toy", 1, UPath(tmp_path / "target")) == published
     assert (tmp_path / "target/model.onnx").read_bytes() == b"a model"
     assert published.size_bytes == len(b"a model[]")
+
+
+@pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "..", "a/b", "a\\b", "s3://bucket/evil", "evil\0"])
+def test_a_name_that_leads_out_of_a_version_is_refused(
+    repository: Repository, files: UPath, tmp_path: Path, name: str
+) -> None:
+    manifest, folder = repository.publish("toy", files, CARD), repository.folder("toy", 1)
+    forged = manifest.model_copy(update={"files": manifest.files | {name: sha256_of(b"evil")}})
+    content = forged.model_dump_json(indent=1).encode()
+    (folder / "manifest.json").write_bytes(content)
+    (folder / "manifest.sha256").write_bytes(f"{sha256_of(content)}  manifest.json\n".encode())
+    if name == "../evil":
+        (folder.parent / "evil").write_bytes(b"evil")
+    with pytest.raises(StorageError, match="not the name of one file"):
+        repository.fetch("toy", 1, UPath(tmp_path / "served/target"))
+    assert not (tmp_path / "served/evil").exists()
+    with pytest.raises(StorageError, match="not the name of a model"):
+        repository.manifest(name, 1)
+
+
+def test_names_in_checksums_and_indices_of_shards_and_weights_stay_in_their_folder(tmp_path: Path) -> None:
+    (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  ../evil\n", encoding="utf-8")
+    with pytest.raises(StorageError, match="'../evil', not a file of its folder"):
+        read_checksums(UPath(tmp_path))
+    sizes = {"rows": 1, "bytes": 1, "min_length": 1, "max_length": 1}
+    for names in ({"name": "../evil", "sha256": "0"}, {"name": "a.arrow", "sha256": "../evil"}):
+        with pytest.raises(ValidationError, match="not the name of one file"):
+            Shard.model_validate(sizes | names)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../evil"}}))
+    with pytest.raises(RecipeError, match="'../evil', which is not a file of the folder"):
+        _ = PretrainedFolder("given", tmp_path).weights_files
 
 
 def test_what_is_read_elsewhere_is_not_fetched(repository: Repository, files: UPath, tmp_path: Path) -> None:
