@@ -14,6 +14,7 @@ from pydantic import AfterValidator
 from upath import UPath
 
 from app.errors import StorageError
+from app.uris import holds_secret, without_secrets
 
 HOME = Path(os.environ.get("RAYLOOM_HOME", "~/.rayloom")).expanduser()
 """Rayloom's own folder on this machine: the local cluster's state and the default storage."""
@@ -43,10 +44,15 @@ def open_storage(location: str | None) -> UPath:
     """Return the root of storage: ``location``, else ``$RAYLOOM_STORAGE``, else ``~/.rayloom/storage``.
 
     Raises:
-        StorageError: the path is relative, which in a job would be in a copy that Ray deletes, or the driver of the
-            protocol is not installed.
+        StorageError: the location holds a secret; the path is relative, which in a job would be in a copy that Ray
+            deletes; or the driver of the protocol is not installed.
     """
     location = location or os.environ.get("RAYLOOM_STORAGE") or str(HOME / "storage")
+    if holds_secret(location):
+        raise StorageError(
+            f"storage {without_secrets(location)!r} was given with a secret, which would enter logs and results: give "
+            "it in the environment of the cluster's nodes, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
     if "://" not in location and not Path(location).is_absolute():
         raise StorageError(
             f"storage is {location!r}, a relative path: a job runs in a copy of the working directory that Ray "

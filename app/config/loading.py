@@ -16,6 +16,7 @@ from app.config.recipe import BUILT_IN_TASKS, Recipe
 from app.config.section import STORED
 from app.errors import RecipeError
 from app.import_string import did_you_mean
+from app.uris import hide_secrets
 
 _PATTERNS = {
     "task": f"{', '.join(BUILT_IN_TASKS)}, or an import string, package.module:name",
@@ -70,7 +71,9 @@ def _parse(tree: dict[str, Any], source: str, context: dict[str, bool] | None) -
     try:
         return Recipe.model_validate(tree, context=context)
     except ValidationError as error:
-        raise RecipeError("\n".join(f"{source}: {_explain(problem)}" for problem in error.errors())) from None
+        raise RecipeError(
+            "\n".join(hide_secrets(f"{source}: {_explain(problem)}") for problem in error.errors())
+        ) from None
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
@@ -143,5 +146,5 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
+    text = hide_secrets(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."

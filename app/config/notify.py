@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
 from app.config.section import Section
+from app.uris import holds_secret
 
 _REFERENCE = re.compile(r"env:[A-Za-z_]\w*|file:/.+")
 
@@ -21,8 +22,8 @@ def check_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
         raise ValueError("expected a URL such as https://example.org/hook, or env:NAME or file:/PATH that holds it")
-    if parts.username or parts.password:
-        raise ValueError("the URL carries a password: put the whole URL where env:NAME or file:/PATH points to")
+    if holds_secret(url):
+        raise ValueError("the URL carries a secret: put the whole URL where env:NAME or file:/PATH points to")
     return url
 
 

@@ -1,13 +1,13 @@
 """Read the text of a recipe from a path, any fsspec URI, standard input, or a ``data:`` URI that embeds it."""
 
 import base64
-import re
 import sys
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from app.errors import RecipeError
 from app.storage import to_path
+from app.uris import without_secrets
 
 STANDARD_INPUT = "-"
 _SCHEME, _MEDIA_TYPE = "data:", "application/yaml"
@@ -28,7 +28,7 @@ def read_text(location: str | Path) -> str:
     except UnicodeDecodeError as error:
         raise RecipeError(f"recipe {title_of(location)!r} is not a text in UTF-8: give a YAML file") from error
     except Exception as error:  # each fsspec protocol raises its own errors
-        reason = _without_credentials(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+        reason = without_secrets(getattr(error, "strerror", None) or str(error) or type(error).__name__)
         raise RecipeError(
             f"recipe {title_of(location)!r} cannot be read ({reason}): give the path or URI of a YAML file, "
             "for example recipes/reviews.yaml"
@@ -59,12 +59,7 @@ def title_of(location: str | Path) -> str:
     if given == STANDARD_INPUT:
         return "standard input"
     if not given.startswith(_SCHEME):
-        return _without_credentials(given)
+        return without_secrets(given)
     parameters = given.removeprefix(_SCHEME).partition(",")[0].split(";")
     names = [value for name, _, value in (parameter.partition("=") for parameter in parameters) if name == "name"]
     return unquote(names[0]) if names else "data:"
-
-
-def _without_credentials(text: str) -> str:
-    """Return the text with each URI in it cut to scheme, host and path."""
-    return re.sub(r"(://[^?#]*)[?#]\S*", r"\1", re.sub(r"://[^/?#\s]*@", "://", text))

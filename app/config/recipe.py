@@ -1,19 +1,21 @@
 """The recipe: one task from its data to its endpoint, as a frozen tree of pydantic models."""
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, ValidationInfo, model_validator
 
 from app.config.alerts import AlertConfig
 from app.config.compile import CompileConfig
 from app.config.data import DataConfig
 from app.config.notify import NotifyConfig
 from app.config.plan import PlanConfig
-from app.config.section import IMPORT_STRING, NAME, Fraction, Section
+from app.config.section import IMPORT_STRING, NAME, Fraction, Section, is_stored
 from app.config.serve import ServeConfig
 from app.config.tracking import TrackingConfig
 from app.config.train import TrainConfig
 from app.config.tune import TuneConfig
+from app.uris import holds_secret
 
 ImportString = Annotated[str, Field(pattern=rf"^{IMPORT_STRING}$")]
 LANGUAGE_MODELING, CHAT = "language-modeling", "chat"
@@ -31,6 +33,20 @@ TENSORS = "tensors"
 """The task of an imported model without a processor: tensors in, tensors out. It is not trained here."""
 _BYTE_TOKENS = 257  # one for each byte and one for the end of a document
 Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
+
+
+def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every text of a tree with its dotted key, and the names within its mappings."""
+    if isinstance(node, str):
+        yield key, node
+    elif isinstance(node, Mapping):
+        for name, value in node.items():
+            dotted = f"{key}.{name}" if key else str(name)
+            yield key, str(name)
+            yield from _texts(value, dotted)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from _texts(value, key)
 
 
 class LoraConfig(Section):
@@ -181,6 +197,17 @@ class Recipe(Section):
     def with_model(self, model: ModelConfig) -> "Recipe":
         """Return the recipe with another section ``model``. It is not checked."""
         return self.model_copy(update={"model": model})
+
+    @model_validator(mode="after")
+    def _holds_no_secrets(self, info: ValidationInfo) -> Self:
+        """Refuse a secret in any URI: a run writes its recipe into storage, logs and trackers."""
+        if not is_stored(info) and (keys := [key for key, text in _texts(self.model_dump()) if holds_secret(text)]):
+            raise ValueError(
+                f"{keys[0]} is a URI with a password, a token or a signature, and a recipe must not contain secrets: "
+                "leave it out, and give it in the environment of the cluster's nodes, in the variables that the "
+                "protocol's driver reads"
+            )
+        return self
 
     @model_validator(mode="after")
     def _task_reads_keys(self) -> Self:

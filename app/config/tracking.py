@@ -6,18 +6,19 @@ from pydantic import AfterValidator, Field
 
 from app.config.notify import is_reference
 from app.config.section import Section
+from app.uris import holds_secret
 
 _SCHEMES = ("http", "https", "databricks")
 
 
 def _check_uri(given: str) -> str:
-    scheme, _, rest = given.partition(":")
+    scheme = given.partition(":")[0]
     if is_reference(given):
         return given
     if scheme not in _SCHEMES:
         raise ValueError("expected a URI such as https://mlflow.example.org, or env:NAME or file:/PATH that holds it")
-    if "@" in rest:
-        raise ValueError("the URI carries a password: put the whole URI where env:NAME or file:/PATH points to")
+    if holds_secret(given):
+        raise ValueError("the URI carries a secret: put the whole URI where env:NAME or file:/PATH points to")
     return given
 
 

@@ -82,8 +82,8 @@ def read_manifest(folder: UPath) -> Manifest:
         reason = error.errors()[0]
         where = ".".join(map(str, reason["loc"]))
         raise StorageError(
-            f"{str(path)!r} is damaged or of another release of Rayloom ({where}: {reason['msg']}): publish the version "
-            "again"
+            f"{str(path)!r} is damaged or of another release of Rayloom ({where}: {reason['msg']}): publish the "
+            "version again"
         ) from error
 
 

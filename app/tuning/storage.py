@@ -25,6 +25,7 @@ from app.errors import DeliveryError, RecipeError, StorageError, TuningError
 from app.storage import is_local
 from app.telemetry.alerts.receivers import read_secret
 from app.tuning.optuna_internals import SingleWriterStorage
+from app.uris import without_secrets
 
 LOCK_TIMEOUT_S = 60.0
 """Maximum wait for a SQLite file that another process has locked."""
@@ -48,7 +49,7 @@ class StudyLocation:
     """The copy on an object store; None if the study stays at ``url``."""
 
     def __str__(self) -> str:
-        return self.url.render_as_string(hide_password=True) if self.remote is None else str(self.remote)
+        return without_secrets(self.url.render_as_string()) if self.remote is None else str(self.remote)
 
     @property
     def file(self) -> Path | None:

@@ -1,0 +1,83 @@
+"""Secrets in URIs: every key of a recipe that takes one refuses them, and no message shows them."""
+
+from pathlib import Path
+
+import pytest
+
+from app.config import load_recipe
+from app.errors import RecipeError, StorageError
+from app.storage import open_storage
+from app.tuning.storage import locate_study
+from app.uris import holds_secret
+from tests.helpers import ROOT
+
+SECRET = "hunter2"
+FORMS = [
+    f"https://user:{SECRET}@example.org/data.csv",
+    f"https://{SECRET}@example.org/data.csv",
+    f"https://example.org/data.csv?X-Amz-Signature={SECRET}&X-Amz-Date=1",
+    f"https://example.org/data.csv?sig={SECRET}",
+    f"https://example.org/?token={SECRET}",
+    f"https://example.org/#access_token={SECRET}",
+    f"postgresql://host/db?password={SECRET}",
+    f"s3://KEY:{SECRET}@bucket/data.csv",
+    f"nats://host/stream?api_key={SECRET}",
+]
+OPEN = [
+    "s3://bucket/a@b/data.csv",
+    "https://example.org/data.csv?version=2&subject=x",
+    "postgresql://user@host/db?sslmode=require&sslkey=/etc/key.pem",
+    "nats://host:4222/stream?subject=a.b",
+    "/data/user:password@here.csv",
+    "builtin:reviews",
+]
+KEYS = {
+    "storage": [],
+    "data.source": [],
+    "data.test_source": [],
+    "data.sources": [],
+    "data.chat.template": ["task=chat"],
+    "model.pretrained": [],
+    "model.args": [],
+    "tune.storage": [],
+    "tracking.mlflow": [],
+    "notify.webhook.url": [],
+    "notify.apprise": [],
+    "serve.tls.certificate": ["serve.tls.key=/key.pem"],
+}
+
+
+@pytest.mark.parametrize("uri", FORMS)
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_refuses_a_uri_with_a_secret_and_does_not_show_it(key: str, uri: str) -> None:
+    values = {
+        "data.sources": f'[{{"name": "a", "source": "{uri}", "weight": 1}}, {{"name": "b", "source": "/b.csv"}}]',
+        "notify.apprise": f'["{uri}"]',
+        "model.args": f'{{"nested": {{"file": "{uri}"}}}}',
+    }
+    given = [f"{key}={values.get(key, repr(uri))}", *KEYS[key]]
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(str(ROOT / "recipes/reviews.yaml"), given)
+    assert SECRET not in str(refused.value)
+    assert "secret" in str(refused.value) or key.partition(".")[0] in str(refused.value)
+
+
+@pytest.mark.parametrize("uri", OPEN)
+def test_what_holds_no_secret_is_taken(uri: str) -> None:
+    assert not holds_secret(uri)
+
+
+@pytest.mark.parametrize("uri", FORMS)
+def test_storage_with_a_secret_is_refused_wherever_it_is_given(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYLOOM_STORAGE", uri)
+    with pytest.raises(StorageError, match="given with a secret") as refused:
+        open_storage(None)
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("query", [f"u:{SECRET}@host/db", f"host/db?password={SECRET}"])
+def test_a_study_does_not_show_what_the_environment_holds(
+    query: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUDY", f"postgresql://{query}")
+    assert str(locate_study(open_storage(str(tmp_path)), "env:STUDY", tmp_path, "run")) == "postgresql://host/db"
