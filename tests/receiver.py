@@ -28,4 +28,4 @@ class HttpReceiver:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server.server_port}/hook?key=private"
+        self.url = f"http://127.0.0.1:{self.server.server_port}/hook?room=private"

@@ -22,13 +22,17 @@ def check_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
         raise ValueError("expected a URL such as https://example.org/hook, or env:NAME or file:/PATH that holds it")
-    if holds_secret(url):
-        raise ValueError("the URL carries a secret: put the whole URL where env:NAME or file:/PATH points to")
+    if parts.username or parts.password:
+        raise ValueError("the URL carries a password, which is not sent: give one without")
     return url
 
 
 def _check_url_or_reference(given: str) -> str:
-    return given if is_reference(given) else check_url(given)
+    if is_reference(given):
+        return given
+    if holds_secret(given):
+        raise ValueError("the URL carries a secret: put the whole URL where env:NAME or file:/PATH points to")
+    return check_url(given)
 
 
 def _check_secret(given: object) -> object:
