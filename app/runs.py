@@ -146,6 +146,10 @@ class Run:
         """Write and return the result of a run that succeeded or was stopped."""
         return self._finish(outcome.status, outcome.metrics.model_dump(mode="json"), outcome.artifacts, None)
 
+    def interrupt(self) -> Result:
+        """Return the result of a run whose process was told to end. Write it as ``fail`` does."""
+        return self._finish("stopped", {}, {}, None)
+
     def fail(self, error: str) -> Result:
         """Return the result of a failed run. Write it if the folder exists and belongs to this job."""
         return self._finish("failed", {}, {}, error)
@@ -200,6 +204,10 @@ def execute(run: Run, step: Step, parent: UPath | None = None) -> Result:
         except RayloomError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return run.fail(str(error))
+        except (KeyboardInterrupt, SystemExit):
+            # Without a result, the list of runs would show it as running or interrupted.
+            print(run.interrupt().to_line(), flush=True)
+            raise
         except Exception as error:
             traceback.print_exc()
             last_line = str(error).strip().rpartition("\n")[2]  # errors of Ray end with their cause

@@ -1,5 +1,7 @@
 """The commands ``rayloom models``: list versions, import, promote, roll back, verify, export and delete them."""
 
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -150,7 +152,12 @@ def import_command(
     root = chosen_storage(storage)
     recipe = recipe_of_model(name, "compile", [*(overrides or []), f"storage={root}"])
     given = Given(source, samples, labels, processor, scores, dict(map(_parse_size, size or [])))
-    result = execute(Run.start("compile", recipe), partial(import_model, given=given))
+    # The default handler would end the process at once, and leave the model's copy in the temporary folder.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        result = execute(Run.start("compile", recipe), partial(import_model, given=given))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(result.to_line(as_json))
     if result.status == "failed":
         raise typer.Exit(1)

@@ -258,7 +258,7 @@ def _print_log(submission_id: str, environment: Mapping[str, str]) -> bool:
 
 
 def _exit_code(submission_id: str, job: Job | None) -> int:
-    """Return 0 for a job that succeeded or was stopped, as ``ray job submit`` does, else print why and return 1."""
+    """Return 0 for a job that succeeded, else print why and return 1: nothing may go on after a stopped job."""
     if job is None or not job.has_ended:
         print(f"the end of job {submission_id} is unknown: look at 'rayloom status'", file=sys.stderr)
         return 1
@@ -266,6 +266,9 @@ def _exit_code(submission_id: str, job: Job | None) -> int:
         # Ray appends the end of the log, which was printed before.
         reason = (job.message or "no reason is known").partition("\n")[0].partition(", last available logs")[0]
         print(f"job {submission_id} failed: {reason}", file=sys.stderr)
+        return 1
+    if job.status == "STOPPED":
+        print(f"job {submission_id} was stopped before its end", file=sys.stderr)
         return 1
     return 0
 

@@ -41,7 +41,8 @@ def _check_storage(given: str) -> str:
         raise ValueError("expected a URL of SQLAlchemy such as sqlite:////data/studies.db, or env:NAME or file:/PATH")
     if holds_secret(given):
         raise ValueError(
-            "the URL contains a password or a token: put the whole URL into a variable or file, and give env:NAME or file:/PATH"
+            "the URL contains a password or a token: put the whole URL into a variable or file, and give env:NAME or "
+            "file:/PATH"
         )
     return given
 

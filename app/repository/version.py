@@ -1,7 +1,9 @@
 """The folder of a version: its files, and the manifest without which it does not exist."""
 
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from pydantic import ValidationError
@@ -19,6 +21,9 @@ SEAL_FILE = "manifest.sha256"
 
 CLAIM_FILE = ".claim"
 """The first file that a publisher writes on an object store, to reserve the number."""
+
+_ABANDONED_S = 3600.0
+"""Time since the last write after which no process works on a temporary folder. Writing one file renews it."""
 
 _NOT_IN_MANIFEST = (MANIFEST_FILE, SEAL_FILE, CLAIM_FILE)
 
@@ -123,10 +128,20 @@ def withdraw(folder: UPath) -> None:
             folder.rename(aside)
         except FileNotFoundError:  # another process removes it
             return
+        remove_abandoned(folder.parent)
         folder = aside
     # An object store cannot rename, so there the manifest goes first.
     (folder / MANIFEST_FILE).unlink(missing_ok=True)
     remove(folder)
+
+
+def remove_abandoned(model: UPath) -> None:
+    """Remove what a killed publisher or deleter has left on a local disk: a folder without a write for an hour."""
+    for folder in model.glob(".*.tmp"):
+        with suppress(FileNotFoundError):  # another process removes it, or its publisher ends
+            newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if time.time() - newest > _ABANDONED_S:
+                remove(folder)
 
 
 def remove(folder: UPath) -> None:
@@ -154,6 +169,7 @@ def add_version(model: UPath, files: UPath, card: ModelCard, next_number: Callab
 
 
 def _add_by_rename(model: UPath, files: UPath, card: ModelCard, next_number: Callable[[], int]) -> Manifest:
+    remove_abandoned(model)
     staged = model / f".{secrets.token_hex(4)}.tmp"
     try:
         copy_files(files, staged)

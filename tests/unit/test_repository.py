@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -73,6 +75,25 @@ def test_names_in_checksums_and_indices_of_shards_and_weights_stay_in_their_fold
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../evil"}}))
     with pytest.raises(RecipeError, match=r"'\.\./evil', which is not a file of the folder"):
         _ = PretrainedFolder("given", tmp_path).weights_files
+
+
+@pytest.mark.parametrize("act", ["publish", "delete"])
+def test_what_a_killed_publisher_left_is_removed_later(tmp_path: Path, act: str) -> None:
+    repository, files = Repository(UPath(tmp_path)), files_in(tmp_path / "files")
+    for _ in range(2):
+        repository.publish("toy", files, CARD)
+    left, busy = (tmp_path / "models/toy" / name for name in (".aaaa.tmp", ".bbbb.tmp"))
+    for folder in (left, busy):
+        files_in(folder, b"all weights")
+    two_hours_ago = time.time() - 7200
+    for path in (*left.iterdir(), left):
+        os.utime(path, (two_hours_ago, two_hours_ago))
+    if act == "publish":
+        repository.publish("toy", files, CARD)
+    else:
+        repository.delete("toy", 1)
+    assert not left.exists()
+    assert (busy / "model.onnx").exists(), "another process may write it"
 
 
 def test_what_is_read_elsewhere_is_not_fetched(repository: Repository, files: UPath, tmp_path: Path) -> None:

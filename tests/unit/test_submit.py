@@ -82,7 +82,7 @@ def test_a_published_model_is_deployed_by_its_name(sent: Sent, monkeypatch: pyte
     assert load_job_recipe("deploy", "dense").name == "digits", "a file of this name is a recipe"
 
 
-@pytest.mark.parametrize(("status", "code"), [("SUCCEEDED", 0), ("STOPPED", 0), ("FAILED", 1)])
+@pytest.mark.parametrize(("status", "code"), [("SUCCEEDED", 0), ("STOPPED", 1), ("FAILED", 1)])
 @pytest.mark.parametrize("lost", [False, True])
 def test_submit_shows_the_log_of_a_job_and_returns_its_exit_code(
     status: str, code: int, lost: bool, sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -100,6 +100,7 @@ def test_submit_shows_the_log_of_a_job_and_returns_its_exit_code(
     assert log == ["the log of train"] * (2 if lost else 1)
     assert ("the cluster was lost while the job ran\n" in shown.err) is lost
     assert shown.err.endswith("failed: its driver returned 1\n") is (status == "FAILED")
+    assert shown.err.endswith("was stopped before its end\n") is (status == "STOPPED")
 
 
 def test_a_log_that_cannot_be_shown_does_not_change_the_exit_code(
