@@ -92,7 +92,8 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Parts]:
             self.layer = torch.nn.Linear(3, 4)
 
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return self.layer(x) * mask
+            scaled: torch.Tensor = self.layer(x) * mask
+            return scaled
 
     path, rows = tmp_path_factory.mktemp("program") / "m.pt2", torch.export.Dim("rows")
     shapes = {"x": {0: rows}, "mask": {0: rows}}

@@ -171,7 +171,7 @@ def secret(tmp_path: Path) -> str:
 def test_only_runs_in_storage_are_read(url: str, storage: UPath, secret: str, form: str) -> None:
     job = {
         "absolute": f"{secret}/job",
-        "relative": f"{os.path.relpath(secret, storage / 'runs')}/job",
+        "relative": f"{os.path.relpath(secret, str(storage / 'runs'))}/job",
         "uri": f"file://{secret}/job",
         "foreign uri": "s3://bucket/runs/train",
         "hidden": "train/../../models",
