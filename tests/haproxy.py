@@ -1,9 +1,10 @@
-"""HAProxy in front of an endpoint's two servers, which takes gRPC calls as Ray Serve's HAProxy does."""
+"""HAProxy in front of an endpoint's two servers, which takes requests and gRPC calls as Ray Serve's HAProxy does."""
 
 import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,8 +27,14 @@ defaults
     option splice-response
     retry-on conn-failure empty-response
     retries 1
+frontend http_frontend
+    bind fd@{http}
+    default_backend http
+backend http
+    http-reuse always
+    server replica {unary}
 frontend grpc_frontend
-    bind fd@{listener} proto h2
+    bind fd@{grpc} proto h2
     use_backend unary if {{ path_beg /inference.GRPCInferenceService/ }} !{{ path_end /ModelStreamInfer }}
     default_backend streams
 backend unary
@@ -38,16 +45,30 @@ backend streams
 """
 
 
+@dataclass(frozen=True)
+class Front:
+    """Where HAProxy listens."""
+
+    http: str
+    """It passes every path on, over connections that all clients share."""
+    grpc: str
+
+
 @contextmanager
-def in_front(unary: str, streams: str) -> Iterator[str]:
-    """Start HAProxy, and yield its address. It sends unary calls to one server, and streams to the other."""
-    with TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
+def in_front(unary: str, streams: str) -> Iterator[Front]:
+    """Start HAProxy. It sends requests and unary calls to one server, and streams to the other."""
+    with (
+        TemporaryDirectory() as folder,
+        socket.create_server(("127.0.0.1", 0)) as http,
+        socket.create_server(("127.0.0.1", 0)) as grpc,
+    ):
         config = Path(folder) / "haproxy.cfg"
-        config.write_text(_CONFIG.format(listener=listener.fileno(), unary=unary, streams=streams), encoding="utf-8")
+        listeners = {"http": http.fileno(), "grpc": grpc.fileno()}
+        config.write_text(_CONFIG.format(**listeners, unary=unary, streams=streams), encoding="utf-8")
         command = [get_haproxy_binary(), "-db", "-f", str(config)]
-        process = subprocess.Popen(command, pass_fds=[listener.fileno()])
+        process = subprocess.Popen(command, pass_fds=listeners.values())
         try:
-            yield f"127.0.0.1:{listener.getsockname()[1]}"
+            yield Front(*(f"127.0.0.1:{listener.getsockname()[1]}" for listener in (http, grpc)))
         finally:
             process.terminate()
             process.wait()

@@ -22,7 +22,7 @@ from app.serving.endpoint import Endpoint
 from app.serving.transport.grpc import GrpcMethods, add_to_server
 from app.serving.transport.hot import HotProtocol, HotRoute
 from app.serving.transport.http import ROOM_BYTES, DirectInference, HttpApi
-from tests.haproxy import in_front
+from tests.haproxy import Front, in_front
 
 Result = TypeVar("Result")
 
@@ -36,6 +36,8 @@ class Server:
     """That answer over gRPC."""
     http: str
     """``host:port``, as for gRPC."""
+    front: str
+    """Address of HAProxy, which sends the requests of all clients to the HTTP server over the same connections."""
     grpc: str
     """Address of HAProxy, which sends unary calls to the HTTP server, and streams to the gRPC server."""
     streams: str
@@ -77,8 +79,8 @@ def serving(chance: random.Random | None = None, hot: bool = True, room_bytes: i
     try:
         web, streams = f"127.0.0.1:{listener.getsockname()[1]}", f"127.0.0.1:{port}"
         with ExitStack() as stack:
-            calls = stack.enter_context(in_front(web, streams)) if hot else streams
-            yield Server(endpoint, methods, web, calls, streams, loop, route, server)
+            front = stack.enter_context(in_front(web, streams)) if hot else Front(web, streams)
+            yield Server(endpoint, methods, web, front.http, front.grpc, streams, loop, route, server)
     finally:
 
         async def stop() -> None:

@@ -12,7 +12,7 @@ from upath import UPath
 
 from app.serving.protocol.grpc import read_infer
 from app.serving.protocol.infer import InferRequest
-from app.serving.transport import prepared_calls
+from app.serving.transport import hot, prepared_calls
 from app.serving.transport.calls import CallConnection
 from app.serving.transport.prepared_calls import PreparedCalls
 from app.tensors import OUTPUT
@@ -32,6 +32,12 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
 def server(storage: UPath) -> Iterator[Server]:
     with toy_server(storage) as started:
         yield started
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy this machine is, the first bytes of requests are put together."""
+    monkeypatch.setattr(hot, "_GATHER_S", 60)
 
 
 @pytest.fixture(autouse=True)

@@ -249,8 +249,8 @@ def test_a_listener_of_serve_answers_calls_and_lets_them_end(
             await asyncio.sleep(0.01)
         host, port = listener.servers[0].sockets[0].getsockname()
         replica = f"{host}:{port}"
-        with in_front(replica, replica) as address:
-            channel = grpc.aio.insecure_channel(address)
+        with in_front(replica, replica) as front:
+            channel = grpc.aio.insecure_channel(front.grpc)
             model_infer = channel.unary_unary(f"{SERVICE}ModelInfer")
             for count in (1, 1000):
                 assert np.allclose(logits(await model_infer(infer(count))), expected(rows(count)).ravel(), atol=1e-4)

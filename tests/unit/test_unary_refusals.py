@@ -4,6 +4,8 @@ import contextlib
 import gzip
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import cycle
 from unittest.mock import Mock
 
 import pytest
@@ -11,8 +13,9 @@ from upath import UPath
 
 from app.errors import OverloadError
 from app.serving.access import Access
-from app.serving.transport import calls
+from app.serving.transport import calls, hot
 from tests.calls import CHUNKED, Line, ask, call, chunks, exchange, head, prefixed, sized
+from tests.hot import COLD, PLAIN
 from tests.serving import Server, serving
 from tests.toy import config
 from tests.unary import BODIES, GOOD, infer, require_idle, toy_server
@@ -27,6 +30,12 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
 def server(storage: UPath) -> Iterator[Server]:
     with toy_server(storage) as started:
         yield started
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy this machine is, the first bytes of requests are put together."""
+    monkeypatch.setattr(hot, "_GATHER_S", 60)
 
 
 @pytest.fixture(autouse=True)
@@ -89,12 +98,38 @@ def test_a_long_error_passes_haproxy(server: Server, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize(
-    "sent", [call(GOOD, content_type="text/plain"), call(GOOD).replace(b"POST", b"PUT"), b"GET / HTTP/1.1\r\n\r\n"]
-)
+@pytest.mark.parametrize("sent", [call(GOOD, content_type="text/plain"), sized(b"", content_type="")])
 def test_a_request_that_is_not_grpc_gets_an_http_error(server: Server, sent: bytes) -> None:
     answers = exchange(server.http, call(GOOD), sent, call(GOOD), count=3, pause_s=0.05)
     assert [(answer.http, answer.status) for answer in answers] == [(200, "0"), (415, None), (200, "0")]
+
+
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_each_request_of_a_connection_is_decided_by_itself(server: Server, size: int) -> None:
+    """HAProxy sends the requests of all clients over the same connections."""
+    sent = [call(GOOD), PLAIN["bytes"], sized(b""), COLD, call(GOOD).replace(b"POST", b"PUT"), call(GOOD), COLD, COLD]
+    with Line(server.http) as line:
+        for number, request in enumerate(sent):
+            line.send(*(request[at : at + size] for at in range(0, len(request), size)))
+            line.read(number + 1)
+        answers = line.answers
+    assert [(answer.http, answer.status) for answer in answers] == [
+        (200, "0"), (200, None), (200, "3"), (200, None), (404, None), (200, "0"), (200, None), (200, None)
+    ]  # fmt: skip
+
+
+def test_calls_by_http_do_not_turn_http_off_for_others(server: Server) -> None:
+    """Through HAProxy, whose connections to the replica stay open, and are for all clients."""
+    with ExitStack() as stack:
+        lines = [stack.enter_context(Line(server.front)) for _ in range(64)]
+        for line in lines:
+            line.send(sized(b"", content_type="text/plain"))
+        assert [line.read(1)[0].http for line in lines] == [415] * len(lines)
+    with ExitStack() as stack:
+        others = [stack.enter_context(Line(server.front)) for _ in range(100)]
+        for line, request in zip(others, cycle([PLAIN["bytes"], COLD]), strict=False):
+            line.send(request)
+        assert [line.read(1)[0].http for line in others] == [200] * len(others)
 
 
 EARLY = {

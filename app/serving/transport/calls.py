@@ -8,7 +8,7 @@ https://www.rfc-editor.org/rfc/rfc9112
 
 import asyncio
 import time
-from collections.abc import MutableSet
+from collections.abc import Callable, MutableSet
 from typing import Any, cast
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -36,16 +36,24 @@ _CHECK_S = 5.0
 
 
 class CallConnection(asyncio.Protocol):
-    """A connection that begins with a call. uvicorn calls its ``shutdown``."""
+    """A connection from one call to the last one in a row. uvicorn calls its ``shutdown``."""
 
-    def __init__(self, service: UnaryService, connections: MutableSet[Any], keep_alive_s: float) -> None:
+    def __init__(
+        self,
+        service: UnaryService,
+        connections: MutableSet[Any],
+        keep_alive_s: float,
+        give_back: Callable[[bytes], None],
+    ) -> None:
         """Answer calls with ``service``.
 
         Args:
             connections: the listener's open connections, to which this one adds itself.
             keep_alive_s: a connection is closed after this time without a request.
+            give_back: takes the connection over, with the first bytes of a request that is not a call.
         """
         self._service = service
+        self._give_back = give_back
         self._connections = connections
         self._keep_alive_s = keep_alive_s
         self._parser: HttpRequestParser | None = HttpRequestParser(self)
@@ -85,6 +93,10 @@ class CallConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None or self._transport.is_closing():
+            return
+        if self._is_whole and self._call is None and not data.startswith(START):
+            self.connection_lost(None)
+            self._give_back(data)
             return
         self._unread += len(data)
         try:

@@ -154,9 +154,11 @@ class HotExchange(Exchange):
 class HotProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with a shorter way for plain requests.
 
-    A connection is in one of three states. Either uvicorn has it, from the first byte of a request that is not plain
+    A connection is in one of four states. Either uvicorn has it, from the first byte of a request that is not plain
     until uvicorn has answered everything it got. Or a plain request waits for its answer, and further bytes are kept.
-    Or neither, and the next bytes decide.
+    Or ``CallConnection`` has it, until it receives the first bytes of a request that is not a gRPC call. Or none of
+    these, and the next bytes decide. Each request is decided on anew, because HAProxy sends those of all clients over
+    the same connections.
     """
 
     def __init__(
@@ -174,19 +176,8 @@ class HotProtocol(HttpToolsProtocol):
         self._gathering: asyncio.TimerHandle | None = None
         self._is_uvicorn_reading = False
         self._is_leaving = False
-        self._is_new = True
 
     def data_received(self, data: bytes) -> None:
-        if self._is_new:
-            # The first bytes, which may arrive in parts, show whether HAProxy uses this connection for gRPC calls.
-            data = self._kept + data
-            self._is_new = len(data) < len(CALL_START) and CALL_START.startswith(data)
-            self._kept = data if self._is_new else b""
-            if self._is_new:
-                return
-            if data.startswith(CALL_START):
-                self._hand_over(data)
-                return
         # uvicorn keeps the connection until it has read and answered everything that it got.
         if self._is_uvicorn_reading or (self.cycle is not None and not self.cycle.response_complete):
             super().data_received(data)
@@ -261,7 +252,7 @@ class HotProtocol(HttpToolsProtocol):
         end = data.find(b"\r\n\r\n") + 4 if data.startswith(START) and self._is_free else 0
         head = self._route.head(data[:end]) if end > len(START) else None
         if head is None or end + head.num_bytes > _MAX_BYTES:
-            self._leave_to_uvicorn(data)
+            self._pass_on(data)
         elif len(data) < end + head.num_bytes:
             self._gather(data)
         elif read := self._route.read(head, data[end : end + head.num_bytes]):
@@ -271,15 +262,31 @@ class HotProtocol(HttpToolsProtocol):
         else:
             self._leave_to_uvicorn(data)
 
+    def _pass_on(self, data: bytes) -> None:
+        """Leave what is not a plain request to ``CallConnection`` or uvicorn, as its first bytes say."""
+        if not self._is_free or CALL_START[: len(data)] != data[: len(CALL_START)]:
+            self._leave_to_uvicorn(data)
+        elif len(data) < len(CALL_START):
+            self._gather(data)
+        else:
+            self._hand_over(data)
+
     def _hand_over(self, data: bytes) -> None:
-        """Hand the connection over to ``CallConnection``. HAProxy sends only calls over it."""
-        self._unset_keepalive_if_required()
+        """Hand the connection over to ``CallConnection``, until it receives something else than a call."""
+        self._stop_gathering()
+        self.flow.resume_reading()
         self.connections.discard(self)
-        protocol = CallConnection(self._route.unary, self.connections, self.timeout_keep_alive)
+        protocol = CallConnection(self._route.unary, self.connections, self.timeout_keep_alive, self._take_back)
         self.transport.set_protocol(protocol)
         # A transport calls this only for its first protocol.
         protocol.connection_made(self.transport)
         protocol.data_received(data)
+
+    def _take_back(self, data: bytes) -> None:
+        """Go on after calls, with the first bytes of another request."""
+        self.connections.add(self)
+        self.transport.set_protocol(self)
+        self._take(data)
 
     @property
     def _is_free(self) -> bool:
