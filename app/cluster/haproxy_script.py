@@ -20,6 +20,11 @@ _KEEP_ALIVE_S = 1
 _SERVICE = "/inference.GRPCInferenceService/"
 _IS_UNARY = f"{{ path_beg {_SERVICE} }} !{{ path {_SERVICE}ModelStreamInfer }} {{ nbsrv(unary-{APPLICATION}) ge 1 }}"
 """HAProxy's condition for unary calls: the call is unary, and at least one replica is up."""
+_NOT_HERE = (
+    "status 404 content-type application/json string "
+    """'{"error":"this port takes no gRPC: send calls to serve.grpc_port"}'"""
+)
+"""HAProxy's answer to a path of gRPC on the port for HTTP."""
 
 
 class When(StrEnum):
@@ -60,6 +65,10 @@ def edits(no_answer: Path, tls: Path) -> dict[When, tuple[Edit, ...]]:
             Edit(
                 rf"s|^\(  *errorfile [0-9]*\) .*|\1 {no_answer}|",
                 "a request that no replica answers may be sent again; Ray would say that the server is broken",
+            ),
+            Edit(
+                f"s|^frontend http_frontend$|&\\n    http-request return {_NOT_HERE} if {{ path_beg {_SERVICE} }}|",
+                "calls of gRPC have a port of their own, and no web page can send them there",
             ),
             Edit(
                 rf"s|^defaults.*|&\n    timeout http-request {_HEADERS_TIMEOUT_S}s|",

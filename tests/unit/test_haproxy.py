@@ -2,10 +2,14 @@
 
 import shlex
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 import ray.serve
 import trustme
@@ -15,7 +19,9 @@ from ray.serve.config import HTTPOptions, gRPCOptions
 
 from app.cluster.haproxy import TLS_FILE, prepare
 from app.cluster.haproxy_script import APPLICATION, UNARY_BACKEND, Edit, When, edits
+from app.cluster.ports import is_free, unused
 from app.serving.transport.grpc import SERVICER
+from tests.helpers import wait_until
 
 
 def backend(protocol: RequestProtocol, application: str, replicas: int, first_port: int) -> BackendConfig:
@@ -37,6 +43,8 @@ class Ingress:
     """HAProxy as 'rayloom up' prepares it and Ray Serve configures it."""
 
     folder: Path
+    ports: Sequence[int] = (18000, 18001, 18101, 18404)
+    """For HTTP, gRPC, metrics and statistics."""
 
     def __post_init__(self) -> None:
         self.settings = prepare(self.folder, 18101, 18404, 18500, 18501)
@@ -45,12 +53,13 @@ class Ingress:
 
     def written(self, *backends: BackendConfig) -> str:
         """What Ray writes for these backends."""
+        http, grpc, metrics, stats = self.ports
         given = HAProxyConfig(
             socket_path=str(self.folder / "admin.sock"),
-            metrics_port=18101,
-            stats_port=18404,
-            http_options=HTTPOptions(host="0.0.0.0", port=18000),
-            grpc_options=gRPCOptions(port=18001, grpc_servicer_functions=[SERVICER]),
+            metrics_port=metrics,
+            stats_port=stats,
+            http_options=HTTPOptions(host="0.0.0.0", port=http),
+            grpc_options=gRPCOptions(port=grpc, grpc_servicer_functions=[SERVICER]),
             is_head=True,
         )
         api = HAProxyApi(given, config_file_path=str(self.config))
@@ -71,6 +80,19 @@ class Ingress:
         config, checked = self.run(*backends)
         assert checked.returncode == 0, checked.stderr
         return config
+
+    @contextmanager
+    def running(self, *backends: BackendConfig) -> Iterator[str]:
+        """Start HAProxy on free ports, and yield its URL."""
+        self.ports = http, *_ = unused(4)
+        self.written(*backends)
+        process = subprocess.Popen([str(self.script), "-db", "-f", str(self.config)])
+        try:
+            wait_until(lambda: not is_free(http))
+            yield f"http://127.0.0.1:{http}"
+        finally:
+            process.terminate()
+            process.wait()
 
     def show_certificate(self) -> None:
         certificate = trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.bytes()
@@ -176,6 +198,33 @@ def test_unary_grpc_calls_go_to_the_http_listeners(ingress: Ingress) -> None:
     assert before.splitlines()[-1].startswith("    use_backend unary-rayloom if { path_beg /inference.GRPC")
     assert "all gRPC calls go" not in checked.stderr
     assert ingress.start(HTTP, GRPC) == config
+
+
+def test_a_path_of_grpc_reaches_no_replica_by_the_port_for_http(ingress: Ingress) -> None:
+    reached = []
+
+    class Replica(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            reached.append(self.path)
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_POST = do_GET
+
+    paths = ["/inference.GRPCInferenceService/ModelInfer", "/inference.GRPCInferenceService/", "/v2"]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Replica) as replica, ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(replica.serve_forever)
+        try:
+            with ingress.running(backend(RequestProtocol.HTTP, APPLICATION, 1, replica.server_port)) as address:
+                wait_until(lambda: "/-/healthz" in reached)
+                replies = [httpx.post(address + path) for path in paths]
+        finally:
+            replica.shutdown()
+        serving.result()
+    assert [reply.status_code for reply in replies] == [404, 404, 200]
+    assert "serve.grpc_port" in replies[0].json()["error"]
+    assert set(reached) - {"/-/healthz"} == {"/v2"}
 
 
 @pytest.mark.parametrize("others", [[], [OTHER_GRPC]])
