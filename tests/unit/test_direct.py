@@ -97,41 +97,58 @@ def test_the_token_is_asked_for_directly_too() -> None:
     asyncio.run(run())
 
 
-def test_requests_are_counted_from_their_first_byte_and_refused_beyond_what_a_replica_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(asgi, "_REST_TIMEOUT_S", 0.1)
+@pytest.mark.parametrize("path", [INFER, "/v1/models/toy/predict"])
+def test_clients_that_send_no_body_take_no_place(path: str) -> None:
+    """The one that has waited longest is given up for one more."""
 
     async def run() -> None:
         endpoint, rest = Endpoint(), asyncio.Event()
-        direct, most = answered(endpoint), endpoint.config.max_requests
+        direct, most, places = answered(endpoint), endpoint.config.max_requests, 0
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            """Serve, which counts a request as long as this runs."""
+            nonlocal places
+            places += 1
+            await HttpApi(endpoint)(scope, receive, send)
+            places -= 1
 
         async def slowly() -> AsyncIterator[bytes]:
             yield b"{"
             await rest.wait()
             yield b"}"
 
-        async with client() as replica:
-            slow = [asyncio.create_task(replica.post(INFER, content=slowly())) for _ in range(most)]
-            while direct.ongoing < most:
-                await asyncio.sleep(0)
-            refused = await replica.post(INFER, content=b"{}")
-            assert refused.status_code == 503
-            assert refused.headers["retry-after"] == "1"
-            assert f"{most} requests" in json.loads(refused.content)["error"]
-            assert "connection" not in refused.headers
-            unread = await replica.post(INFER, content=slowly())
-            assert (unread.status_code, unread.headers["connection"]) == (503, "close")
+        async with client(serve) as replica:
+            slow = [asyncio.create_task(replica.post(path, content=slowly())) for _ in range(most + 1)]
+            given_up = await slow[0]
+            assert (given_up.status_code, given_up.headers["retry-after"]) == (503, "1")
+            assert "send it faster" in json.loads(given_up.content)["error"]
+            assert (len(direct.awaited), direct.ongoing, places) == (most, 0, 0)
+            assert (await replica.post(path, content=b"{}")).status_code == 404, "others are answered"
             rest.set()
-            assert {(await reply).status_code for reply in slow} == {404}
-            assert not direct.ongoing
+            assert {(await reply).status_code for reply in slow[2:]} == {404}, "no such model"
+            assert (len(direct.awaited), direct.ongoing, places, direct._bytes) == (0, 0, 0, 0)
 
     asyncio.run(run())
 
 
-def test_bodies_take_the_room_that_they_may_come_to_once_they_are_here_not_as_they_are_announced() -> None:
+def test_requests_beyond_what_a_replica_takes_are_refused() -> None:
     async def run() -> None:
-        direct, rest = answered(Endpoint(), room_bytes=2**30), asyncio.Event()
+        direct = answered(Endpoint())
+        direct.ongoing = most = direct.endpoint.config.max_requests
+        async with client() as replica:
+            refused = await replica.post(INFER, content=b"{}")
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert f"{most} requests" in json.loads(refused.content)["error"]
+        assert "connection" not in refused.headers
+        assert (direct.ongoing, direct._bytes) == (most, 0)
+
+    asyncio.run(run())
+
+
+def test_bodies_take_room_as_they_come_and_what_they_may_inflate_to_once_they_are_here() -> None:
+    async def run() -> None:
+        direct, rest = answered(Endpoint(), room_bytes=2**26), asyncio.Event()
 
         async def slowly(first: bytes) -> AsyncIterator[bytes]:
             yield first
@@ -141,12 +158,12 @@ def test_bodies_take_the_room_that_they_may_come_to_once_they_are_here_not_as_th
         async with client() as replica:
 
             async def begin(count: int, first: bytes, headers: dict[str, str]) -> list[asyncio.Task[httpx.Response]]:
-                before = direct.ongoing
+                before = len(direct.awaited)
                 began = [
                     asyncio.create_task(replica.post(INFER, content=slowly(first), headers=headers))
                     for _ in range(count)
                 ]
-                while direct.ongoing < before + count:
+                while len(direct.awaited) < before + count:
                     await asyncio.sleep(0)
                 return began
 
@@ -155,8 +172,10 @@ def test_bodies_take_the_room_that_they_may_come_to_once_they_are_here_not_as_th
 
             slow = await begin(17, b"", {"content-length": str(64 * 2**20), JSON_LENGTH: "1"})
             assert await status() == 404
-            slow += await begin(16, b"{" * 65_100, {"content-encoding": "gzip", JSON_LENGTH: "1"})
-            assert await status() == 503
+            slow += await begin(16, b"{" * 65_100, packed := {"content-encoding": "gzip"})
+            assert await status() == 404
+            refused = await replica.post(INFER, content=b"{" * 65_100, headers={**packed, JSON_LENGTH: "1"})
+            assert refused.status_code == 503, "there is no room for its content"
             rest.set()
             for reply in slow:
                 await reply

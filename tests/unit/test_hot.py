@@ -163,7 +163,7 @@ def test_half_a_request_is_left_to_asgi_after_a_moment(server: Server, monkeypat
     host, _, port = server.http.rpartition(":")
     with socket.create_connection((host, int(port)), 20) as connection:
         connection.sendall(request[:-1])
-        wait_until(lambda: server.route.direct.ongoing == 1)
+        wait_until(lambda: len(server.route.direct.awaited) == 1)
         connection.sendall(request[-1:])
         assert read_reply(connection).startswith(b"HTTP/1.1 200 ")
     assert server.route.answered == before

@@ -5,6 +5,7 @@ import gc
 import socket
 import time
 import weakref
+from contextlib import ExitStack
 
 import pytest
 import uvicorn
@@ -25,7 +26,7 @@ from app.serving.transport.http import DirectInference, HttpApi
 from serve_deployments.model_server import ModelServer, freeze_loaded_objects
 from tests.engine_contract import exported, rows
 from tests.helpers import wait_until
-from tests.hot import PLAIN, binary, converse, listed
+from tests.hot import PLAIN, binary, converse, listed, read_reply
 from tests.serving import serving
 from tests.toy import answering, config, endpoint_config, publish, version_config
 
@@ -113,6 +114,22 @@ def test_too_many_requests_and_too_large_ones_are_refused_here(storage: UPath) -
             assert b"retry-after: 1\r\n" in said
         assert direct.ongoing == 0
         assert server.route.answered == before + 2
+
+
+def test_clients_that_send_no_body_do_not_keep_others_out(storage: UPath) -> None:
+    with serving() as server, ExitStack() as stack:
+        server.run(server.endpoint.update(config(storage, queue_limit=1)))
+        most, awaited = server.endpoint.config.max_requests, server.route.direct.awaited
+        idle = [stack.enter_context(socket.create_connection(server.http.split(":"), 20)) for _ in range(most + 1)]
+        for client in idle:
+            client.sendall(b"POST /v2/models/toy/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\nX: 1\r\nX: 2\r\n\r\n")
+        given_up = read_reply(idle[0])
+        assert given_up.startswith(b"HTTP/1.1 503 ")
+        assert b"connection: close\r\n" in given_up
+        assert len(awaited) == most
+        slow = binary(rows(1), "X: 1", "X: 2")
+        for said in converse(server, [PLAIN["bytes"], slow[:-10], slow[-10:]], 2, pause_s=0.1):
+            assert said.startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("stops", ["keep-alive", "shutdown"])

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
-from app.errors import RequestError, RequestTooLargeError
+from app.errors import OverloadError, RequestError, RequestTooLargeError
 from app.serving.protocol.infer import LIMITS
 
 Result = TypeVar("Result")
@@ -72,6 +72,38 @@ async def read_body(headers: Mapping[str, str], receive: Receive, max_bytes: int
     return b"".join(parts)  # does not copy a single part
 
 
+class AwaitedBodies:
+    """Bodies whose next part has not arrived. Their number is limited, and a new one takes the place of the slowest."""
+
+    def __init__(self) -> None:
+        self._waits: dict[asyncio.Timeout, None] = {}  # the one that began first stands first
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    async def next_part(self, receive: Receive, limit: int) -> Message:
+        """Wait for the next part of a body. While ``limit`` bodies wait, give up the one that has waited longest.
+
+        So clients that send nothing cannot keep out those that do.
+
+        Raises:
+            OverloadError: this body was given up.
+        """
+        if len(self._waits) >= limit:
+            slowest = next(iter(self._waits))
+            del self._waits[slowest]
+            slowest.reschedule(0)  # at once
+        wait = asyncio.timeout(None)
+        try:
+            async with wait:
+                self._waits[wait] = None
+                return await receive()
+        except TimeoutError:
+            raise OverloadError(f"the body was waited for while {limit} others were: send it faster") from None
+        finally:
+            self._waits.pop(wait, None)
+
+
 def close_if_unread(scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send]:
     """Return ``receive`` and ``send`` for a response that closes the connection unless the body ends before it.
 
@@ -80,7 +112,7 @@ def close_if_unread(scope: Scope, receive: Receive, send: Send) -> tuple[Receive
     before it sends its body is not asked for the body.
     """
     # The usual case of a GET, which needs no wrapper.
-    if not _has_body(scope):
+    if not has_body(scope):
         return receive, send
     has_ended, awaits_100 = False, any(name == b"expect" for name, _ in scope["headers"])
 
@@ -108,7 +140,8 @@ def close_if_unread(scope: Scope, receive: Receive, send: Send) -> tuple[Receive
     return receive_part, send_part
 
 
-def _has_body(scope: Scope) -> bool:
+def has_body(scope: Scope) -> bool:
+    """Return whether a request announces a body."""
     return scope["type"] == "http" and any(
         name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
         for name, value in scope["headers"]

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import OverloadError, UnauthorizedError
+from app.errors import OverloadError, RayloomError, UnauthorizedError
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.compression import MAX_INFLATION, is_compressed
-from app.serving.protocol.infer import InferRequest, InferResponse
+from app.serving.protocol.infer import LIMITS, InferRequest, InferResponse
 from app.serving.protocol.rest import bytes_to_read, max_body_bytes, read_infer, write_infer
 from app.serving.reading import ON_LOOP_BYTES
 from app.serving.traffic import Asked, outcome_of
-from app.serving.transport.asgi import close_if_unread, headers_of, read_body, unless_gone
+from app.serving.transport.asgi import AwaitedBodies, close_if_unread, has_body, headers_of, read_body, unless_gone
 from app.serving.transport.errors import error_response
 from app.serving.transport.routes import DOCS_ASSETS, routes
 
@@ -132,18 +132,24 @@ class DirectInference:
             room_bytes: limit on the total size of all bodies; a compressed one counts as its largest possible content.
         """
         self.ongoing = 0
-        """Requests that are being read, wait or run."""
-        self._bytes = 0  # of their bodies
+        """Requests that wait or run. Their bodies are here."""
+        self.awaited = AwaitedBodies()
+        self._bytes = 0  # of all bodies
         self.endpoint = endpoint
         self._api = api
         self._room_bytes = room_bytes
 
     def before(self, app: ASGIApp) -> ASGIApp:
-        """Return an application that answers inference here, and leaves all other requests to ``app``."""
+        """Return an application that answers inference here, and leaves all other requests to ``app``.
+
+        ``app`` gets a request once its body is here, because Serve gives a request a place at its first byte.
+        """
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             if path := match_infer(scope):
                 await self._infer(path, scope, receive, send)
+            elif has_body(scope):
+                await self._receive(app, scope, receive, send)
             else:
                 await app(scope, receive, send)
 
@@ -152,11 +158,12 @@ class DirectInference:
     async def _infer(self, path: re.Match[str], scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it if there are too many or they are too large in total.
 
-        A request without its token takes no place. Parts of a body that are read only to be dropped take no room.
+        A request takes its place once its body is here, so that slow clients do not take those of others. A request
+        without its token takes no place. Parts of a body that are read only to be dropped take no room.
         """
         receive, send = close_if_unread(scope, receive, send)
         if refusal := self._api.refusal(scope):
-            self._count_refused(refusal)
+            self.endpoint.traffic.add("", "", "http", outcome_of(refusal))
             await error_response(refusal)(scope, receive, send)
             return
         headers = headers_of(scope)
@@ -164,28 +171,59 @@ class DirectInference:
         # Reserve for the worst case: how far a body inflates is known only after it took the memory.
         encoding = headers.get("content-encoding")
         factor = MAX_INFLATION if encoding and is_compressed(encoding) else 1
+        held, has_entered = 0, False
+
+        async def receive_counted() -> Message:
+            nonlocal held, has_entered
+            # The body is here, so this waits for the client to go away.
+            if has_entered:
+                return await receive()
+            message = await self.awaited.next_part(receive, self.endpoint.config.max_requests)
+            # No more than the limit at which reading would stop anyway.
+            more = min(held + len(message.get("body", b"")), max_bytes) - held
+            self.hold(more)
+            held += more
+            if message["type"] == "http.request" and not message.get("more_body"):
+                inflated = min(held * factor, max_bytes) - held
+                self.enter(inflated)
+                held += inflated
+                has_entered = True
+            return message
+
+        try:
+            await self._api.infer(path, headers, scope, receive_counted, send)
+        finally:
+            self.release(held)
+            self.ongoing -= has_entered
+
+    async def _receive(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Receive the body of a request that is not for ``infer``, then leave the request to ``app``."""
+        receive, send = close_if_unread(scope, receive, send)
+        if refusal := self._api.refusal(scope):
+            await error_response(refusal)(scope, receive, send)
+            return
         held = 0
 
         async def receive_counted() -> Message:
             nonlocal held
-            message = await receive()
-            # No more than the limit at which reading would stop anyway.
-            more = min(held + factor * len(message.get("body", b"")), max_bytes) - held
+            message = await self.awaited.next_part(receive, self.endpoint.config.max_requests)
+            more = min(held + len(message.get("body", b"")), LIMITS.json_bytes) - held
             self.hold(more)
             held += more
             return message
 
-        # Before the body is read, so a flood of requests is refused without taking memory.
+        async def receive_again() -> Message:
+            return whole.pop() if whole else await receive()
+
         try:
-            self.enter()
-        except OverloadError as error:
-            self._count_refused(error)
+            body = await read_body(headers_of(scope), receive_counted)
+            whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        except (RayloomError, TimeoutError) as error:
             await error_response(error)(scope, receive, send)
-            return
-        try:
-            await self._api.infer(path, headers, scope, receive_counted, send)
+        else:
+            await app(scope, receive_again, send)
         finally:
-            self.leave(held)
+            self.release(held)
 
     def enter(self, num_bytes: int = 0) -> None:
         """Count a request until it leaves, and its bytes. Raises OverloadError if there are too many."""
@@ -209,9 +247,6 @@ class DirectInference:
     def release(self, num_bytes: int) -> None:
         """Stop counting bytes."""
         self._bytes -= num_bytes
-
-    def _count_refused(self, error: Exception) -> None:
-        self.endpoint.traffic.add("", "", "http", outcome_of(error))
 
     def _overload(self) -> OverloadError:
         return OverloadError(f"{self.ongoing} requests of up to {self._bytes} bytes are here already: try again later")
