@@ -56,5 +56,6 @@ BODIES = {
     "gzip": head(CHUNKED, "grpc-encoding: gzip") + chunks(prefixed(gzip.compress(GOOD), is_compressed=True)),
     "deflate": sized(prefixed(zlib.compress(GOOD), is_compressed=True), "grpc-encoding: deflate"),
     "another content type of gRPC": call(GOOD, content_type="application/grpc+proto"),
+    "a content type with a parameter": call(GOOD, content_type="application/grpc;charset=utf-8"),
     "names in capitals": call(GOOD).replace(b"content-type", b"Content-Type"),
 }

@@ -22,7 +22,7 @@ def message(method: str, path: str, content: bytes = b"", *lines: str) -> bytes:
     names = {line.partition(":")[0].lower() for line in lines}
     if not names & {"content-length", "transfer-encoding"}:
         lines = (*lines, f"Content-Length: {len(content)}")
-    head = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", *lines, "", ""]
+    head = [f"{method} {path} HTTP/1.1", "Host: localhost", "Connection: close", *lines, "", ""]
     return "\r\n".join(head).encode("latin-1") + content
 
 

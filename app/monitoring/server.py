@@ -1,6 +1,6 @@
 """The process that watches a cluster for Prometheus, and shows its dashboards: python -m app.monitoring.server
 
-It answers on loopback, without a token: ``/metrics`` for Prometheus, ``/monitoring`` for a browser.
+It answers this machine on loopback, without a token: ``/metrics`` for Prometheus, ``/monitoring`` for a browser.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import httpx
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
@@ -20,6 +21,7 @@ from app.cluster.ports import LOOPBACK
 from app.cluster.state import running_cluster
 from app.monitoring.configuration import DASHBOARDS, FILES
 from app.monitoring.exporter import ClusterWatch
+from app.serving.access import LocalOnly
 from app.warnings import repeat_in_background
 
 _LOOK_INTERVAL_S = 3.0
@@ -76,7 +78,8 @@ def create_app(watch: ClusterWatch, prometheus: str) -> Starlette:
             Route("/monitoring", monitoring),
             Route("/dashboards", boards),
             Route("/api/v1/{name}", ask),
-        ]
+        ],
+        middleware=[Middleware(LocalOnly)],
     )
 
 

@@ -11,17 +11,34 @@ import os
 import re
 import secrets
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
-from urllib.parse import unquote
+from typing import NamedTuple, Self
+from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.config import ServeConfig
-from app.errors import ClusterError, UnauthorizedError
+from app.errors import ClusterError, UnauthorizedError, short_repr
 from app.storage import HOME
 
 _SEND = "send 'Authorization: Bearer TOKEN', over gRPC as metadata; the token is in the file that jobs.deploy has named"
+
+
+class Caller(NamedTuple):
+    """The headers that tell who sends a request. All values of a repeated one are in it."""
+
+    authorization: str | None
+    host: str | None = None
+    origin: str | None = None
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str]) -> Self:
+        """Read headers, whose names are in lower case."""
+        return cls(headers.get("authorization"), headers.get("host"), headers.get("origin"))
 
 
 class Access(BaseModel):
@@ -32,24 +49,29 @@ class Access(BaseModel):
     token_sha256: str | None = None
     """The hex digest of the token that requests must send. Ray stores only the digest, so the token stays secret."""
     only_local: bool = False
-    """Whether requests must come from this machine. Serve's gRPC ports listen on all interfaces, unlike HTTP."""
+    """Whether requests must come from this machine, and be for it. Serve's gRPC ports listen on all interfaces."""
 
     @classmethod
     def by_token(cls, token: str) -> Self:
         """Answer requests that send this token."""
         return cls(token_sha256=_digest(token))
 
-    def check(self, authorization: str | None) -> None:
-        """Check the ``Authorization`` of a request. Digests are compared in constant time.
+    def check(self, caller: Caller) -> None:
+        """Check the headers of a request. Digests are compared in constant time.
 
         Raises:
-            UnauthorizedError: the token is missing or wrong.
+            UnauthorizedError: the token is missing or wrong, or the page of another site may have sent the request.
         """
+        if self.only_local:
+            require_local_names(caller)
         if self.token_sha256 is None:
             return
-        if authorization is None:
+        if caller.authorization is None:
             raise UnauthorizedError(f"this endpoint asks for a token: {_SEND}")
-        scheme, _, token = authorization.partition(" ")
+        # A token has no comma. Which of two tokens counts would be a guess.
+        if "," in caller.authorization:
+            raise UnauthorizedError(f"Authorization has several values, and one is expected: {_SEND}")
+        scheme, _, token = caller.authorization.partition(" ")
         # The scheme is case-insensitive (RFC 9110).
         if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(token.strip()), self.token_sha256):
             raise UnauthorizedError(f"that is not this endpoint's token: {_SEND}")
@@ -67,6 +89,47 @@ class Access(BaseModel):
             raise UnauthorizedError(
                 "this endpoint answers its own machine only: deploy with serve.host, and it asks others for a token"
             )
+
+
+class LocalOnly:
+    """Middleware for a server on loopback: refuse what the page of another site may have sent."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        app = self._app
+        if scope["type"] == "http":
+            try:
+                require_local_names(Caller.of(Headers(scope=scope)))
+            except UnauthorizedError as error:
+                app = JSONResponse({"error": str(error)}, 401)
+        await app(scope, receive, send)
+
+
+def require_local_names(caller: Caller) -> None:
+    """Refuse a request for another name than this machine's own, and one of another site's page.
+
+    The owner of a site can let its name point at this machine (DNS rebinding), and its page can send a POST to any
+    address. A browser tells the name that it asks for as ``Host``, and the page's site as ``Origin``.
+
+    Raises:
+        UnauthorizedError: ``Host`` or ``Origin`` is not of this machine.
+    """
+    for header, given in (("Host", caller.host), ("Origin", caller.origin)):
+        if given is not None and not is_loopback(_host_in(given)):
+            raise UnauthorizedError(
+                f"{header} is {short_repr(given)}, and only this machine is answered: use 127.0.0.1 or localhost"
+            )
+
+
+def _host_in(given: str) -> str:
+    """Return the host in ``HOST:PORT`` or ``SCHEME://HOST:PORT``."""
+    try:
+        return urlsplit(given if "://" in given else f"//{given}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def token_file_of(config: ServeConfig) -> Path | None:

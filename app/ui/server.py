@@ -4,7 +4,6 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Query, Request
@@ -17,7 +16,7 @@ from app.pages.assets import page_headers
 from app.pages.page import REPORT_FILE
 from app.reports.report import has_page, page_of
 from app.reports.run_folder import RunFolder
-from app.serving.access import ENDPOINT_TOKEN_FILE, Access, is_loopback, make_token, read_token
+from app.serving.access import ENDPOINT_TOKEN_FILE, Access, Caller, LocalOnly, is_loopback, make_token, read_token
 from app.ui.assets import PAGE
 from app.ui.storage_view import ComparedRuns, ListedRun, ListedVersion, RunCurves, RunDetails, StorageView
 
@@ -43,13 +42,14 @@ def create_app(storage: UPath, access: Access, host: str) -> FastAPI:
     @app.middleware("http")
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         try:
-            if is_loopback(host):
-                _require_local_name(request)
             if request.url.path not in ("/", "/login", "/logout"):
                 _check_token(request, access)
             return await answer(request)
         except UnauthorizedError as error:
             return JSONResponse({"error": str(error)}, 401)
+
+    if is_loopback(host):
+        app.add_middleware(LocalOnly)
 
     @app.exception_handler(RayloomError)
     def refuse(request: Request, error: RayloomError) -> JSONResponse:  # noqa: ARG001 # FastAPI passes it
@@ -65,9 +65,9 @@ def create_app(storage: UPath, access: Access, host: str) -> FastAPI:
 
     @app.post("/login")
     def login(request: Request) -> Response:
-        access.check(authorization := request.headers.get("authorization"))
+        access.check(caller := _caller_of(request))
         response = JSONResponse({})
-        token = (authorization or "").partition(" ")[2].strip()
+        token = (caller.authorization or "").partition(" ")[2].strip()
         response.set_cookie(_COOKIE, token, httponly=True, samesite="lax", secure=request.url.scheme == "https")
         return response
 
@@ -140,16 +140,14 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _require_local_name(request: Request) -> None:
-    """Refuse a name that another site's owner has pointed at this machine (DNS rebinding)."""
-    name = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-    if not is_loopback(name):
-        raise UnauthorizedError(f"this page is asked for as {name!r}: open it as 127.0.0.1 or localhost")
-
-
 def _check_token(request: Request, access: Access) -> None:
     cookie = request.cookies.get(_COOKIE)
-    access.check(request.headers.get("authorization") or (f"Bearer {cookie}" if cookie else None))
+    caller = _caller_of(request)
+    access.check(Caller(f"Bearer {cookie}") if cookie and caller.authorization is None else caller)
+
+
+def _caller_of(request: Request) -> Caller:
+    return Caller(", ".join(request.headers.getlist("authorization")) or None)
 
 
 def _report_of(run: RunFolder) -> bytes:

@@ -10,14 +10,20 @@ import pytest
 import tritonclient.grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+from upath import UPath
 
 from app.config import ServeConfig
 from app.errors import ClusterError, UnauthorizedError
 from app.serving import access as auth
-from app.serving.access import Access, access_of, is_loopback, make_token, read_token
+from app.serving.access import Access, Caller, access_of, is_loopback, make_token, read_token
 from app.serving.config import EndpointConfig
 from app.serving.transport import asgi
+from tests import calls as sent_calls
+from tests.calls import Line, ask, exchange
+from tests.engine_contract import exported
+from tests.hot import PLAIN
 from tests.serving import Server, serving
+from tests.toy import config, publish
 from tests.wire import drip
 
 TOKEN = "a" * 30 + "-._~+/=="
@@ -135,6 +141,69 @@ def test_without_the_token_grpc_is_told_what_to_send(
         assert TOKEN not in refused.value.details()
 
 
+@pytest.mark.parametrize("values", [(TOKEN, TOKEN), (TOKEN, "x"), ("x", TOKEN)])
+def test_of_two_tokens_none_counts(server: Server, values: tuple[str, str]) -> None:
+    shown = [("authorization", f"Bearer {value}") for value in values]
+    lines = "".join(f"{name}: {value}\r\n" for name, value in shown)
+    for path in ("/v2", "/v2/models/m/infer", "/v1/models/m/predict"):
+        sent = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n{lines}\r\n{{}}".encode()
+        assert [answer.http for answer in exchange(server.http, sent)] == [401]
+    for address in (server.grpc, server.streams):
+        refused = ask(address, b"", "ServerMetadata", shown)
+        assert refused.code == "UNAUTHENTICATED"
+        assert "Authorization has several values" in refused.details
+
+
+LOCAL = ["127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000", "127.1.2.3"]
+ELSEWHERE = ["evil.example:8000", "10.0.0.7", "localhost.evil.example", "0.0.0.0:8000", "[::", "127.0.0.1@evil.example"]
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[Server]:
+    """One that answers this machine only."""
+    with serving() as started:
+        started.run(started.endpoint.update(EndpointConfig(access=Access(only_local=True))))
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_answered"),
+    [
+        *(([f"Host: {host}"], True) for host in LOCAL),
+        *(([f"Host: {host}"], False) for host in ELSEWHERE),
+        (["Host: localhost", "Origin: http://localhost:3000"], True),
+        (["Host: localhost", "Origin: https://evil.example"], False),
+        (["Host: localhost", "Origin: null"], False),
+    ],
+)
+def test_without_a_token_a_request_is_for_this_machine_and_from_no_other_sites_page(
+    local: Server, lines: list[str], is_answered: bool
+) -> None:
+    """A page reaches an endpoint on loopback by a name that points there, and sends a POST without such a name."""
+    head = "".join(f"{line}\r\n" for line in lines)
+    for path, found in (("/v2/repository/index", 200), ("/v2/models/m/infer", 404), ("/v1/models/m/predict", 404)):
+        sent = f"POST {path} HTTP/1.1\r\n{head}Content-Length: 2\r\n\r\n{{}}".encode()
+        (answer,) = exchange(local.http, sent)
+        assert answer.http == (found if is_answered else 401), answer.content
+    sent = sent_calls.call(b"", method="ServerMetadata").replace(b"host: x\r\n", head.encode())
+    assert [answer.status for answer in exchange(local.http, sent)] == ["0" if is_answered else "16"]
+
+
+def test_a_plain_request_of_another_sites_page_is_refused_though_the_same_was_answered(
+    local: Server, tmp_path: Path
+) -> None:
+    publish(UPath(tmp_path), exported())
+    toy = config(UPath(tmp_path)).model_copy(update={"access": Access(only_local=True)})
+    local.run(local.endpoint.update(toy))
+    plain = PLAIN["bytes"].replace(b"Host: x", b"Host: localhost")
+    foreign = plain.replace(b"Host: localhost", b"Host: localhost\r\nOrigin: http://evil.example")
+    sent = [plain, foreign, plain.replace(b"localhost", b"evil.example"), plain]
+    with Line(local.http) as line:
+        line.send(*sent, pause_s=0.1)
+        assert [answer.http for answer in line.read(len(sent))] == [200, 401, 401, 200]
+    assert local.route.answered == 2
+
+
 def test_with_the_token_tritons_grpc_client_is_answered(server: Server) -> None:
     client = tritonclient.grpc.InferenceServerClient(server.grpc)
     assert client.is_server_live()
@@ -152,7 +221,7 @@ def test_a_stream_with_the_token_is_answered(streams: GRPCInferenceServiceStub) 
 def test_what_ray_is_told_holds_no_token() -> None:
     told = EndpointConfig(access=Access.by_token(TOKEN))
     assert TOKEN not in told.model_dump_json()
-    EndpointConfig.model_validate_json(told.model_dump_json()).access.check(f"Bearer {TOKEN}")
+    EndpointConfig.model_validate_json(told.model_dump_json()).access.check(Caller(f"Bearer {TOKEN}"))
 
 
 @pytest.mark.parametrize(

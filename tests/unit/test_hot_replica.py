@@ -122,7 +122,9 @@ def test_clients_that_send_no_body_do_not_keep_others_out(storage: UPath) -> Non
         most, awaited = server.endpoint.config.max_requests, server.route.direct.awaited
         idle = [stack.enter_context(socket.create_connection(server.http.split(":"), 20)) for _ in range(most + 1)]
         for client in idle:
-            client.sendall(b"POST /v2/models/toy/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\nX: 1\r\nX: 2\r\n\r\n")
+            client.sendall(
+                b"POST /v2/models/toy/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\nX: 1\r\nX: 2\r\n\r\n"
+            )
         given_up = read_reply(idle[0])
         assert given_up.startswith(b"HTTP/1.1 503 ")
         assert b"connection: close\r\n" in given_up

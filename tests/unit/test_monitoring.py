@@ -276,6 +276,15 @@ def prometheus(folder: Path, port: int, target: str) -> Iterator[None]:
         process.wait()
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/monitoring", "/api/v1/query"])
+def test_a_request_for_another_name_than_this_machines_is_refused(dashboard: FakeDashboard, path: str) -> None:
+    with TestClient(create_app(ClusterWatch(dashboard.api), "http://127.0.0.1:9"), "http://127.0.0.1:9091") as client:
+        assert client.get(path).status_code in (200, 502)
+        refused = client.get(path, headers={"host": "evil.example:9091"})
+        assert refused.status_code == 401
+        assert "Host is 'evil.example:9091'" in refused.json()["error"]
+
+
 @pytest.mark.debian("chromium", "chromium-driver", "prometheus")
 def test_the_page_draws_what_prometheus_has(tmp_path: Path, dashboard: FakeDashboard) -> None:
     port, own = unused(2)

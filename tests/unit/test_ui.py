@@ -154,9 +154,10 @@ def test_a_token_is_asked_for_and_kept_where_no_script_can_read_it(storage: UPat
 def test_what_is_not_there_is_404_and_another_name_for_this_machine_is_refused(url: str) -> None:
     assert httpx.get(f"{url}/api/runs/train/nothing").status_code == 404
     assert httpx.get(f"{url}/runs/train/..%2F..%2Fx/report.html").status_code == 404
-    refused = httpx.get(f"{url}/api/runs", headers={"Host": "evil.example"})
-    assert refused.status_code == 401
-    assert "evil.example" in refused.json()["error"]
+    for header, value in (("Host", "evil.example"), ("Host", "[::"), ("Origin", "http://evil.example")):
+        refused = httpx.get(f"{url}/api/runs", headers={header: value})
+        assert refused.status_code == 401
+        assert f"{header} is {value!r}" in refused.json()["error"]
 
 
 @pytest.fixture

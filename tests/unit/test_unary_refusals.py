@@ -53,7 +53,8 @@ MALFORMED = {
     "an invalid timeout": call(GOOD, "grpc-timeout: x"),
     "compressed without an encoding": sized(prefixed(gzip.compress(GOOD), is_compressed=True)),
     "invalid gzip": sized(prefixed(b"zzz", is_compressed=True), "grpc-encoding: gzip"),
-    "an unknown encoding": sized(prefixed(GOOD, is_compressed=True), "grpc-encoding: br"),
+    "a flag that there is not": sized(b"\7" + prefixed(gzip.compress(GOOD))[1:], "grpc-encoding: gzip"),
+    "two timeouts": call(GOOD, "grpc-timeout: 10S", "grpc-timeout: 20S"),
 }
 
 
@@ -71,6 +72,13 @@ def test_a_malformed_call_is_refused(server: Server, name: str) -> None:
 def test_a_decompression_bomb_is_refused(server: Server) -> None:
     bomb = sized(prefixed(gzip.compress(bytes(70 * 2**20)), is_compressed=True), "grpc-encoding: gzip")
     assert exchange(server.http, bomb)[0].status == "8"
+
+
+@pytest.mark.parametrize("encoding", ["snappy", "br", "gzip, gzip"])
+def test_an_unknown_compression_is_told_what_there_is(server: Server, encoding: str) -> None:
+    (answer,) = exchange(server.http, head(CHUNKED, f"grpc-encoding: {encoding}"))
+    assert (answer.status, answer.lines["grpc-accept-encoding"]) == ("12", "identity,gzip,deflate")
+    assert "expected identity, gzip, deflate" in answer.lines["grpc-message"]
 
 
 def test_no_time_is_told(server: Server) -> None:
@@ -98,8 +106,12 @@ def test_a_long_error_passes_haproxy(server: Server, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("sent", [call(GOOD, content_type="text/plain"), sized(b"", content_type="")])
-def test_a_request_that_is_not_grpc_gets_an_http_error(server: Server, sent: bytes) -> None:
+NO_GRPC = ["text/plain", "", *(f"application/grpc{more}" for more in ("-web", "-web+proto", "foo", "+json", ", x"))]
+
+
+@pytest.mark.parametrize("content_type", NO_GRPC)
+def test_a_request_that_is_not_grpc_gets_an_http_error(server: Server, content_type: str) -> None:
+    sent = call(GOOD, content_type=content_type)
     answers = exchange(server.http, call(GOOD), sent, call(GOOD), count=3, pause_s=0.05)
     assert [(answer.http, answer.status) for answer in answers] == [(200, "0"), (415, None), (200, "0")]
 

@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import OverloadError, RequestError, RequestTooLargeError
 from app.serving.protocol.infer import LIMITS
+from app.serving.transport.headers import combine
 
 Result = TypeVar("Result")
 
@@ -23,8 +24,8 @@ _UNWATCHED_S = 0.05
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """Return the headers by their names in lower case. Of a repeated header, the last one counts."""
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    """Return the headers by their names in lower case."""
+    return combine([(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]], ", ")
 
 
 async def read_body(headers: Mapping[str, str], receive: Receive, max_bytes: int = LIMITS.json_bytes) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from app.serving.transport.call_head import CONTENT_TYPE, CallHead
+from app.serving.transport.call_head import CONTENT_TYPE, ENCODINGS, CallHead
 from app.serving.transport.grpc import SERVICE
 from app.serving.transport.unary import UnaryCall, UnaryService
 
@@ -21,6 +21,7 @@ START = f"POST /{SERVICE.full_name}/".encode()
 """The first bytes of every call."""
 _OK = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ntransfer-encoding: chunked\r\n" % CONTENT_TYPE.encode()
 _EMPTY, _LAST = b"content-length: 0\r\n", b"connection: close\r\n"
+_REFUSED = _OK + b"grpc-accept-encoding: %s\r\n" % ",".join(ENCODINGS).encode()
 _NOT_GRPC = b"HTTP/1.1 415 Unsupported Media Type\r\n" + _EMPTY
 _INVALID = b"HTTP/1.1 400 Bad Request\r\n" + _EMPTY + _LAST + b"\r\n"
 _PREFIX_BYTES = 5
@@ -166,7 +167,7 @@ class CallConnection(asyncio.Protocol):
         """Answer a call with an error, unless it has an answer."""
         lines = "".join([f"{name}: {value}\r\n" for name, value in trailers]).encode("latin-1")
         # gRPC has its status in the trailers, so HTTP's status is 200 for errors, too.
-        self._send(call, (_OK, self._farewell, b"\r\n0\r\n", lines, b"\r\n"))
+        self._send(call, (_REFUSED, self._farewell, b"\r\n0\r\n", lines, b"\r\n"))
 
     def refuse_http(self, call: UnaryCall) -> None:
         """Answer a request that is not a gRPC call."""

@@ -15,6 +15,7 @@ from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
 from app.errors import OverloadError, RequestError, UnauthorizedError
+from app.serving.access import Caller
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.grpc import read_infer, require_readable, write_infer, write_stream_error, write_stream_infer
 from app.serving.protocol.grpc_management import (
@@ -30,6 +31,7 @@ from app.serving.protocol.infer import InferResponse
 from app.serving.protocol.management import Statistics
 from app.serving.protocol.model_config import model_config
 from app.serving.transport.errors import refusal
+from app.serving.transport.headers import combine
 
 _MAX_AHEAD = 32
 """Concurrent requests of one stream. With several, they can share calls of the engine."""
@@ -136,7 +138,9 @@ class GrpcMethods:
         access = self._endpoint.access
         # The address first, because without a token it is the only check.
         access.check_peer(grpc_context.peer())
-        access.check(dict(grpc_context.invocation_metadata()).get("authorization"))
+        # Values of these names are bytes, and of no use here.
+        lines = [line for line in grpc_context.invocation_metadata() if not line[0].endswith("-bin")]
+        access.check(Caller.of(combine(lines, ", ")))
 
     @_answers(pb.ServerLiveResponse)
     async def ServerLive(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:

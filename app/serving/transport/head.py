@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
+from app.serving.access import Caller
 from app.serving.protocol.rest import JSON_LENGTH
 
 START = b"POST /v2/models/"
@@ -26,7 +27,7 @@ class RequestHead:
     num_bytes: int
     """The size of the body."""
     accept_encoding: str
-    authorization: str | None
+    caller: Caller
     lengths: Mapping[str, str]
     """The headers with lengths, which are needed to read the body."""
     traceparent: str | None
@@ -60,7 +61,7 @@ class RequestHead:
             version=path[2].decode() if path[2] else None,
             num_bytes=int(lengths["content-length"]),
             accept_encoding=headers.get("accept-encoding", ""),
-            authorization=headers.get("authorization"),
+            caller=Caller.of(headers),
             lengths=lengths,
             traceparent=headers.get("traceparent"),
         )

@@ -62,7 +62,7 @@ class HotRoute:
         if known or len(data) > MAX_HEAD_BYTES or (head := RequestHead.read(data)) is None:
             return known
         try:
-            self._endpoint.access.check(head.authorization)
+            self._endpoint.access.check(head.caller)
         except UnauthorizedError:
             return None
         if len(self._heads) >= _MAX_HEADS:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import OverloadError, RayloomError, UnauthorizedError
+from app.serving.access import Caller
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.compression import MAX_INFLATION, is_compressed
 from app.serving.protocol.infer import LIMITS, InferRequest, InferResponse
@@ -43,10 +44,10 @@ class HttpApi:
             await self._others(scope, receive, send)
 
     def refusal(self, scope: Scope) -> UnauthorizedError | None:
-        """Return the error of a request that lacks the token that its path asks for."""
+        """Return the error of a request that its path does not allow, such as one without the token."""
         if scope["type"] == "http" and not _is_open(scope["path"]):
             try:
-                self._endpoint.access.check(_authorization(scope))
+                self._endpoint.access.check(Caller.of(headers_of(scope)))
             except UnauthorizedError as error:
                 return error
         return None
@@ -261,7 +262,3 @@ def match_infer(scope: Scope) -> re.Match[str] | None:
 def _is_open(path: str) -> bool:
     """Return whether a path needs no token: health, for load balancers, and pages without data."""
     return path in _OPEN_PATHS or path.startswith(f"{DOCS_ASSETS}/")
-
-
-def _authorization(scope: Scope) -> str | None:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == b"authorization"), None)

@@ -16,12 +16,13 @@ from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
 from app.errors import DeadlineError, OverloadError, RequestError, RequestTooLargeError, UnauthorizedError, short_repr
+from app.serving.access import Caller
 from app.serving.protocol.compression import MAX_INFLATION, decompress, is_compressed
 from app.serving.protocol.grpc import require_readable
 from app.serving.protocol.infer import LIMITS
 from app.serving.reading import ON_LOOP_BYTES
 from app.serving.traffic import Outcome, outcome_of
-from app.serving.transport.call_head import CallHead
+from app.serving.transport.call_head import ENCODINGS, CallHead
 from app.serving.transport.errors import refusal
 from app.serving.transport.exchange import Exchange
 from app.serving.transport.grpc import OPEN_CALLS, SERVICE, GrpcMethods, traceparent_of
@@ -99,7 +100,7 @@ class UnaryService:
         }
         self._check_caller = methods.check_caller
         self._config = direct.endpoint.config
-        self._callers: set[tuple[str, str | None]] = set()
+        self._callers: set[tuple[str, Caller]] = set()
 
     def begin(self, answers: Answers, head: CallHead) -> "UnaryCall":
         """Start a call. Its answer goes to ``answers``."""
@@ -109,12 +110,12 @@ class UnaryService:
     def check_caller(self, call: "UnaryCall") -> None:
         """Raise UnauthorizedError if the endpoint does not answer this caller."""
         self.forget_replaced()
-        caller = call.peer(), call.head.authorization
+        caller = call.peer(), call.head.caller
         # Callers are remembered, because the check hashes the token.
         if caller not in self._callers:
             self._check_caller(call)
-            # A long header is checked each time, so that callers cannot fill the memory.
-            if len(caller[1] or "") > _MAX_CALLER_BYTES:
+            # Long headers are checked each time, so that callers cannot fill the memory.
+            if sum(len(value or "") for value in call.head.caller) > _MAX_CALLER_BYTES:
                 return
             if len(self._callers) >= _MAX_CALLERS:
                 self._callers.clear()
@@ -153,13 +154,17 @@ class UnaryCall(Exchange):
         self._deadline: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Refuse a call of an unknown method, from an unauthorized caller, or with an invalid timeout."""
+        """Refuse a call of an unknown method or compression, from an unauthorized caller, or with a wrong timeout."""
         if not self.head.is_grpc:
             self._answers.refuse_http(self)
             return
         if self._method is None:
             path = short_repr(self.head.path)
             self._end(StatusCode.UNIMPLEMENTED, f"{path} is not a unary method of {SERVICE.full_name}")
+            return
+        if self.head.encoding not in ENCODINGS:
+            encoding = short_repr(self.head.encoding)
+            self._end(StatusCode.UNIMPLEMENTED, f"grpc-encoding is {encoding}: expected {', '.join(ENCODINGS)}")
             return
         try:
             if not self._method.is_open:
@@ -270,6 +275,8 @@ class UnaryCall(Exchange):
         size = int.from_bytes(prefix[1:], "big")
         if len(prefix) < _PREFIX_BYTES or len(message) != size:
             raise RequestError(f"the call has {len(message)} of {size} bytes of a message: send one whole message")
+        if prefix[0] > 1:
+            raise RequestError(f"the message begins with the byte {prefix[0]}: expected 0, or 1 if it is compressed")
         if prefix[0] and not is_compressed(self.head.encoding):
             raise RequestError("the message is compressed, but grpc-encoding does not say how")
         return bool(prefix[0]), message
