@@ -16,7 +16,6 @@ from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
 from app.errors import DeadlineError, OverloadError, RequestError, RequestTooLargeError, UnauthorizedError, short_repr
-from app.serving.access import Caller
 from app.serving.protocol.compression import MAX_INFLATION, decompress, is_compressed
 from app.serving.protocol.grpc import require_readable
 from app.serving.protocol.infer import LIMITS
@@ -100,7 +99,7 @@ class UnaryService:
         }
         self._check_caller = methods.check_caller
         self._config = direct.endpoint.config
-        self._callers: set[tuple[str, Caller]] = set()
+        self._callers: set[tuple[str, tuple[bytes | None, ...]]] = set()
 
     def begin(self, answers: Answers, head: CallHead) -> "UnaryCall":
         """Start a call. Its answer goes to ``answers``."""
@@ -115,7 +114,7 @@ class UnaryService:
         if caller not in self._callers:
             self._check_caller(call)
             # Long headers are checked each time, so that callers cannot fill the memory.
-            if sum(len(value or "") for value in call.head.caller) > _MAX_CALLER_BYTES:
+            if sum(map(len, filter(None, call.head.caller))) > _MAX_CALLER_BYTES:
                 return
             if len(self._callers) >= _MAX_CALLERS:
                 self._callers.clear()
