@@ -127,6 +127,8 @@ def test_clients_that_send_no_body_take_no_place(path: str) -> None:
             rest.set()
             assert {(await reply).status_code for reply in slow[2:]} == {404}, "no such model"
             assert (len(direct.awaited), direct.ongoing, places, direct._bytes) == (0, 0, 0, 0)
+        counted = {sample.labels: sample.value for sample in endpoint.traffic.samples()}
+        assert counted["", "", "http" if path == INFER else "natural", "overload"] == 2
 
     asyncio.run(run())
 

@@ -23,6 +23,9 @@ from app.serving.transport.routes import DOCS_ASSETS, routes
 ROOM_BYTES = 4 * 2**30
 """Default limit on the total size of all bodies in a replica."""
 _OPEN_PATHS = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
+_NATURAL = "/v1/"
+_READING_PATHS = (_NATURAL, "/v2/repository/")
+"""The beginnings of the paths, besides that of ``infer``, whose requests have bodies."""
 _INFER = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 
 
@@ -149,7 +152,7 @@ class DirectInference:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             if path := match_infer(scope):
                 await self._infer(path, scope, receive, send)
-            elif has_body(scope):
+            elif _reads_body(scope):
                 await self._receive(app, scope, receive, send)
             else:
                 await app(scope, receive, send)
@@ -220,6 +223,8 @@ class DirectInference:
             body = await read_body(headers_of(scope), receive_counted)
             whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         except (RayloomError, TimeoutError) as error:
+            if scope["path"].startswith(_NATURAL):
+                self.endpoint.traffic.add("", "", "natural", outcome_of(error))
             await error_response(error)(scope, receive, send)
         else:
             await app(scope, receive_again, send)
@@ -257,6 +262,11 @@ def match_infer(scope: Scope) -> re.Match[str] | None:
     """Match the path of a request for ``infer``. Groups: the model, and the version or None."""
     is_post = scope["type"] == "http" and scope["method"] == "POST"
     return _INFER.fullmatch(scope["path"]) if is_post else None
+
+
+def _reads_body(scope: Scope) -> bool:
+    """Return whether a request has a body, and one of the other routes reads it."""
+    return has_body(scope) and scope["method"] == "POST" and scope["path"].startswith(_READING_PATHS)
 
 
 def _is_open(path: str) -> bool:
