@@ -14,8 +14,6 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 SCREENSHOTS = "RAYLOOM_SCREENSHOTS"
 """The environment variable with the folder for pictures of pages, such as ``docs/images``."""
-PACKAGES = ("chromium", "chromium-driver")
-"""The Debian packages of a test that asks for a browser."""
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 
 

@@ -13,8 +13,6 @@ from upath import UPath
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests share the cores; torch reads it on import
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise torch starts processes that import torch
-from tests import browser as chromium
-from tests import postgres as database
 from tests.debian import pytest_runtest_setup, pytest_runtest_teardown
 from tests.helpers import CLUSTER, ROOT, local_cluster
 from tests.launch import Cluster, Launch, Trained
@@ -23,7 +21,7 @@ from tests.tables import Faults, Record, Tables, rendered
 from tests.workers import forked_workers
 
 __all__ = ["pytest_runtest_setup", "pytest_runtest_teardown"]
-_PACKAGES = {"browser": chromium.PACKAGES, "postgres": database.PACKAGES}
+_PACKAGES = {"browser": ("chromium", "chromium-driver"), "postgres": ("postgresql",)}
 """The Debian packages that fixtures need. A test that asks for such a fixture names them with it."""
 
 if TYPE_CHECKING:

@@ -13,8 +13,6 @@ from sqlalchemy import make_url
 
 from tests.helpers import wait_until
 
-PACKAGES = ("postgresql",)
-"""The Debian packages of a test that asks for the server."""
 _DEBIAN = Path("/usr/lib/postgresql")
 """Where Debian installs a version's programs, out of everybody's way."""
 

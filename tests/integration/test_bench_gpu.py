@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.findings import Results
+from benchmarks.gpu.pretraining import SMALL
 from benchmarks.gpu.steps import STEPS
-from tests.helpers import ROOT
+from tests.helpers import ROOT, in_fork
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gpu kit")]
 _ON_THE_MACHINE = (
@@ -55,3 +56,12 @@ def test_every_step_runs_with_what_the_kit_brings(kit: Path, bare_python: Path, 
     assert figures["digits: largest difference of losses, resumed"].value == 0.0
     page = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
     assert "| gpt_350m-fp16 | training in fp16 finds its loss scale | **not run** |" in page
+
+
+def test_the_command_for_several_gpus_prints_a_row_for_each_recipe() -> None:
+    recipes = ("benchmarks/gpu/gpt_350m.yaml", "benchmarks/gpu/gpt_1_3b.yaml")
+    options = (*SMALL, "train.torch_compile=false", "--warm-up=1", "--steps=2")
+    done = in_fork("benchmarks.gpu.pretraining", *recipes, *options, processes=2)
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("gpt_")]
+    assert [row[0] for row in rows] == ["gpt_350m", "gpt_1_3b"], done.stderr
+    assert all(row[5] != "unknown" for row in rows), "the model's operations were not counted"

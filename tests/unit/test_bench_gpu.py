@@ -8,13 +8,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from app.config import load_recipe
 from app.planner.cluster import cluster_of
 from benchmarks.gpu.__main__ import main, run_step
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.findings import Figure, Outcome, Results
-from benchmarks.gpu.floors import Floor
+from benchmarks.gpu.floors import Floor, training_floor
+from benchmarks.gpu.pretraining import predict
 from benchmarks.gpu.report import report
 from benchmarks.gpu.steps import STEPS, Step
+from tests.helpers import ROOT
 
 HERE = "tests.unit.test_bench_gpu"
 
@@ -74,6 +77,16 @@ def test_a_floor_is_the_larger_of_both_times() -> None:
     assert Floor(operations=1.0, nbytes=3350e9).seconds(device, "bf16") == pytest.approx(1.0)
 
 
+def test_the_planner_predicts_a_step_above_its_floor_in_the_memory_of_the_card() -> None:
+    recipe, cluster = load_recipe("benchmarks/gpu/gpt_350m.yaml", ["train.torch_compile=false"]), cluster_of("1xh100")
+    predicted = predict(recipe, cluster)
+    assert predicted is not None
+    floor_s = training_floor(recipe).seconds(cluster.device, "bf16")
+    assert floor_s < predicted.step_s < 6 * floor_s
+    # 353 million parameters: 2 bytes each, gradients of 4, and Adam's 12.
+    assert predicted.memory.states == pytest.approx(353e6 * 18, rel=0.02)
+
+
 def test_an_unknown_step_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--steps", "machines", "--out", str(tmp_path)]) == 2
     assert "no step is called machines: the steps are machine, training-tests" in capsys.readouterr().err
@@ -100,6 +113,15 @@ def test_the_page_names_failed_steps_and_missed_goals() -> None:
     assert "    line one\n    line | two" in page
     assert "| machine | the card reaches its data sheet | not run |  |" in page
     assert "an earlier run" not in page
+
+
+def test_the_tests_for_a_gpu_are_collected_without_what_its_machine_lacks() -> None:
+    lacking = ["ray", "optuna", "openvino", "selenium", "psycopg", "sqlalchemy", "moto", "fastapi", "grpc", "uvicorn"]
+    collect = "pytest.main(['--collect-only', '--quiet', '-p', 'no:cacheprovider', 'tests/gpu'])"
+    code = f"import sys; sys.modules.update(dict.fromkeys({lacking})); import pytest; sys.exit({collect})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_plans_learn_the_digits" in done.stdout
 
 
 def _words(process: psutil.Process) -> list[str]:
