@@ -28,6 +28,8 @@ _BUDGET_S = 9 * 60
 _MIN_S = 10
 """A step is not begun when less time is left."""
 _PACKAGES = ("torch", "deepspeed", "transformers", "onnxruntime", "numpy", "pydantic")
+_CPU_PATIENCE = 4
+"""Factor of the limits on a CPU, which compiles and computes slower."""
 _LOG_LINES = 12
 """Lines of a failed step's log that are kept."""
 
@@ -102,7 +104,7 @@ def _chosen(results: Results, names: Sequence[str] | None, is_again: bool) -> li
 
 def run_step(step: Step, device: Device, left_s: float) -> Outcome:
     """Run a step within its limit and the time that is left, and return how it ended."""
-    limit_s = min(step.limit_s, left_s)
+    limit_s = min(step.limit_s * (_CPU_PATIENCE if device == "cpu" else 1), left_s)
     if step.needs_gpu and device == "cpu":
         return Outcome(step=step.name, status="not run", reason="needs a GPU")
     if limit_s < _MIN_S:

@@ -40,8 +40,8 @@ def _kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_that_hangs_is_killed_with_its_children_and_keeps_its_figures(tmp_path: Path) -> None:
-    step = Step("hangs", "", f"{HERE}:leave_a_child_and_hang", limit_s=12, options={"mark": str(tmp_path)})
-    outcome = run_step(step, "cpu", left_s=100)
+    step = Step("hangs", "", f"{HERE}:leave_a_child_and_hang", limit_s=60, options={"mark": str(tmp_path)})
+    outcome = run_step(step, "cpu", left_s=12)
     assert outcome.status == "timed out"
     assert outcome.seconds < 20
     assert outcome.figures == [Figure(name="before", value=1.5, unit="ms")]
