@@ -6,7 +6,6 @@ Each step runs in a process of its own, within a limit. After each, ``results.js
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import psutil
 
 from app.errors import RayloomError
 from benchmarks.gpu.bench import Device, default_device, hardware
@@ -30,6 +31,8 @@ _MIN_S = 10
 _PACKAGES = ("torch", "deepspeed", "transformers", "onnxruntime", "numpy", "pydantic")
 _CPU_PATIENCE = 4
 """Factor of the limits on a CPU, which compiles and computes slower."""
+_MARK = "RAYLOOM_GPU_STEP"
+"""The environment variable that tells the processes of a step."""
 _LOG_LINES = 12
 """Lines of a failed step's log that are kept."""
 
@@ -126,20 +129,20 @@ def run_step(step: Step, device: Device, left_s: float) -> Outcome:
 
 
 def _wait(command: Sequence[str], device: Device, limit_s: float, log: Path) -> Status:
-    """Run ``command`` with its output in ``log``. At the limit, kill it and all that it has started."""
-    environment = os.environ | {"DEVICE": device, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    """Run ``command`` with its output in ``log``. Kill it at the limit, and in any case what it has left running."""
+    settings = {"DEVICE": device, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", _MARK: str(log)}
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | settings)
         try:
             return "failed" if process.wait(limit_s) else "passed"
         except subprocess.TimeoutExpired:
             return "timed out"
         finally:
-            # Processes that the step has started may outlive it, and would use the GPU beside the next step.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # Also compilers and ranks, which would disturb the next step. Some have a session of their own.
+            for left in psutil.process_iter():
+                with suppress(psutil.Error):
+                    if left.environ().get(_MARK) == str(log):
+                        left.kill()
             process.wait()
 
 

@@ -24,7 +24,7 @@ HERE = "tests.unit.test_bench_gpu"
 
 def leave_a_child_and_hang(bench: Bench, mark: str) -> None:
     bench.figure("before", 1.5, "ms")
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", mark])
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", mark], start_new_session=True)
     time.sleep(600)
 
 
