@@ -119,7 +119,8 @@ class GpuUtilisation(_NvmlGpu):
         kind = self._nvml.NVML_GPU_UTILIZATION_SAMPLES
         try:
             _, samples = self._nvml.nvmlDeviceGetSamples(self._handle, kind, after_us)
-        except self._nvml.NVMLError_NotFound:
+        except self._nvml.NVMLError:
+            # There are none yet, or this driver keeps none.
             return []
         return [(sample.timeStamp, sample.sampleValue.uiVal / 100) for sample in samples]
 

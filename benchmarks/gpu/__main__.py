@@ -1,6 +1,7 @@
 """Measure what a GPU can prove: bash benchmarks/gpu/run.sh [--steps NAME …] [--again] [--dry-run]
 
-Each step runs in a process of its own, within a limit. After each, ``results.json`` and ``RESULTS.md`` are written.
+Each step runs in a process of its own, within a limit. After each, ``results.json``,
+``RESULTS.md`` and ``logs/STEP.log`` are written.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from benchmarks.gpu.steps import STEPS, Step
 from benchmarks.machine import today, versions
 
 _FOLDER = Path(__file__).parent
+_ROOT = _FOLDER.parents[1]
 _BUDGET_S = 9 * 60
 _MIN_S = 10
 """A step is not begun when less time is left."""
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     for step in chosen:
         left_s = given.budget - (time.monotonic() - began)
-        outcome = run_step(step, device, left_s)
+        outcome = run_step(step, device, left_s, given.out / "logs")
         results.add(outcome)
         results.save(given.out / "results.json")
         (given.out / "RESULTS.md").write_text(report(results), encoding="utf-8")
@@ -105,16 +107,18 @@ def _chosen(results: Results, names: Sequence[str] | None, is_again: bool) -> li
     return [step for step in STEPS if step.name in (names or known) and step.name not in passed]
 
 
-def run_step(step: Step, device: Device, left_s: float) -> Outcome:
-    """Run a step within its limit and the time that is left, and return how it ended."""
+def run_step(step: Step, device: Device, left_s: float, logs: Path) -> Outcome:
+    """Run a step within its limit and the time that is left, and return how it ended. Its log is kept in ``logs``."""
     limit_s = min(step.limit_s * (_CPU_PATIENCE if device == "cpu" else 1), left_s)
     if step.needs_gpu and device == "cpu":
         return Outcome(step=step.name, status="not run", reason="needs a GPU")
     if limit_s < _MIN_S:
         return Outcome(step=step.name, status="not run", reason="no time was left")
     began = time.monotonic()
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{step.name}.log"
     with tempfile.TemporaryDirectory(prefix="rayloom-gpu-") as folder:
-        figures, log = Path(folder) / "figures.jsonl", Path(folder) / "log"
+        figures = Path(folder) / "figures.jsonl"
         command = [sys.executable, "-m", "benchmarks.gpu.step", step.measure, json.dumps(step.options), str(figures)]
         status = _wait(command, device, limit_s, log)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -132,7 +136,8 @@ def _wait(command: Sequence[str], device: Device, limit_s: float, log: Path) -> 
     """Run ``command`` with its output in ``log``. Kill it at the limit, and in any case what it has left running."""
     settings = {"DEVICE": device, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", _MARK: str(log)}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | settings)
+        environment = os.environ | settings
+        process = subprocess.Popen(command, cwd=_ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
             return "failed" if process.wait(limit_s) else "passed"
         except subprocess.TimeoutExpired:

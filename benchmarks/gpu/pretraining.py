@@ -7,8 +7,9 @@ random tokens. Overrides are for all of them, such as train.torch_compile=false.
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import median
 
 import torch
@@ -22,6 +23,7 @@ from app.planner.plan import parallel_plan
 from app.planner.recipe import Subject, problem_of
 from app.planner.search import Candidate, price_plan
 from app.planner.validation import validation_of
+from app.storage import no_op
 from app.telemetry.mfu import flops_per_sample, peak_flops, utilisation
 from app.telemetry.record import MemoryRecord, memory_record
 from app.training.activity import Activity
@@ -97,8 +99,14 @@ def main() -> None:
 def measure_step(bench: Bench, recipe: str, overrides: Sequence[str]) -> None:
     """Record what one recipe reaches on one GPU, beside the floor and the planner's prediction."""
     loaded = load_recipe(recipe, [*overrides, *(SMALL if bench.is_small else ())])
-    reached = measure(loaded, start_worker(loaded.train), _WARM_UP, _STEPS)
-    bench.compare_with_floor("step", reached.step_s, training_floor(loaded), loaded.train.precision)
+    steps = count(1)
+
+    def record_step(seconds: float) -> None:
+        # At once, so that a step that is killed tells how far it came.
+        bench.figure(f"step {next(steps)}", 1e3 * seconds, "ms")
+
+    reached = measure(loaded, start_worker(loaded.train), _WARM_UP, _STEPS, record_step)
+    bench.compare_with_floor("median step", reached.step_s, training_floor(loaded), loaded.train.precision)
     bench.figure("tokens", reached.tokens_per_s, "/s")
     if reached.mfu is not None:
         is_goal = bench.device == "gpu" and loaded.train.torch_compile and loaded.train.plan.zero_stage == 1
@@ -144,8 +152,14 @@ def predict(recipe: Recipe, cluster: Cluster) -> Candidate | None:
     return price_plan(problem, config.plan, parallel_plan(config.plan, config.layout(1)))
 
 
-def measure(recipe: Recipe, worker: Worker, warm_up: int, steps: int) -> Reached:
-    """Train the recipe's model for ``warm_up`` and then ``steps`` optimizer steps. Peak memory is this recipe's."""
+def measure(
+    recipe: Recipe, worker: Worker, warm_up: int, steps: int, on_step: Callable[[float], None] = no_op
+) -> Reached:
+    """Train the recipe's model for ``warm_up`` and then ``steps`` optimizer steps. Peak memory is this recipe's.
+
+    Args:
+        on_step: called with the seconds of each step.
+    """
     config, facts = recipe.train, gpt_facts(recipe)
     with torch.device("meta"):
         shape = build_model(recipe.model, facts)
@@ -155,7 +169,7 @@ def measure(recipe: Recipe, worker: Worker, warm_up: int, steps: int) -> Reached
         torch.cuda.reset_peak_memory_stats()
     num_parameters = sum(parameter.numel() for parameter in shape.parameters())
     engine, batches = start_engine(recipe, worker, warm_up + steps)
-    step_s = _time_steps(engine, batches, worker, warm_up, steps)
+    step_s = _time_steps(engine, batches, worker, warm_up, steps, on_step)
     samples_per_s = config.batch_size / step_s
     peak = peak_flops(worker.device, TORCH_DTYPES[config.precision])
     reached = Reached(
@@ -184,7 +198,12 @@ def start_engine(recipe: Recipe, worker: Worker, total_steps: int) -> tuple[Trai
 
 
 def _time_steps(
-    engine: TrainingEngine, batches: Sequence[MicroBatch], worker: Worker, warm_up: int, steps: int
+    engine: TrainingEngine,
+    batches: Sequence[MicroBatch],
+    worker: Worker,
+    warm_up: int,
+    steps: int,
+    on_step: Callable[[float], None],
 ) -> float:
     """Return the median seconds of a step after the warm-up, each waited for."""
     seconds = []
@@ -194,6 +213,7 @@ def _time_steps(
         if worker.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
+        on_step(seconds[-1])
     return median(seconds[warm_up:])
 
 

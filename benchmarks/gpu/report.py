@@ -1,6 +1,7 @@
 """RESULTS.md, made of ``results.json``, and the list of the steps before any has run."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from app.config import load_recipe
 from app.planner.cluster import cluster_of
@@ -9,6 +10,7 @@ from benchmarks.gpu.floors import training_floor
 from benchmarks.gpu.steps import STEPS, Step
 from benchmarks.markdown import table, verdict
 
+_ROOT = Path(__file__).parents[2]
 _TITLE = "# What a GPU has shown"
 _HEADER = ("figure", "measured", "beside", "measured / beside", "")
 
@@ -48,7 +50,7 @@ def list_steps(card: str) -> str:
     for step in STEPS:
         lines.append(f"{step.limit_s:4d} s  {step.name}: {step.proves}")
         if "recipe" in step.options:
-            recipe = load_recipe(step.options["recipe"], step.options["overrides"])
+            recipe = load_recipe(_ROOT / step.options["recipe"], step.options["overrides"])
             floor, precision = training_floor(recipe), recipe.train.precision
             bound = floor.bound(device, precision)
             lines.append(

@@ -11,6 +11,5 @@ python=${PYTHON:-python3}
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --target "$site" "$kit"/wheels/*.whl
-cd "$checkout"
 export KIT=$kit PYTHONPATH=$site:$checkout
 "$python" -m benchmarks.gpu "$@"

@@ -36,8 +36,9 @@ _RATES = "tokens/s, MFU and memory, beside the floor and the planner's predictio
 
 STEPS = (
     Step("machine", "the card reaches its data sheet", "benchmarks.gpu.card:measure", 60),
-    _tests("training-tests", 150, "tests/gpu/test_train_gpu.py"),
-    _gpt("gpt_1_3b-zero1-compiled", 100, "an MFU of 0.50 or more", _ZERO_1, _COMPILED),
+    _gpt("gpt_1_3b-zero1-compiled", 120, "an MFU of 0.50 or more", _ZERO_1, _COMPILED),
+    Step("extensions", "DeepSpeed's extensions compile on the machine", "benchmarks.gpu.extensions:measure", 90),
+    _tests("training-tests", 180, "tests/gpu/test_train_gpu.py"),
     _gpt("gpt_350m-zero1-eager", 45, _RATES, _ZERO_1, _EAGER),
     Step("exact-resume", "a resumed run computes the same bits", "benchmarks.gpu.resume:measure", 75),
     _tests("engine-tests", 60, "tests/gpu/test_engines_gpu.py"),

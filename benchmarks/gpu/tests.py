@@ -1,5 +1,6 @@
 """The tests of ``tests/gpu``, with an outcome each."""
 
+import os
 import sys
 from collections import Counter
 
@@ -23,7 +24,9 @@ class _Outcomes:
             *_, reason = report.longrepr if isinstance(report.longrepr, tuple) else (str(report.longrepr),)
             self.skipped[str(reason).removeprefix("Skipped: ")] += 1
         elif report.when == "call" or report.failed:  # a fixture fails in another phase
-            self._bench.figure(report.nodeid.partition("::")[2], report.outcome, reached=report.passed)
+            reason = report.longreprtext.strip().rpartition("\n")[2]
+            value = f"{report.outcome}: {reason}" if reason else report.outcome
+            self._bench.figure(report.nodeid.partition("::")[2], value, reached=report.passed)
 
 
 def run(bench: Bench, file: str) -> None:
@@ -33,6 +36,8 @@ def run(bench: Bench, file: str) -> None:
         SystemExit: a test failed, or pytest could not run.
     """
     outcomes = _Outcomes(bench)
+    # tests/conftest.py sets one process, for machines with few cores.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(_PROCESSES)
     processes = str(1 if bench.is_small else _PROCESSES)
     arguments = [file, "-ra", "--numprocesses", processes, "-p", "no:cacheprovider"]
     code = pytest.main(arguments, plugins=[outcomes])

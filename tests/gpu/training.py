@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.helpers import result_of, run
 
-_TIMEOUT_S = 120
+_TIMEOUT_S = 150
 
 
 def train_on_gpu(*overrides: str, processes: int = 1, recipe: str = "recipes/digits.yaml") -> dict[str, Any]:

@@ -41,7 +41,7 @@ def _kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_that_hangs_is_killed_with_its_children_and_keeps_its_figures(tmp_path: Path) -> None:
     step = Step("hangs", "", f"{HERE}:leave_a_child_and_hang", limit_s=60, options={"mark": str(tmp_path)})
-    outcome = run_step(step, "cpu", left_s=12)
+    outcome = run_step(step, "cpu", left_s=12, logs=tmp_path)
     assert outcome.status == "timed out"
     assert outcome.seconds < 20
     assert outcome.figures == [Figure(name="before", value=1.5, unit="ms")]
@@ -49,18 +49,19 @@ def test_a_step_that_hangs_is_killed_with_its_children_and_keeps_its_figures(tmp
     assert not [process for process in psutil.process_iter() if str(tmp_path) in _words(process)]
 
 
-def test_a_step_that_fails_says_why_and_keeps_its_figures() -> None:
-    outcome = run_step(Step("fails", "", f"{HERE}:fail", limit_s=60), "cpu", left_s=100)
+def test_a_step_that_fails_says_why_and_keeps_its_figures(tmp_path: Path) -> None:
+    outcome = run_step(Step("fails", "", f"{HERE}:fail", limit_s=60), "cpu", left_s=100, logs=tmp_path)
     assert (outcome.status, [figure.name for figure in outcome.figures]) == ("failed", ["before"])
     assert outcome.reason.endswith("RuntimeError: the card fell off the bus")
+    assert "Traceback" in (tmp_path / "fails.log").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("needs_gpu", "left_s", "reason"), [(True, 100, "needs a GPU"), (False, 3, "no time was left")]
 )
-def test_a_step_that_cannot_run_is_not_begun(needs_gpu: bool, left_s: float, reason: str) -> None:
+def test_a_step_that_cannot_run_is_not_begun(needs_gpu: bool, left_s: float, reason: str, tmp_path: Path) -> None:
     step = Step("waits", "", f"{HERE}:fail", limit_s=60, needs_gpu=needs_gpu)
-    assert run_step(step, "cpu", left_s) == Outcome(step="waits", status="not run", reason=reason)
+    assert run_step(step, "cpu", left_s, tmp_path) == Outcome(step="waits", status="not run", reason=reason)
 
 
 def test_the_steps_are_listed_with_their_limits_and_floors(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +90,7 @@ def test_the_planner_predicts_a_step_above_its_floor_in_the_memory_of_the_card()
 
 def test_an_unknown_step_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--steps", "machines", "--out", str(tmp_path)]) == 2
-    assert "no step is called machines: the steps are machine, training-tests" in capsys.readouterr().err
+    assert "no step is called machines: the steps are machine, gpt_1_3b-zero1-compiled" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
