@@ -95,6 +95,7 @@ def require_deployable(recipe: Recipe, storage: UPath) -> None:
     require_address(serve)
     verified_candidates(recipe, storage)
     if serve.cascade:
+        require_calibration_room(before, serve.reserved)
         stages_before(serve.cascade, serve, storage)
 
 

@@ -186,6 +186,19 @@ def test_bodies_take_room_as_they_come_and_what_they_may_inflate_to_once_they_ar
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("path", [INFER, "/v1/models/toy/predict"])
+def test_a_compressed_body_reserves_what_it_may_inflate_to(path: str) -> None:
+    async def run() -> None:
+        direct, content = answered(Endpoint(), room_bytes=2**20), b"{}" + b" " * 2000
+        async with client() as replica:
+            packed = await replica.post(path, content=content, headers={"content-encoding": "gzip"})
+            assert packed.status_code == 503
+            assert (await replica.post(path, content=content)).status_code != 503
+        assert (direct.ongoing, direct._bytes) == (0, 0)
+
+    asyncio.run(run())
+
+
 def test_requests_without_the_token_take_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asgi, "_REST_TIMEOUT_S", 0.5)
 

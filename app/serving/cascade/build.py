@@ -127,10 +127,10 @@ def calibrate_versions(
 
 
 def _version(reference: str, serve: ServeConfig, storage: UPath, cores: Sequence[int]) -> VersionConfig:
-    """Return the version that a recipe calls NAME (its version in production) or NAME/VERSION."""
+    """Return the verified version that a recipe calls NAME (its version in production) or NAME/VERSION."""
     repository = Repository(storage)
     name, _, number = reference.partition("/")
-    manifest = repository.manifest(name, int(number) if number else repository.production(name))
+    manifest = repository.verify(name, int(number) if number else repository.production(name))
     return VersionConfig.of(str(storage), manifest.within(cores), serve)
 
 

@@ -172,9 +172,7 @@ class DirectInference:
             return
         headers = headers_of(scope)
         max_bytes = max_body_bytes(headers)
-        # Reserve for the worst case: how far a body inflates is known only after it took the memory.
-        encoding = headers.get("content-encoding")
-        factor = MAX_INFLATION if encoding and is_compressed(encoding) else 1
+        factor = _inflation(headers)
         held, has_entered = 0, False
 
         async def receive_counted() -> Message:
@@ -206,12 +204,17 @@ class DirectInference:
         if refusal := self._api.refusal(scope):
             await error_response(refusal)(scope, receive, send)
             return
+        headers = headers_of(scope)
+        factor = _inflation(headers)
         held = 0
 
         async def receive_counted() -> Message:
             nonlocal held
             message = await self.awaited.next_part(receive, self.endpoint.config.max_requests)
-            more = min(held + len(message.get("body", b"")), LIMITS.json_bytes) - held
+            size = held + len(message.get("body", b""))
+            if message["type"] == "http.request" and not message.get("more_body"):
+                size *= factor
+            more = min(size, LIMITS.json_bytes) - held
             self.hold(more)
             held += more
             return message
@@ -220,7 +223,7 @@ class DirectInference:
             return whole.pop() if whole else await receive()
 
         try:
-            body = await read_body(headers_of(scope), receive_counted)
+            body = await read_body(headers, receive_counted)
             whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         except (RayloomError, TimeoutError) as error:
             if scope["path"].startswith(_NATURAL):
@@ -262,6 +265,15 @@ def match_infer(scope: Scope) -> re.Match[str] | None:
     """Match the path of a request for ``infer``. Groups: the model, and the version or None."""
     is_post = scope["type"] == "http" and scope["method"] == "POST"
     return _INFER.fullmatch(scope["path"]) if is_post else None
+
+
+def _inflation(headers: Mapping[str, str]) -> int:
+    """Return how much larger a body may become.
+
+    It is the worst case, because how far a body inflates is known only after it took the memory.
+    """
+    encoding = headers.get("content-encoding")
+    return MAX_INFLATION if encoding and is_compressed(encoding) else 1
 
 
 def _reads_body(scope: Scope) -> bool:
