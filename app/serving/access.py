@@ -11,9 +11,9 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import AnyStr, NamedTuple, Self
 from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict
@@ -222,3 +222,20 @@ def make_token(path: Path) -> str:
         ) from error
     # Read from the file, because another process may have created it first.
     return read_token(path)
+
+
+def combine(lines: Sequence[tuple[AnyStr, AnyStr]], comma: AnyStr) -> dict[AnyStr, AnyStr]:
+    """Return headers by their names. The values of a repeated one are joined, so none is ignored.
+
+    https://www.rfc-editor.org/rfc/rfc9110#section-5.3
+
+    Args:
+        lines: names in lower case, and values.
+        comma: ``", "``, as text or bytes.
+    """
+    headers = dict(lines)
+    if len(headers) < len(lines):
+        headers = {}
+        for name, value in lines:
+            headers[name] = headers[name] + comma + value if name in headers else value
+    return headers

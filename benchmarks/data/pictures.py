@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
@@ -88,8 +89,9 @@ def write_pictures(folder: Path, count: int) -> int:
     labels = [label.replace("/", "-") for label in examples.labels[: min(count, _DRAWN)]]
     for label in set(labels):
         (folder / label).mkdir(parents=True, exist_ok=True)
-    with multiprocessing.get_context("fork").Pool(usable_cores()) as pool:
-        drawn = pool.starmap(_draw, zip(range(len(labels)), examples.inputs, strict=False), 200)
+    # An executor ends its processes by a message. A pool ends them by SIGTERM, which they may have learned to ignore.
+    with ProcessPoolExecutor(usable_cores(), multiprocessing.get_context("fork")) as pool:
+        drawn = list(pool.map(_draw, range(len(labels)), examples.inputs, chunksize=200))
     total = 0
     for number in range(count):
         comment = f"picture {number}".encode()

@@ -253,6 +253,8 @@ def test_a_shadow_is_compared_as_its_task_answers(kind: Shadowed, tmp_path: Path
         ("sentence-embedding", NUMBERS, {"embedding": [1.0, 0.0]}, {"embedding": [0.0, 1.0]}, False),
         ("token-classification", NUMBERS, {"entities": [{"start": 0, "label": "x", "score": 0.9}]},
          {"entities": [{"start": 0, "label": "x", "score": 0.5}]}, True),
+        ("token-classification", NUMBERS, {"entities": [{"start": 0, "label": "x", "score": 0.9}]},
+         {"entities": []}, False),
         ("token-classification", NUMBERS, {"tags": ["O", "B-x"]}, {"tags": ["B-x", "O"]}, False),
         ("tests.own_task:AboveMean", NUMBERS, {"above": True}, {"above": False}, False),
         ("text-classification", SETS, {"scores": {"a": 0.1}}, {"scores": {"a": 0.9}}, False),

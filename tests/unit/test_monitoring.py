@@ -237,7 +237,7 @@ def test_one_odd_item_takes_no_other_away(dashboard: FakeDashboard) -> None:
     watch.look()
     dashboard.actors += [{"actor_id": "a1"}, actor(2, "RayTrainWorker", "NODE_DIED")]
     watch.look()
-    with TestClient(create_app(watch, "http://127.0.0.1:9")) as client:
+    with TestClient(create_app(watch, "http://127.0.0.1:9"), "http://127.0.0.1:9091") as client:
         page = client.get("/metrics")
     assert page.status_code == 200
     found = values(watch)

@@ -21,8 +21,6 @@ from app.models.factory import build_model
 from app.repository.repository import Repository
 from app.runs import Run, execute
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
-from app.serving.protocol.natural import PredictResponse
-from app.serving.rollout import agreeing_rows
 from app.tasks import prepare
 from tests.serving import serving
 from tests.unit.test_embedding import prepared as prepared_pairs
@@ -104,23 +102,3 @@ def test_texts_of_several_lengths_get_entities_with_their_characters(tmp_path: P
         refused = client.post("/v1/embeddings", json={"model": "cities", "input": "a"})
         assert refused.status_code == 400
         assert "answers labels, not vectors" in refused.json()["error"]
-
-
-def predicted(**answer: Any) -> PredictResponse:
-    return PredictResponse.model_validate({"model_name": "m", "model_version": "1", "predictions": [answer]})
-
-
-@pytest.mark.parametrize(
-    ("answer", "near", "far"),
-    [
-        ({"embedding": [0.6, 0.8]}, {"embedding": [0.601, 0.799]}, {"embedding": [0.8, 0.6]}),
-        (
-            {"entities": [{"label": "city", "start": 0, "end": 4, "text": "Rome", "score": 0.9}]},
-            {"entities": [{"label": "city", "start": 0, "end": 4, "text": "Rome", "score": 0.8}]},
-            {"entities": []},
-        ),
-    ],
-)
-def test_a_shadow_agrees_by_what_was_found(answer: Any, near: Any, far: Any) -> None:
-    assert agreeing_rows(predicted(**near), predicted(**answer), "logits") == (1, 1)
-    assert agreeing_rows(predicted(**far), predicted(**answer), "logits") == (0, 1)

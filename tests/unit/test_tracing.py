@@ -201,7 +201,7 @@ def test_copies_for_a_shadow_are_not_in_the_trace_of_the_client(collector: Colle
         assert tracer is not None
         seen: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         with within_request(RequestTracer(tracer, 1.0).begin("http", None)):
-            Shadow(Mock()).send(copy(seen), Mock(), 0)
+            Shadow(Mock()).send(copy(seen), Mock(), Mock(), 0)
         assert await seen is None
 
     asyncio.run(scenario())

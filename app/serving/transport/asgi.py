@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import OverloadError, RequestError, RequestTooLargeError
+from app.serving.access import combine
 from app.serving.protocol.infer import LIMITS
-from app.serving.transport.headers import combine
 
 Result = TypeVar("Result")
 

@@ -6,7 +6,7 @@ https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 import re
 from dataclasses import dataclass
 
-from app.serving.transport.headers import combine
+from app.serving.access import combine
 
 CONTENT_TYPE = "application/grpc"
 _USUAL = CONTENT_TYPE.encode()

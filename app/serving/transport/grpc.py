@@ -15,7 +15,7 @@ from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
 from app.errors import OverloadError, RequestError, UnauthorizedError
-from app.serving.access import Caller
+from app.serving.access import Caller, combine
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.grpc import read_infer, require_readable, write_infer, write_stream_error, write_stream_infer
 from app.serving.protocol.grpc_management import (
@@ -31,7 +31,6 @@ from app.serving.protocol.infer import InferResponse
 from app.serving.protocol.management import Statistics
 from app.serving.protocol.model_config import model_config
 from app.serving.transport.errors import refusal
-from app.serving.transport.headers import combine
 
 _MAX_AHEAD = 32
 """Concurrent requests of one stream. With several, they can share calls of the engine."""
