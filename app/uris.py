@@ -3,29 +3,44 @@
 import re
 from urllib.parse import parse_qsl, urlsplit
 
-_SECRET_NAME = re.compile(r"(?i)pass|pwd|secret|token|signature|^sig$|credential|auth|(^|[_-])key|[a-z]key$|keyid$")
+_SECRET_NAME = re.compile(
+    r"(?i)(^|[_-])(pass|auth|token)s?($|[_-])|passw|passphrase|pwd|secret|signature|^sig$|credential|authorization"
+    r"|[a-z]token$|(^|[_-])key|[a-z]key$|keyid$"
+)
 """Names of parameters that hold secrets: passwords, tokens, keys and the signatures of signed addresses."""
 
-_PATHS = ("sslkey", "sslcert", "sslrootcert")
-"""Parameters of databases that name a file with a key."""
+_OTHER_NAMES = ("sslkey", "sslcert", "sslrootcert", "ssl_key", "ssl_cert", "ssl_ca", "partition_key", "sort_key")
+"""Names that look like these: files with keys, and columns."""
+
+_CHAIN = re.compile(r"::(?=[A-Za-z][\w+.-]*://)")
+"""Between two links of fsspec's chains. An address of IPv6 has colons, too."""
+
+_LOGIN = re.compile(r"://(?:[^/?#\s@:]*:(?!\d+[/?#]|:)\S*|[^/?#\s]*)@")
+"""What comes before the host. A password may hold slashes, unless it begins like a port."""
 
 
 def holds_secret(text: str) -> bool:
-    """Return whether a URI has a password, a token or a signature. So has one whose parts cannot be told apart."""
+    """Return whether a URI has a password, a token or a signature. So has one whose parts cannot be told apart.
+
+    In a chain of fsspec, such as ``zip://rows.csv::s3://…``, each link counts.
+    """
+    return any(_link_holds_secret(link) for link in _CHAIN.split(text))
+
+
+def _link_holds_secret(text: str) -> bool:
     if "://" not in text:
         return False
-    scheme, _, rest = text.partition("://")
-    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    login = authority.rpartition("@")[0]
-    # A web server takes a token in place of the user.
-    if ":" in login or (login and scheme.lower() in ("http", "https")):
+    scheme = text.partition("://")[0].lower()
+    login = _LOGIN.search(text)
+    # A web server takes a token in place of the user. In fsspec's github:// it is the owner and the repository.
+    if login and scheme != "github" and (":" in login[0][3:] or scheme in ("http", "https")):
         return True
     try:
         parts = urlsplit(text)
     except ValueError:  # such as an unclosed bracket
         return "@" in text
     names = [name for part in (parts.query, parts.fragment) for name, _ in parse_qsl(part, keep_blank_values=True)]
-    return any(_SECRET_NAME.search(name) and name.lower() not in _PATHS for name in names)
+    return any(_SECRET_NAME.search(name) and name.lower() not in _OTHER_NAMES for name in names)
 
 
 def hide_secrets(text: str) -> str:
@@ -35,4 +50,4 @@ def hide_secrets(text: str) -> str:
 
 def without_secrets(text: str) -> str:
     """Return the text with each URI in it cut to scheme, host and path."""
-    return re.sub(r"(://[^?#\s]*)[?#]\S*", r"\1", re.sub(r"://[^/?#\s]*@", "://", text))
+    return re.sub(r"(://[^?#\s]*)[?#]\S*", r"\1", _LOGIN.sub("://", text))

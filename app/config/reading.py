@@ -1,6 +1,7 @@
 """Read the text of a recipe from a path, any fsspec URI, standard input, or a ``data:`` URI that embeds it."""
 
 import base64
+import re
 import sys
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -59,7 +60,8 @@ def title_of(location: str | Path) -> str:
     if given == STANDARD_INPUT:
         return "standard input"
     if not given.startswith(_SCHEME):
-        return without_secrets(given)
+        # A whole location may have spaces, also within a query.
+        return without_secrets(re.split(r"[?#]", given, maxsplit=1)[0] if "://" in given else given)
     parameters = given.removeprefix(_SCHEME).partition(",")[0].split(";")
     names = [value for name, _, value in (parameter.partition("=") for parameter in parameters) if name == "name"]
     return unquote(names[0]) if names else "data:"

@@ -136,12 +136,13 @@ def withdraw(folder: UPath) -> None:
 
 
 def remove_abandoned(model: UPath) -> None:
-    """Remove what a killed publisher or deleter has left on a local disk: a folder without a write for an hour."""
-    for folder in model.glob(".*.tmp"):
-        with suppress(FileNotFoundError):  # another process removes it, or its publisher ends
-            newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    """Remove what a killed process has left on a local disk: folders and files without a write for an hour."""
+    for left in model.glob(".*.tmp"):
+        with suppress(FileNotFoundError):  # another process removes it, or its writer ends
+            files = left.iterdir() if left.is_dir() else ()
+            newest = max(path.stat().st_mtime for path in (left, *files))
             if time.time() - newest > _ABANDONED_S:
-                remove(folder)
+                remove(left)
 
 
 def remove(folder: UPath) -> None:

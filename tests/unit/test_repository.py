@@ -85,14 +85,19 @@ def test_what_a_killed_publisher_left_is_removed_later(tmp_path: Path, act: str)
     left, busy = (tmp_path / "models/toy" / name for name in (".aaaa.tmp", ".bbbb.tmp"))
     for folder in (left, busy):
         files_in(folder, b"all weights")
+    torn, written = (tmp_path / "models/toy" / f".aliases.json.{name}.tmp" for name in "ab")
+    for file in (torn, written):
+        file.write_text("{")
     two_hours_ago = time.time() - 7200
-    for path in (*left.iterdir(), left):
+    for path in (*left.iterdir(), left, torn):
         os.utime(path, (two_hours_ago, two_hours_ago))
     if act == "publish":
         repository.publish("toy", files, CARD)
     else:
         repository.delete("toy", 1)
     assert not left.exists()
+    assert not torn.exists()
+    assert written.exists()
     assert (busy / "model.onnx").exists(), "another process may write it"
 
 
