@@ -4,7 +4,7 @@ import re
 from urllib.parse import parse_qsl, urlsplit
 
 _SECRET_NAME = re.compile(
-    r"(?i)(^|[_-])(pass|auth|token)s?($|[_-])|passw|passphrase|pwd|secret|signature|^sig$|credential|authorization"
+    r"(?i)(^|[_-])(pass|auth|token)s?($|[_-])|passw|pass(phrase|code)?$|jwt$|pwd|secret|signature|^sig$|credential|authorization"
     r"|[a-z]token$|(^|[_-])key|[a-z]key$|keyid$"
 )
 """Names of parameters that hold secrets: passwords, tokens, keys and the signatures of signed addresses."""

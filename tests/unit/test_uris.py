@@ -27,6 +27,7 @@ FORMS = [
     f"zip://rows.csv::https://user:{SECRET}@example.org/rows.zip",
     f"simplecache::https://{SECRET}@example.org/data.csv",
     f"http://[::1]:8000/data.csv?token={SECRET}",
+    f"https://example.org/data.csv?userpass={SECRET}",
 ]
 OPEN = [
     "s3://bucket/a@b/data.csv",
