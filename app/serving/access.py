@@ -29,7 +29,7 @@ _SEND = "send 'Authorization: Bearer TOKEN', over gRPC as metadata; the token is
 
 
 class Caller(NamedTuple):
-    """The headers that tell who sends a request. All values of a repeated one are in it."""
+    """The headers that identify the sender of a request. A repeated header keeps all its values."""
 
     authorization: str | None
     host: str | None = None
@@ -37,7 +37,7 @@ class Caller(NamedTuple):
 
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> Self:
-        """Read headers, whose names are in lower case."""
+        """Read headers with lower-case names."""
         return cls(headers.get("authorization"), headers.get("host"), headers.get("origin"))
 
 
@@ -49,7 +49,7 @@ class Access(BaseModel):
     token_sha256: str | None = None
     """The hex digest of the token that requests must send. Ray stores only the digest, so the token stays secret."""
     only_local: bool = False
-    """Whether requests must come from this machine, and be for it. Serve's gRPC ports listen on all interfaces."""
+    """Whether requests must come from this machine and address it. Serve's gRPC ports listen on all interfaces."""
 
     @classmethod
     def by_token(cls, token: str) -> Self:
@@ -60,7 +60,7 @@ class Access(BaseModel):
         """Check the headers of a request. Digests are compared in constant time.
 
         Raises:
-            UnauthorizedError: the token is missing or wrong, or the page of another site may have sent the request.
+            UnauthorizedError: the token is missing or wrong, or another site's page may have sent the request.
         """
         if self.only_local:
             require_local_names(caller)
@@ -68,9 +68,9 @@ class Access(BaseModel):
             return
         if caller.authorization is None:
             raise UnauthorizedError(f"this endpoint asks for a token: {_SEND}")
-        # A token has no comma. Which of two tokens counts would be a guess.
+        # A token has no comma, so there are several values. Choosing one would be a guess.
         if "," in caller.authorization:
-            raise UnauthorizedError(f"Authorization has several values, and one is expected: {_SEND}")
+            raise UnauthorizedError(f"Authorization has several values, expected one: {_SEND}")
         scheme, _, token = caller.authorization.partition(" ")
         # The scheme is case-insensitive (RFC 9110).
         if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(token.strip()), self.token_sha256):
@@ -92,7 +92,7 @@ class Access(BaseModel):
 
 
 class LocalOnly:
-    """Middleware for a server on loopback: refuse what the page of another site may have sent."""
+    """Middleware for a server on loopback that refuses requests which another site's page may have sent."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -109,13 +109,13 @@ class LocalOnly:
 
 
 def require_local_names(caller: Caller) -> None:
-    """Refuse a request for another name than this machine's own, and one of another site's page.
+    """Refuse a request that does not address this machine by name, or that comes from another site's page.
 
-    The owner of a site can let its name point at this machine (DNS rebinding), and its page can send a POST to any
-    address. A browser tells the name that it asks for as ``Host``, and the page's site as ``Origin``.
+    A site's owner can point its name at this machine (DNS rebinding), and its page can send a POST to any address. A
+    browser sends the requested name as ``Host``, and the page's site as ``Origin``.
 
     Raises:
-        UnauthorizedError: ``Host`` or ``Origin`` is not of this machine.
+        UnauthorizedError: ``Host`` or ``Origin`` does not name this machine.
     """
     for header, given in (("Host", caller.host), ("Origin", caller.origin)):
         if given is not None and not is_loopback(_host_in(given)):
@@ -225,12 +225,12 @@ def make_token(path: Path) -> str:
 
 
 def combine(lines: Sequence[tuple[AnyStr, AnyStr]], comma: AnyStr) -> dict[AnyStr, AnyStr]:
-    """Return headers by their names. The values of a repeated one are joined, so none is ignored.
+    """Return headers by name. The values of a repeated header are joined, so none is ignored.
 
     https://www.rfc-editor.org/rfc/rfc9110#section-5.3
 
     Args:
-        lines: names in lower case, and values.
+        lines: pairs of a lower-case name and a value.
         comma: ``", "``, as text or bytes.
     """
     headers = dict(lines)

@@ -1,4 +1,4 @@
-"""Whether a version that gets copies of requests answers as the client was answered."""
+"""Comparison of a shadow's answers with those that the client got."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -17,13 +17,13 @@ Response = TypeVar("Response", InferResponse, PredictResponse)
 
 
 def agreeing_rows(copy: Response, copied: LoadedModel, answer: Response, answering: LoadedModel) -> tuple[int, int]:
-    """Return how many rows of two answers agree, and how many rows there are. The task says which do.
+    """Return the number of rows on which two answers agree, and the number of rows. The task decides what agrees.
 
-    Tensors that it does not answer by are compared themselves: floats by norm within 1 %, others by equality.
+    Tensors that the task does not interpret are compared directly: floats within 1 % by norm, others by equality.
 
     Args:
         copied: the version that answered the copy.
-        answering: the version that says what the client's answer means. That answer defines the rows and outputs.
+        answering: the version that answered the client. Its answer defines the rows and outputs.
     """
     theirs = _answers(answer, answering)
     if theirs is None:
@@ -41,9 +41,9 @@ def agreeing_rows(copy: Response, copied: LoadedModel, answer: Response, answeri
 
 
 def _answers(response: InferResponse | PredictResponse, model: LoadedModel) -> Sequence[Answer] | None:
-    """Return the answer of each row. None if tensors have no meaning, or the client did not ask for those that have."""
+    """Return the answer of each row. None if no tensors have a meaning, or the client did not ask for those that do."""
     if isinstance(response, PredictResponse):
-        # The stage of a cascade that answered says nothing about the input.
+        # Which stage of a cascade answered says nothing about the input.
         return [item.model_dump(exclude={"stage"}, exclude_unset=True) for item in response.predictions]
     scores = model.manifest.scores
     if model.targets is None or scores is None or scores not in response.outputs:
@@ -55,7 +55,7 @@ def _answers(response: InferResponse | PredictResponse, model: LoadedModel) -> S
 
 
 def _unsorted(classes: NDArray[Any], columns: int) -> NDArray[np.float32]:
-    """Return scores by column, of classes as ``score:column:label``. Those that were not asked for are lower."""
+    """Return scores by column from classes written as ``score:column:label``. Unrequested classes score lower."""
     rows = np.atleast_2d(classes)
     parts = [[bytes(item).split(b":", 2) for item in row] for row in rows]
     listed = np.array([[float(part[0]) for part in row] for row in parts], np.float32)
@@ -68,7 +68,7 @@ def _agreeing_tensors(ours: Tensors, theirs: Tensors) -> tuple[int, int]:
     rows = len(next(iter(theirs.values())))
     agree = np.ones(rows, np.bool_)
     for name, right in theirs.items():
-        # A missing output or another shape is a difference in every row.
+        # A missing output or a different shape counts as a difference in every row.
         if name not in ours or ours[name].shape != right.shape:
             return 0, rows
         agree &= _same_rows(ours[name].reshape(rows, -1), right.reshape(rows, -1))

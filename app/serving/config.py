@@ -27,7 +27,7 @@ class VersionConfig(_Config):
     name: str
     version: PositiveInt
     seal: str | None = None
-    """That of its manifest, because another may get the number. None: given to Serve by a release before 0.2."""
+    """Its manifest's seal, because another version may get the number. None if a release before 0.2 deployed it."""
 
     threads: PositiveInt
     """Threads of its engine."""
@@ -129,7 +129,7 @@ class Scaling(_Config):
 
     @classmethod
     def of(cls, serve: ServeConfig, measured: int) -> Self:
-        """Return what a recipe asks for. ``measured`` is the number of replicas if the recipe leaves it open."""
+        """Return what a recipe asks for. ``measured`` is the number of replicas if the recipe does not set it."""
         min_replicas, max_replicas = serve.replica_range or (measured, measured)
         target_ms = serve.scaling.latency_target_ms
         return cls(
@@ -197,15 +197,15 @@ class DeployedModel(_Config):
 
 
 class Demand(_Config):
-    """What replicas ask of a cluster, whichever versions they hold."""
+    """The resources that replicas need, whichever versions they hold."""
 
     scaling: Scaling
     sharded: tuple[TensorParallelConfig, ...] = ()
-    """The shards beside each replica, of every version that has some."""
+    """The shards beside each replica, for every sharded version."""
 
     @property
     def reserved(self) -> dict[str, float]:
-        """Resources that a replica and the processes of its sharded models reserve in Ray."""
+        """Ray resources reserved by a replica and the processes of its sharded models."""
         reserved = {"CPU": self.scaling.cpus, "GPU": self.scaling.gpus, **self.scaling.resources}
         # Each shard is an actor beside the replica, so its resources come on top.
         for config in self.sharded:
@@ -236,12 +236,12 @@ class EndpointConfig(_Config):
 
     @property
     def demand(self) -> Demand:
-        """What the replicas ask of the cluster."""
+        """The resources that the replicas need."""
         sharded = tuple(filter(None, (version.tensor_parallel for version in self.versions)))
         return Demand(scaling=self.scaling, sharded=sharded)
 
     def demand_with(self, name: str, serve: ServeConfig) -> Demand:
-        """Return what the replicas will ask if a recipe's model, whose version is still to come, is served as well."""
+        """Return the resources that replicas need if they also serve a recipe's model, which has no version yet."""
         others = EndpointConfig(models={key: model for key, model in self.models.items() if key != name}).demand
         scalings = [model.scaling for key, model in self.models.items() if key != name]
         return Demand(

@@ -21,16 +21,16 @@ def deployed_model(
     cores_of_nodes: Callable[[], Sequence[int]] = tuple,
     log: Callable[[str], None] = no_op,
 ) -> DeployedModel:
-    """Return the versions that the recipe names, else those with the aliases. Every file of each is verified.
+    """Verify and return the versions that the recipe names, else those with the aliases.
 
     Args:
-        cores_of_nodes: returns the cores of each node that replicas may be on; empty if they are not known. Called once
+        cores_of_nodes: returns the cores of each node that may hold replicas; empty if not known. It is called after
             the versions are verified.
-        log: called with a line if fewer replicas or threads fit on them than ``jobs.compile`` measured.
+        log: called with a line if the nodes fit fewer replicas or threads than ``jobs.compile`` measured.
 
     Raises:
         StorageError: a version is missing or was changed, or no version has an alias that the recipe asks for.
-        RecipeError: two of them are the same version, or one has other inputs or outputs than production, or cannot be
+        RecipeError: two of them are the same version, one has other inputs or outputs than production, or one cannot be
             served as the recipe says.
         EngineError, DataError: from the calibration of a cascade, as in ``build_cascade``.
     """
@@ -69,7 +69,7 @@ def deployed_model(
 
 
 def verified_candidates(recipe: Recipe, storage: UPath) -> dict[Alias, Manifest]:
-    """Return the versions that are tried beside production. Every file of each is verified.
+    """Verify and return the versions that are tried beside production.
 
     Raises:
         StorageError: a version is missing or was changed, or no version has an alias that the recipe asks for.
@@ -108,7 +108,7 @@ def _require_interchangeable(manifests: Mapping[Alias, Manifest]) -> None:
 
 
 def _smaller(manifest: Manifest, serve: ServeConfig, cores: Sequence[int]) -> str | None:
-    """Return what is served with fewer replicas or threads than were measured; None if nothing is."""
+    """Return a message if fewer replicas or threads are served than were measured; else None."""
     measured, fitting = manifest.served(serve), manifest.within(cores).served(serve)
     if fitting == measured:
         return None

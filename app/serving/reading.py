@@ -1,4 +1,4 @@
-"""Reading of large requests beside the event loop, in a share of the time."""
+"""Reading of large requests outside the event loop, in at most half of the time."""
 
 import asyncio
 import time
@@ -12,16 +12,16 @@ from app.errors import OverloadError
 Result = TypeVar("Result")
 
 ON_LOOP_BYTES = 2**16
-"""Reading so much takes about a millisecond, which is less than a change of threads may take."""
+"""Size up to which requests are read on the event loop: about a millisecond, less than a thread switch may take."""
 _MAX_WAIT_S = 10.0
-"""Limit on the time that a large request waits for its turn to be read."""
+"""Maximum time that a large request waits for its turn."""
 
 
 class Reader:
     """Reads large requests in a thread, one after the other.
 
-    Parsers keep the interpreter's lock. So after each request the thread rests for as long as it has worked: small
-    requests and health checks get at least half of the time, however many large ones wait.
+    Parsers hold the interpreter's lock. So after each request the thread rests for as long as it has worked. Small
+    requests and health checks get at least half of the time, however many large requests wait.
     """
 
     def __init__(self) -> None:
@@ -29,10 +29,10 @@ class Reader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read")
 
     async def read(self, num_bytes: int, work: Callable[[], Result]) -> Result:
-        """Return the result of ``work``, which reads so many bytes. Few bytes are read at once, on the event loop.
+        """Return the result of ``work``, which reads ``num_bytes``. Small amounts are read on the event loop.
 
         Raises:
-            OverloadError: too many large requests wait to be read.
+            OverloadError: the request waited too long for its turn.
         """
         if num_bytes <= ON_LOOP_BYTES:
             return work()
@@ -50,14 +50,14 @@ class Reader:
             loop.call_soon_threadsafe(loop.call_later, worked_s, self._turn.release)
 
         reading = self._thread.submit(partial(_timed, work))
-        # The thread works on for a client that has gone, so the turn ends with the work and not with the request.
+        # The thread finishes even if the client has disconnected, so the turn ends with the work, not with the request.
         reading.add_done_callback(rest)
         _, outcome = await asyncio.wrap_future(reading)
         return outcome()
 
 
 def _timed(work: Callable[[], Result]) -> tuple[float, Callable[[], Result]]:
-    """Return the seconds that ``work`` has computed, and a function that returns its result or raises its error."""
+    """Run ``work``. Return its seconds, and a function that returns its result or raises its error."""
     began_s = time.thread_time()
 
     def outcome() -> Result:

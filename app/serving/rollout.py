@@ -37,7 +37,7 @@ class InferenceTarget(Protocol):
 
     @property
     def model(self) -> LoadedModel:
-        """That version, which says what the answers mean."""
+        """The version, which defines what its answers mean."""
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer an inference request."""
@@ -65,9 +65,9 @@ class Shadow:
     def send(
         self, copy: Coroutine[Any, Any, Response], answer: Response, answering: LoadedModel, num_bytes: int
     ) -> None:
-        """Run a copy in the background, and compare it with the client's answer, which ``answering`` gave.
+        """Run a copy in the background, and compare its answer with the client's, which ``answering`` gave.
 
-        Its errors only count in the version's statistics.
+        Errors of the copy only count in the version's statistics.
         """
         if self._bytes + num_bytes > self._max_bytes:
             # Python warns of a coroutine that is dropped before it began.
@@ -81,7 +81,7 @@ class Shadow:
         task.add_done_callback(self._done)
 
     async def _compare(self, copy: Coroutine[Any, Any, Response], answer: Response, answering: LoadedModel) -> None:
-        # In a thread, because the answers to many rows take long to read.
+        # In a thread, because reading the answers to many rows takes long.
         agreed, rows = await asyncio.to_thread(agreeing_rows, await copy, self.served.model, answer, answering)
         self.rows[True] += agreed
         self.rows[False] += rows - agreed

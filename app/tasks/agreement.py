@@ -1,4 +1,4 @@
-"""Whether two answers of ``predict`` say the same."""
+"""Comparison of two answers of ``predict``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,13 +9,13 @@ from numpy.typing import ArrayLike, NDArray
 from app.data.targets import Answer
 
 _NEAR = 0.01
-"""The largest difference of two numbers, or of two vectors, as a share of the second."""
+"""Maximum difference of two numbers or vectors, as a share of the second."""
 _SCORES = "scores"
-"""The reserved key of an answer: how sure the model is of the others."""
+"""The reserved key of an answer that says how sure the model is."""
 
 
 def same_answer(ours: Answer, theirs: Answer, unit: float = 0.0) -> bool:
-    """Return whether two answers say the same, however sure the models are.
+    """Return whether two answers agree, however sure the models are.
 
     Numbers and vectors may differ by 1 %, or by 1 % of ``unit`` if that is more.
     """
@@ -23,21 +23,21 @@ def same_answer(ours: Answer, theirs: Answer, unit: float = 0.0) -> bool:
 
 
 def near(ours: ArrayLike, theirs: ArrayLike, unit: float = 0.0) -> NDArray[np.bool_]:
-    """Return whether vectors are near each other, for those along the last axis."""
+    """Return whether vectors along the last axis are near each other, for each pair."""
     right = np.asarray(theirs, np.float64)
-    # By norm and not by element: elements near 0 differ in relative terms even between good answers.
+    # By norm and not by element: elements near 0 can differ relatively even between good answers.
     differences = np.linalg.norm(np.asarray(ours, np.float64) - right, axis=-1)
     found: NDArray[np.bool_] = differences <= _NEAR * np.maximum(np.linalg.norm(right, axis=-1), unit)
     return found
 
 
 def _without_scores(answer: Answer) -> Answer:
-    # An answer of scores alone is compared by them.
+    # If an answer has only scores, compare them.
     return {key: value for key, value in answer.items() if key != _SCORES} or answer
 
 
 def _same(ours: Any, theirs: Any, unit: float) -> bool:
-    """Compare two values of JSON."""
+    """Compare two JSON values."""
     match ours, theirs:
         case Mapping(), Mapping():
             return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key], unit) for key in theirs)

@@ -145,11 +145,11 @@ class ServedTask(Task):
         return self.answer(outputs, targets)
 
     def agrees(self, ours: Answer, theirs: Answer, targets: Outputs) -> bool:  # noqa: ARG002
-        """Return whether two versions answer an input alike. A shadow is counted by it.
+        """Return whether two versions' answers to an input agree. The metric of a shadow counts this.
 
         Args:
-            theirs: what the client was answered.
-            targets: those of the version that answered the client.
+            theirs: the answer that the client got.
+            targets: the targets of the version that answered the client.
         """
         return same_answer(ours, theirs)
 

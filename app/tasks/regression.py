@@ -86,7 +86,7 @@ class Regression(ServedTask):
         return (outputs[:, 0] - targets).square()
 
     def agrees(self, ours: Answer, theirs: Answer, targets: Outputs) -> bool:
-        """Compare in the unit of the numbers, because 1 % of a number near 0 is nothing."""
+        """Compare with the scale of the targets as the unit, because 1 % of a number near 0 is too strict."""
         assert isinstance(targets, Numbers)
         return same_answer(ours, theirs, targets.scale.std)
 

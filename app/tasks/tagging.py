@@ -87,7 +87,7 @@ class TokenClassification(ServedTask):
         ]
 
     def agrees(self, ours: Answer, theirs: Answer, targets: Outputs) -> bool:
-        """Compare types and places of entities, or the class of each token."""
+        """Compare types and positions of entities, or the class of each token."""
         return super().agrees(_without_score(ours), _without_score(theirs), targets)
 
     def prepare(self, recipe: Recipe) -> TaggedData:

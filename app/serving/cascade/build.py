@@ -41,13 +41,13 @@ def build_cascade(
     storage: UPath,
     cores: Sequence[int] = (),
 ) -> Cascade:
-    """Return the stages before a recipe's own version, and their rule, which is calibrated here.
+    """Return the stages before a recipe's own version, and their rule, which this function calibrates.
 
     Args:
-        cores: those of each node that replicas may be on. Empty: not known.
+        cores: the cores of each node that may hold replicas. Empty if not known.
 
     Raises:
-        StorageError: a version, or the data of its training, is missing or was changed.
+        StorageError: a version, or its training data, is missing or was changed.
         RecipeError: two stages are the same version, or one cannot answer in place of the last.
         EngineError: a version cannot run on this machine.
         DataError: there are too few validation rows.
@@ -75,9 +75,9 @@ def build_cascade(
 def stages_before(
     config: CascadeConfig, serve: ServeConfig, storage: UPath, cores: Sequence[int] = ()
 ) -> tuple[VersionConfig, ...]:
-    """Return the stages before the last. Every file of each is verified.
+    """Verify every file of the stages before the last, and return those stages.
 
-    ``cores`` are as in ``build_cascade``.
+    ``cores`` is as in ``build_cascade``.
 
     Raises:
         StorageError: a version is missing or was changed.
@@ -127,7 +127,7 @@ def calibrate_versions(
 
 
 def _version(reference: str, serve: ServeConfig, storage: UPath, cores: Sequence[int]) -> VersionConfig:
-    """Return the verified version that a recipe calls NAME (its version in production) or NAME/VERSION."""
+    """Verify and return the version that a recipe calls NAME (its production version) or NAME/VERSION."""
     repository = Repository(storage)
     name, _, number = reference.partition("/")
     manifest = repository.verify(name, int(number) if number else repository.production(name))

@@ -85,7 +85,7 @@ class LoadedModel:
         Inputs are grouped by shape, so that no text is padded to the length of a longer one.
 
         Args:
-            go_on: called before each input. Its error ends the work.
+            go_on: called before each input. An error that it raises ends the work.
 
         Raises:
             RequestError, DataError: there are no inputs, one cannot be read, they would take too long to read, or the
@@ -99,7 +99,7 @@ class LoadedModel:
         rows = []
         for item in read:
             go_on()
-            # Each alone, because encoding them together would pad all to the longest.
+            # Encode each alone, because encoding them together would pad all to the longest.
             rows.append(processor.encode([item]))
         return [
             ShapeGroup(concat_rows([rows[index] for index in indices]), indices, [inputs[index] for index in indices])
@@ -209,10 +209,10 @@ def load_model(
     """Fetch and verify a version, load its engine, and warm it up with a row of each length and with full batches.
 
     Args:
-        full_batches: pairs of a length, as for ``LoadedModel.check``, and its rows.
+        full_batches: pairs of a length, as for ``LoadedModel.check``, and a number of rows.
         open_engine: opens the engine from the manifest, the folder of the files, and the number of threads.
         exclude: files that ``open_engine`` does not read from that folder.
-        seal: that of the manifest that is expected; None if any is.
+        seal: the seal of the expected manifest; None accepts any.
 
     Raises:
         StorageError: the version is missing, was changed, or has another seal.
@@ -250,7 +250,7 @@ def load_model(
 
 
 def _require_light(inputs: Sequence[Input], processor: Processor, go_on: Callable[[], None]) -> None:
-    """Raise RequestTooLargeError if inputs would take too long to read, however few bytes they are."""
+    """Raise RequestTooLargeError if inputs would take too long to read, however few bytes they have."""
     if not isinstance(processor, WeighingProcessor):
         return
     weight = 0.0

@@ -97,7 +97,7 @@ class ServedModel:
 
         Raises:
             OverloadError: too many requests are being read.
-            DeadlineError: the deadline passed before these were read.
+            DeadlineError: the deadline passed before the inputs were read.
         """
         # Inputs that wait to be encoded are in no queue of the batcher yet.
         if self._encoding >= self.policy.queue_limit:
@@ -106,7 +106,7 @@ class ServedModel:
         is_over = threading.Event()
         left_s = None if deadline_s == math.inf else deadline_s - time.monotonic()
         try:
-            # Here and not in the thread, so that a request that waits there is refused in time.
+            # Checked here and not in the thread, so that a request that waits for the thread is refused in time.
             async with asyncio.timeout(left_s):
                 return await asyncio.get_running_loop().run_in_executor(self._encoder, self._read, inputs, is_over)
         except TimeoutError:
@@ -119,7 +119,7 @@ class ServedModel:
 
     def _read(self, inputs: Sequence[Natural], is_over: threading.Event) -> list[ShapeGroup]:
         def go_on() -> None:
-            # Nobody gets this error: the client has gone, or was refused.
+            # Nobody receives this error: the client has disconnected, or its request was refused.
             if is_over.is_set():
                 raise DeadlineError("nobody waits for these inputs any more")
 

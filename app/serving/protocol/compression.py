@@ -11,7 +11,7 @@ _WINDOWS = {"gzip": 31, "deflate": 15}
 """zlib's numbers for the two formats."""
 
 MAX_INFLATION = 1032
-"""Upper bound on the ratio by which deflate, and so gzip, shrinks a body: https://zlib.net/zlib_tech.html"""
+"""Upper bound on the compression ratio of deflate, and so of gzip: https://zlib.net/zlib_tech.html"""
 _MIN_BYTES = 1024
 """A smaller body fits into one packet uncompressed."""
 

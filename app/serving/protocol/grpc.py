@@ -49,11 +49,11 @@ _RAW, _INPUTS = (
 )
 _CONTENTS = pb.ModelInferRequest.InferInputTensor.DESCRIPTOR.fields_by_name["contents"].number
 _MAX_FIELDS = 2**13
-"""Limit on the fields of a large message and of its inputs."""
+"""Maximum number of fields of a large message and its inputs."""
 _MAX_REST_BYTES = 2**20
-"""Limit on a message without its tensors. An entry of 2 bytes becomes an object of a hundred."""
+"""Limit on a message without its tensors. An entry of 2 bytes becomes an object of 100 bytes."""
 _SIZES = {1: 8, 5: 4}
-"""The sizes of values by their wire type."""
+"""Sizes of values, by wire type."""
 
 _FINAL = "triton_final_response"
 """The parameter by which Triton's clients recognize the last answer to a request of a stream.
@@ -66,16 +66,16 @@ _DEFAULT = RequestParameters(binary_data_output=True)
 
 
 def require_readable(message: bytes, limits: Limits = LIMITS) -> int:
-    """Refuse a message that would take long to parse, or much memory, by the sizes of its fields.
+    """Refuse a message whose field sizes show that parsing would take too much time or memory.
 
     Returns:
-        The number of its bytes that take time to read: all but ``raw_input_contents``.
+        The number of bytes that take time to read: all except ``raw_input_contents``.
 
     Raises:
-        RequestTooLargeError: ``contents`` are larger than JSON may be, or the rest is.
-        RequestError: it has too many fields, or is no message.
+        RequestTooLargeError: ``contents``, or the rest of the message, exceeds its limit.
+        RequestError: the message has too many fields, or is malformed.
     """
-    # A short message cannot be expensive.
+    # A short message is cheap to parse.
     if len(message) <= ON_LOOP_BYTES:
         return len(message)
     raw, contents, left = 0, 0, iter(range(_MAX_FIELDS))
@@ -92,7 +92,7 @@ def require_readable(message: bytes, limits: Limits = LIMITS) -> int:
         )
     if (rest := len(message) - raw - contents) > _MAX_REST_BYTES:
         raise RequestTooLargeError(
-            f"the message has {rest} bytes beside its tensors: expected {_MAX_REST_BYTES} at most, send shorter names "
+            f"the message has {rest} bytes besides its tensors: expected {_MAX_REST_BYTES} at most, send shorter names "
             "and parameters"
         )
     return len(message) - raw
@@ -157,7 +157,7 @@ def read_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(message: bytes, start: int, end: int, left: Iterator[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the number of each field between two offsets, and the offsets of its value. Each takes one from ``left``.
+    """Yield the number of each field between two offsets, and the offsets of its value. Each consumes one of ``left``.
 
     https://protobuf.dev/programming-guides/encoding/
     """
@@ -180,7 +180,7 @@ def _fields(message: bytes, start: int, end: int, left: Iterator[int]) -> Iterat
 
 
 def _varint(message: bytes, start: int, end: int) -> tuple[int, int]:
-    """Return a number of up to ten bytes with seven bits each, and the offset after it."""
+    """Decode a number of up to ten bytes with seven bits each. Return it and the offset after it."""
     value = 0
     for index in range(start, min(start + 10, end)):
         value |= (message[index] & 0x7F) << 7 * (index - start)

@@ -38,9 +38,9 @@ class Limits:
     json_bytes: int = 8 * 2**20
     """Size of the JSON in a body. Parsed JSON takes about 40 times as much memory."""
     containers: int = 2**17
-    """Objects, lists and keys of JSON. Each takes 3 bytes there or more, and a hundred times as much in memory."""
+    """Maximum objects, lists and keys of JSON. Each takes 3 bytes or more, and a hundred times as much in memory."""
     values: int = 2**19
-    """Values of JSON without tensors: texts, rows and the like. Commas are counted, and texts have these, too."""
+    """Maximum values of JSON without tensors: texts, rows and the like. Commas are counted, also those in texts."""
     strings: int = 1_000_000
     """Elements of a BYTES tensor. Each is an object of any length, and takes about a microsecond to read."""
 
@@ -158,12 +158,12 @@ class InferResponse:
 def check_json(text: bytes | memoryview, *, has_tensors: bool, limits: Limits = LIMITS) -> None:
     """Refuse JSON that would become too many objects, before it is parsed.
 
-    Characters in strings count, too: to leave them out would take as long as parsing.
+    Characters in strings count, too, because telling them apart would take as long as parsing.
 
     Raises:
-        RequestError: it has more objects, lists, keys or values than ``limits`` allow.
+        RequestError: the JSON has more objects, lists, keys or values than ``limits`` allow.
     """
-    # Short JSON cannot have too many, and is not searched.
+    # Short JSON cannot have too many, so it is not searched.
     if len(text) <= limits.containers:
         return
     content = bytes(text)

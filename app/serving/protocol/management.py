@@ -219,7 +219,7 @@ def check_fields(model: type[Body], fields: Mapping[str, object]) -> Body:
 
 def _refusal(model: type[Body], error: ValidationError) -> RequestError:
     problems = error.errors(include_url=False, include_input=False)
-    # A list that is too long is also said to be no text, and so on.
+    # pydantic also reports that a list which is too long is not text, and so on.
     problem = next((problem for problem in problems if problem["type"] == "too_long"), problems[0])
     # Parts of it are the client's keys, which may be of any length.
     location = ".".join(str(part) for part in problem["loc"]) or "the body"

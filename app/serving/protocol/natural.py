@@ -38,7 +38,7 @@ Row = Annotated[dict[str, Any], AfterValidator(_require_json)]
 
 
 ONLY_VALID = Field(max_length=2**14, fail_fast=True)
-"""For lists that clients send. Without it pydantic reports each of a million wrong items by several errors."""
+"""Settings for lists from clients. Without them pydantic reports several errors for each of a million items."""
 
 
 class PredictRequest(BaseModel):

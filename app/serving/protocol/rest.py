@@ -54,13 +54,13 @@ _NOT_FINITE = ("NaN", "Infinity")
 
 
 def max_body_bytes(headers: Headers, limits: Limits = LIMITS) -> int:
-    """Return the maximum size of a body with these headers, received or decompressed. JSON alone has a lower limit."""
-    # Only a header can announce tensors behind the JSON.
+    """Return the maximum size of a body with these headers, received or decompressed. Pure JSON has a lower limit."""
+    # Only a header can announce tensors after the JSON.
     return limits.body_bytes if JSON_LENGTH in headers else limits.json_bytes
 
 
 def bytes_to_read(body: Body, headers: Headers, inputs: Sequence[TensorSpec]) -> int:
-    """Return how many bytes of a body take time to read: JSON, strings, and all that a compressed one may hold.
+    """Return how many bytes of a body take time to read: JSON, strings, and everything in a compressed body.
 
     Args:
         inputs: the model's inputs. Their tensors become views of the body, except strings.

@@ -24,7 +24,7 @@ _UNWATCHED_S = 0.05
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """Return the headers by their names in lower case."""
+    """Return the headers by lower-case name."""
     return combine([(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]], ", ")
 
 
@@ -74,21 +74,21 @@ async def read_body(headers: Mapping[str, str], receive: Receive, max_bytes: int
 
 
 class AwaitedBodies:
-    """Bodies whose next part has not arrived. Their number is limited, and a new one takes the place of the slowest."""
+    """Bodies whose next part has not arrived. Their number is limited, and a new body replaces the slowest."""
 
     def __init__(self) -> None:
-        self._waits: dict[asyncio.Timeout, None] = {}  # the one that began first stands first
+        self._waits: dict[asyncio.Timeout, None] = {}  # in order of arrival
 
     def __len__(self) -> int:
         return len(self._waits)
 
     async def next_part(self, receive: Receive, limit: int) -> Message:
-        """Wait for the next part of a body. While ``limit`` bodies wait, give up the one that has waited longest.
+        """Wait for the next part of a body. If ``limit`` bodies already wait, drop the one that has waited longest.
 
-        So clients that send nothing cannot keep out those that do.
+        So clients that send nothing cannot block those that send.
 
         Raises:
-            OverloadError: this body was given up.
+            OverloadError: this body was dropped.
         """
         if len(self._waits) >= limit:
             slowest = next(iter(self._waits))
@@ -100,7 +100,7 @@ class AwaitedBodies:
                 self._waits[wait] = None
                 return await receive()
         except TimeoutError:
-            raise OverloadError(f"the body was waited for while {limit} others were: send it faster") from None
+            raise OverloadError(f"the body arrived too slowly while {limit} others waited: send it faster") from None
         finally:
             self._waits.pop(wait, None)
 

@@ -12,7 +12,7 @@ CONTENT_TYPE = "application/grpc"
 _USUAL = CONTENT_TYPE.encode()
 _CONTENT_TYPE = re.compile(rb"application/grpc(\+proto)?\s*(;.*)?", re.IGNORECASE)
 ENCODINGS = ("identity", "gzip", "deflate")
-"""The compressions of messages that are understood."""
+"""Supported compressions of messages."""
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
@@ -27,7 +27,7 @@ class CallHead:
     encoding: str
     """The compression of compressed messages."""
     caller: tuple[bytes | None, ...]
-    """The headers that ``Caller`` reads, as bytes: equal ones are of the same caller."""
+    """The headers that ``Caller`` reads, as bytes. Equal headers identify the same caller."""
     timeout_s: float | None
     wrong_timeout: str | None
     """The value of ``grpc-timeout``, if gRPC does not allow it."""

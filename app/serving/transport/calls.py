@@ -37,7 +37,7 @@ _CHECK_S = 5.0
 
 
 class CallConnection(asyncio.Protocol):
-    """A connection from one call to the last one in a row. uvicorn calls its ``shutdown``."""
+    """A connection during consecutive gRPC calls. uvicorn calls its ``shutdown``."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class CallConnection(asyncio.Protocol):
         """Answer calls with ``service``.
 
         Args:
-            connections: the listener's open connections, to which this one adds itself.
+            connections: the listener's open connections, to which this one is added.
             keep_alive_s: a connection is closed after this time without a request.
             give_back: takes the connection over, with the first bytes of a request that is not a call.
         """

@@ -41,7 +41,7 @@ SERVICER = "app.serving.transport.grpc.add_to_server"
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 for _message in pb.DESCRIPTOR.message_types_by_name:
-    # Serve's own proxy pickles messages. The generated code names a module that cannot be imported.
+    # Serve's own proxy pickles messages, and the module name in the generated code cannot be imported.
     getattr(pb, _message).__module__ = pb.__name__
 
 
@@ -137,7 +137,7 @@ class GrpcMethods:
         access = self._endpoint.access
         # The address first, because without a token it is the only check.
         access.check_peer(grpc_context.peer())
-        # Values of these names are bytes, and of no use here.
+        # Values under these names are bytes, which are not used here.
         lines = [line for line in grpc_context.invocation_metadata() if not line[0].endswith("-bin")]
         access.check(Caller.of(combine(lines, ", ")))
 
@@ -253,13 +253,13 @@ class GrpcMethods:
             name, version = message.model_name, message.model_version or None
             found = self._endpoint.find(name, version)
             asked.model, asked.version = name, found.version
-            # Tensors in bytes become views, except strings.
+            # Tensors sent as bytes become views, except strings.
             has_strings = any(spec.dtype.hasobject for spec in found.inputs)
             tensors = 0 if has_strings else sum(map(len, message.raw_input_contents))
             request = await self._endpoint.reader.read(
                 asked.received - tensors, lambda: read_infer(message, found.inputs)
             )
-            # Only now, because a version can be replaced while a message is read.
+            # Looked up only now, because a version can be replaced while a message is read.
             target = self._endpoint.route(name, version)
             asked.version = target.version
             response = await target.infer(request)
@@ -285,7 +285,7 @@ for _method in SERVICE.methods:
 def add_to_server(service: Any, server: grpc.aio.Server) -> None:
     """Register the service, as the generated code does, with one difference.
 
-    Methods get None for a message that cannot be parsed, or would take long. gRPC itself would log a traceback, and
+    Methods get None for a message that cannot be parsed or would take too long. gRPC itself would log a traceback and
     answer UNKNOWN.
     """
     handlers = {

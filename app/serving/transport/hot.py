@@ -83,7 +83,7 @@ class HotRoute:
         """Read a body. Return None if something is wrong with the request, or more than one version answers it."""
         try:
             served = self._endpoint.route_single(head.model, head.version)
-            # A cascade or a shadow needs the general path, and what takes long to read must not hold up the loop.
+            # A cascade or a shadow needs the general path, and a slow read must not block the loop.
             if served is None or (
                 len(body) > ON_LOOP_BYTES and bytes_to_read(body, head.lengths, served.inputs) > ON_LOOP_BYTES
             ):
@@ -154,11 +154,14 @@ class HotExchange(Exchange):
 class HotProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with a shorter way for plain requests.
 
-    A connection is in one of four states. Either uvicorn has it, from the first byte of a request that is not plain
-    until uvicorn has answered everything it got. Or a plain request waits for its answer, and further bytes are kept.
-    Or ``CallConnection`` has it, until it receives the first bytes of a request that is not a gRPC call. Or none of
-    these, and the next bytes decide. Each request is decided on anew, because HAProxy sends those of all clients over
-    the same connections.
+    A connection is in one of four states:
+
+    - uvicorn owns it, from the first byte of a request that is not plain until uvicorn has answered all its requests.
+    - A plain request waits for its answer, and further bytes are buffered.
+    - ``CallConnection`` owns it, until the first bytes of a request that is not a gRPC call arrive.
+    - It is idle, and the next bytes decide.
+
+    Each request is routed anew, because HAProxy sends the requests of all clients over the same connections.
     """
 
     def __init__(
@@ -263,7 +266,7 @@ class HotProtocol(HttpToolsProtocol):
             self._leave_to_uvicorn(data)
 
     def _pass_on(self, data: bytes) -> None:
-        """Leave what is not a plain request to ``CallConnection`` or uvicorn, as its first bytes say."""
+        """Pass a request that is not plain to ``CallConnection`` or uvicorn, depending on its first bytes."""
         if not self._is_free or CALL_START[: len(data)] != data[: len(CALL_START)]:
             self._leave_to_uvicorn(data)
         elif len(data) < len(CALL_START):
@@ -272,7 +275,7 @@ class HotProtocol(HttpToolsProtocol):
             self._hand_over(data)
 
     def _hand_over(self, data: bytes) -> None:
-        """Hand the connection over to ``CallConnection``, until it receives something else than a call."""
+        """Hand the connection over to ``CallConnection``, until it receives something other than a call."""
         self._stop_gathering()
         self.flow.resume_reading()
         self.connections.discard(self)
@@ -283,7 +286,7 @@ class HotProtocol(HttpToolsProtocol):
         protocol.data_received(data)
 
     def _take_back(self, data: bytes) -> None:
-        """Go on after calls, with the first bytes of another request."""
+        """Take the connection back after calls, with the first bytes of another request."""
         self.connections.add(self)
         self.transport.set_protocol(self)
         self._take(data)

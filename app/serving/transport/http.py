@@ -25,7 +25,7 @@ ROOM_BYTES = 4 * 2**30
 _OPEN_PATHS = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
 _NATURAL = "/v1/"
 _READING_PATHS = (_NATURAL, "/v2/repository/")
-"""The beginnings of the paths, besides that of ``infer``, whose requests have bodies."""
+"""Prefixes of the paths, besides ``infer``, whose requests have bodies."""
 _INFER = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 
 
@@ -47,7 +47,7 @@ class HttpApi:
             await self._others(scope, receive, send)
 
     def refusal(self, scope: Scope) -> UnauthorizedError | None:
-        """Return the error of a request that its path does not allow, such as one without the token."""
+        """Return the error of a request that is not allowed on its path, such as one without the token."""
         if scope["type"] == "http" and not _is_open(scope["path"]):
             try:
                 self._endpoint.access.check(Caller.of(headers_of(scope)))
@@ -101,17 +101,17 @@ class HttpApi:
     async def _ask(
         self, name: str, version: str | None, headers: Mapping[str, str], body: bytes, asked: Asked
     ) -> tuple[InferRequest, InferResponse]:
-        """Read a body, and return the request and its response. Raises as the endpoint does."""
+        """Read a body, and return the request and its response. Raises the endpoint's errors."""
         found = self._endpoint.find(name, version)
         asked.model, asked.version = name, found.version
 
         def read() -> InferRequest:
             return read_infer(body, headers, name, version, found.inputs)
 
-        # The most frequent requests are small, and take the shortest way.
+        # Most requests are small, and take the shortest path.
         num_bytes = bytes_to_read(body, headers, found.inputs)
         request = read() if num_bytes <= ON_LOOP_BYTES else await self._endpoint.reader.read(num_bytes, read)
-        # Only now, because a version can be replaced while a body arrives and is read.
+        # Looked up only now, because a version can be replaced while a body arrives and is read.
         target = self._endpoint.route(name, version)
         asked.version = target.version
         return request, await target.infer(request)
@@ -136,7 +136,7 @@ class DirectInference:
             room_bytes: limit on the total size of all bodies; a compressed one counts as its largest possible content.
         """
         self.ongoing = 0
-        """Requests that wait or run. Their bodies are here."""
+        """Number of requests that wait or run. Their bodies have arrived."""
         self.awaited = AwaitedBodies()
         self._bytes = 0  # of all bodies
         self.endpoint = endpoint
@@ -146,7 +146,7 @@ class DirectInference:
     def before(self, app: ASGIApp) -> ASGIApp:
         """Return an application that answers inference here, and leaves all other requests to ``app``.
 
-        ``app`` gets a request once its body is here, because Serve gives a request a place at its first byte.
+        ``app`` gets a request once its body has arrived, because Serve gives a request a slot at its first byte.
         """
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -162,8 +162,8 @@ class DirectInference:
     async def _infer(self, path: re.Match[str], scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it if there are too many or they are too large in total.
 
-        A request takes its place once its body is here, so that slow clients do not take those of others. A request
-        without its token takes no place. Parts of a body that are read only to be dropped take no room.
+        A request takes a slot once its body has arrived, so that slow clients do not take the slots of others. A
+        request without its token takes no slot. Parts of a body that are read only to be dropped reserve no memory.
         """
         receive, send = close_if_unread(scope, receive, send)
         if refusal := self._api.refusal(scope):
@@ -177,7 +177,7 @@ class DirectInference:
 
         async def receive_counted() -> Message:
             nonlocal held, has_entered
-            # The body is here, so this waits for the client to go away.
+            # The body has arrived, so this waits for the client to disconnect.
             if has_entered:
                 return await receive()
             message = await self.awaited.next_part(receive, self.endpoint.config.max_requests)
@@ -199,7 +199,7 @@ class DirectInference:
             self.ongoing -= has_entered
 
     async def _receive(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Receive the body of a request that is not for ``infer``, then leave the request to ``app``."""
+        """Receive the body of a request that is not for ``infer``, then pass the request to ``app``."""
         receive, send = close_if_unread(scope, receive, send)
         if refusal := self._api.refusal(scope):
             await error_response(refusal)(scope, receive, send)
@@ -268,16 +268,16 @@ def match_infer(scope: Scope) -> re.Match[str] | None:
 
 
 def _inflation(headers: Mapping[str, str]) -> int:
-    """Return how much larger a body may become.
+    """Return the factor by which a body may expand.
 
-    It is the worst case, because how far a body inflates is known only after it took the memory.
+    It is the worst case, because the real factor is known only after the memory is used.
     """
     encoding = headers.get("content-encoding")
     return MAX_INFLATION if encoding and is_compressed(encoding) else 1
 
 
 def _reads_body(scope: Scope) -> bool:
-    """Return whether a request has a body, and one of the other routes reads it."""
+    """Return whether a request has a body that one of the other routes reads."""
     return has_body(scope) and scope["method"] == "POST" and scope["path"].startswith(_READING_PATHS)
 
 

@@ -151,7 +151,7 @@ def _embeddings(endpoint: Endpoint) -> APIRouter:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result], asked: Asked) -> Result | None:
-    """Return the result of ``work``; None, which nobody reads, if the client goes away first."""
+    """Return the result of ``work``; None, which nobody reads, if the client disconnects first."""
     result = await unless_gone(request.receive, work)
     if result is None:
         asked.outcome = "cancelled"
@@ -166,12 +166,12 @@ async def _read_predict(endpoint: Endpoint, request: Request) -> PredictRequest:
 
 
 async def _read_json(endpoint: Endpoint, request: Request, model: type[Body]) -> Body:
-    """Read a body of JSON. Raises RequestError."""
+    """Read a JSON body. Raises RequestError."""
     return await _read(endpoint, request, partial(parse_body, model))
 
 
 async def _read(endpoint: Endpoint, request: Request, parse: Callable[[bytes], Result]) -> Result:
-    """Read a body, undo its compression and parse it. Raises RequestError."""
+    """Read, decompress and parse a body. Raises RequestError."""
     body, encoding = await read_body(request.headers, request.receive), request.headers.get("content-encoding", "")
     size = LIMITS.json_bytes if is_compressed(encoding) else len(body)
     return await endpoint.reader.read(size, lambda: parse(decompress(body, encoding, LIMITS.json_bytes)))

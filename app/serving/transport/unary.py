@@ -37,7 +37,7 @@ _MAX_CALLERS, _MAX_CALLER_BYTES = 1024, 1024
 _MAX_OPEN_BYTES = 4096
 """Limit on a message to a method that needs no token."""
 _MAX_OTHER_BYTES = 2**20
-"""Limit on a message to another method than inference: all of them take names."""
+"""Limit on a message to a method other than inference. Those methods take only names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class UnaryService:
         # Callers are remembered, because the check hashes the token.
         if caller not in self._callers:
             self._check_caller(call)
-            # Long headers are checked each time, so that callers cannot fill the memory.
+            # Long headers are checked each time and not cached, so that callers cannot fill the memory.
             if sum(map(len, filter(None, call.head.caller))) > _MAX_CALLER_BYTES:
                 return
             if len(self._callers) >= _MAX_CALLERS:
@@ -153,7 +153,7 @@ class UnaryCall(Exchange):
         self._deadline: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Refuse a call of an unknown method or compression, from an unauthorized caller, or with a wrong timeout."""
+        """Refuse an unauthorized call, or one with an unknown method or compression or an invalid timeout."""
         if not self.head.is_grpc:
             self._answers.refuse_http(self)
             return
@@ -205,7 +205,7 @@ class UnaryCall(Exchange):
                 self._service.direct.enter()
                 self._has_entered = True
             if is_compressed:
-                # Reserve for the worst case: the size of the content is known only after it took the memory.
+                # Reserve for the worst case, because the decompressed size is known only after the memory is used.
                 self._hold(max(0, min(MAX_INFLATION * len(message), self._method.max_bytes) - self._held))
                 self._task = asyncio.get_running_loop().create_task(self._inflate(self._method, message))
             else:
@@ -264,10 +264,10 @@ class UnaryCall(Exchange):
         self._held += num_bytes
 
     def _message(self) -> tuple[bool, bytes]:
-        """Return whether the message of the call is compressed, and its bytes.
+        """Return whether the call's message is compressed, and its bytes.
 
         Raises:
-            RequestError: the call does not have one whole message, or does not say how it is compressed.
+            RequestError: the call does not have exactly one whole message, or does not say how it is compressed.
         """
         prefix, message = self._data[:_PREFIX_BYTES], bytes(memoryview(self._data)[_PREFIX_BYTES:])
         self._data = b""
@@ -281,7 +281,7 @@ class UnaryCall(Exchange):
         return bool(prefix[0]), message
 
     async def _inflate(self, method: _Method, message: bytes) -> None:
-        """Decompress the message beside the event loop, and proceed with its content."""
+        """Decompress the message outside the event loop, and proceed with its content."""
         try:
             content = await self._service.reader.read(
                 method.max_bytes, lambda: decompress(message, self.head.encoding, method.max_bytes)
@@ -384,7 +384,7 @@ class UnaryCall(Exchange):
 
 
 def _parsed(kind: type[Message], content: bytes) -> Message | None:
-    """Return a message; None if it cannot be parsed, which its method refuses."""
+    """Parse a message; return None if it cannot be parsed, which its method refuses."""
     try:
         return kind.FromString(content)
     except DecodeError:
