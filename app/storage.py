@@ -44,8 +44,8 @@ def open_storage(location: str | None) -> UPath:
     """Return the root of storage: ``location``, else ``$RAYLOOM_STORAGE``, else ``~/.rayloom/storage``.
 
     Raises:
-        StorageError: the location holds a secret; the path is relative, which in a job would be in a copy that Ray
-            deletes; or the driver of the protocol is not installed.
+        StorageError: the location holds a secret; the path is relative, so in a job it would lie in a copy that Ray
+            deletes; or the protocol's driver is not installed.
     """
     location = location or os.environ.get("RAYLOOM_STORAGE") or str(HOME / "storage")
     if holds_secret(location):
@@ -72,9 +72,9 @@ def absolute_location(location: str) -> str:
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether ``name`` names one file or folder and cannot lead out of the folder that has it.
+    """Return whether ``name`` names one file or folder and cannot lead out of its parent folder.
 
-    Names with a slash, a backslash, a colon or a control character are not, and neither are ``.`` and ``..``.
+    Names with a slash, a backslash, a colon or a control character are not plain, nor are ``.`` and ``..``.
     """
     return re.fullmatch(r"(?!\.{1,2}$)[^/\\:\x00-\x1f\x7f]{1,255}", name) is not None
 
@@ -86,7 +86,7 @@ def _check_plain(name: str) -> str:
 
 
 PlainName = Annotated[str, AfterValidator(_check_plain)]
-"""A name that a file in storage gives, and that becomes a path on the machine that reads it."""
+"""A name that is read from a file in storage and becomes a path on the reading machine."""
 
 
 def is_local(path: UPath) -> bool:

@@ -1,4 +1,4 @@
-"""URIs in recipes and messages: which of them hold a secret, and how they are shown."""
+"""URIs in recipes and messages: finding and hiding the secrets in them."""
 
 import re
 from urllib.parse import parse_qsl, urlsplit
@@ -10,19 +10,19 @@ _SECRET_NAME = re.compile(
 """Names of parameters that hold secrets: passwords, tokens, keys and the signatures of signed addresses."""
 
 _OTHER_NAMES = ("sslkey", "sslcert", "sslrootcert", "ssl_key", "ssl_cert", "ssl_ca", "partition_key", "sort_key")
-"""Names that look like these: files with keys, and columns."""
+"""Names that only look like secrets: key files, and columns."""
 
 _CHAIN = re.compile(r"::(?=[A-Za-z][\w+.-]*://)")
-"""Between two links of fsspec's chains. An address of IPv6 has colons, too."""
+"""The separator of links in fsspec's chains. IPv6 addresses have colons, too."""
 
 _LOGIN = re.compile(r"://(?:[^/?#\s@:]*:(?!\d+[/?#]|:)\S*|[^/?#\s]*)@")
-"""What comes before the host. A password may hold slashes, unless it begins like a port."""
+"""The part before the host. A password may contain slashes, unless it begins like a port."""
 
 
 def holds_secret(text: str) -> bool:
-    """Return whether a URI has a password, a token or a signature. So has one whose parts cannot be told apart.
+    """Return whether a URI has a password, a token or a signature, or has an ``@`` and cannot be parsed.
 
-    In a chain of fsspec, such as ``zip://rows.csv::s3://…``, each link counts.
+    In an fsspec chain, such as ``zip://rows.csv::s3://…``, every link is checked.
     """
     return any(_link_holds_secret(link) for link in _CHAIN.split(text))
 
@@ -32,7 +32,7 @@ def _link_holds_secret(text: str) -> bool:
         return False
     scheme = text.partition("://")[0].lower()
     login = _LOGIN.search(text)
-    # A web server takes a token in place of the user. In fsspec's github:// it is the owner and the repository.
+    # A web server accepts a token in place of the user. In fsspec's github:// this is the owner and the repository.
     if login and scheme != "github" and (":" in login[0][3:] or scheme in ("http", "https")):
         return True
     try:
@@ -44,10 +44,10 @@ def _link_holds_secret(text: str) -> bool:
 
 
 def hide_secrets(text: str) -> str:
-    """Return the text with each URI in it that holds a secret cut to scheme, host and path."""
+    """Return the text with every URI that holds a secret reduced to scheme, host and path."""
     return re.sub(r"[\w+.-]+://\S+", lambda uri: without_secrets(uri[0]) if holds_secret(uri[0]) else uri[0], text)
 
 
 def without_secrets(text: str) -> str:
-    """Return the text with each URI in it cut to scheme, host and path."""
+    """Return the text with every URI reduced to scheme, host and path."""
     return re.sub(r"(://[^?#\s]*)[?#]\S*", r"\1", _LOGIN.sub("://", text))

@@ -31,7 +31,7 @@ def _check_url_or_reference(given: str) -> str:
     if is_reference(given):
         return given
     if holds_secret(given):
-        raise ValueError("the URL carries a secret: put the whole URL where env:NAME or file:/PATH points to")
+        raise ValueError("the URL carries a secret: put the URL in a variable or file, and give env:NAME or file:/PATH")
     return check_url(given)
 
 

@@ -11,9 +11,9 @@ _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _KEY = re.compile(rf"(?:{_WORD}/)?{_WORD}")
 _SELECTOR = re.compile(rf"(?P<no>!?)(?:in\((?P<several>{_WORD}(?:, ?{_WORD})*)\)|(?P<one>{_WORD}))")
 ACCELERATOR = "accelerator_type:"
-"""How the name of Ray's resource for a kind of GPU begins."""
+"""Prefix of Ray's resource for a kind of GPU."""
 _ANY_SHARE = 0.001
-"""What is reserved of such a resource, which only says that a node has the kind."""
+"""Amount to reserve of such a resource. It is tiny, because the resource only marks nodes with that kind."""
 
 
 def _check_labels(labels: dict[str, str]) -> dict[str, str]:
@@ -26,7 +26,7 @@ def _check_labels(labels: dict[str, str]) -> dict[str, str]:
 
 
 LabelSelector = Annotated[dict[str, str], AfterValidator(_check_labels)]
-"""Conditions on the labels of a node, as Ray writes them: ``{market: spot}``, ``{zone: "!in(a, b)"}``."""
+"""Conditions on a node's labels, in Ray's syntax: ``{market: spot}``, ``{zone: "!in(a, b)"}``."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,22 @@ class Placement:
     """What a node must have for one worker, task or replica."""
 
     resources: Mapping[str, float]
-    """Amounts that are reserved."""
+    """Amounts to reserve."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def selects(self, node: Mapping[str, Any]) -> bool:
-        """Return whether a node, as ``ray.nodes()`` lists it, is alive and has the labels."""
+        """Return whether a node, as listed by ``ray.nodes()``, is alive and has the labels."""
         given = node.get("Labels") or {}
         return bool(node["Alive"]) and all(_holds(selector, given.get(key)) for key, selector in self.labels.items())
 
     def fits(self, node: Mapping[str, Any]) -> bool:
-        """Return whether a node that it selects is large enough."""
+        """Return whether a node is selected and large enough."""
         held = node["Resources"]
         return self.selects(node) and all(amount <= held.get(kind, 0.0) for kind, amount in self.resources.items())
 
 
 def _holds(selector: str, label: str | None) -> bool:
-    """Return whether a node with this label, or without one, is selected. A node without it is none of those named."""
+    """Return whether the selector accepts a node's label. None, a missing label, matches no value in the selector."""
     found = _SELECTOR.fullmatch(selector)
     assert found, selector
     named = found["several"].replace(" ", "").split(",") if found["several"] else [found["one"]]

@@ -60,7 +60,7 @@ def title_of(location: str | Path) -> str:
     if given == STANDARD_INPUT:
         return "standard input"
     if not given.startswith(_SCHEME):
-        # A whole location may have spaces, also within a query.
+        # A location on its own may contain spaces, even in its query.
         return without_secrets(re.split(r"[?#]", given, maxsplit=1)[0] if "://" in given else given)
     parameters = given.removeprefix(_SCHEME).partition(",")[0].split(";")
     names = [value for name, _, value in (parameter.partition("=") for parameter in parameters) if name == "name"]

@@ -36,7 +36,7 @@ Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
 
 
 def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every text of a tree with its dotted key, and the names within its mappings."""
+    """Yield every string of a tree with its dotted key, including the keys of its mappings."""
     if isinstance(node, str):
         yield key, node
     elif isinstance(node, Mapping):
@@ -204,7 +204,7 @@ class Recipe(Section):
         if not is_stored(info) and (keys := [key for key, text in _texts(self.model_dump()) if holds_secret(text)]):
             raise ValueError(
                 f"{keys[0]} is a URI with a password, a token or a signature, and a recipe must not contain secrets: "
-                "leave it out, and give it in the environment of the cluster's nodes, in the variables that the "
+                "leave it out, and set it in the environment of the cluster's nodes, in the variables that the "
                 "protocol's driver reads"
             )
         return self

@@ -18,7 +18,7 @@ def _check_uri(given: str) -> str:
     if scheme not in _SCHEMES:
         raise ValueError("expected a URI such as https://mlflow.example.org, or env:NAME or file:/PATH that holds it")
     if holds_secret(given):
-        raise ValueError("the URI carries a secret: put the whole URI where env:NAME or file:/PATH points to")
+        raise ValueError("the URI carries a secret: put the URI in a variable or file, and give env:NAME or file:/PATH")
     return given
 
 

@@ -247,14 +247,14 @@ class TrainConfig(Section):
 
     @property
     def placement(self) -> Placement:
-        """Which nodes may hold a worker, and what Ray reserves for it."""
+        """The nodes that may run a worker, and what Ray reserves for it."""
         gpu = {"GPU": 1.0} if self.device == "gpu" else {}
         reserved = {"CPU": self.cpus_per_worker, **gpu, **of_kind(self.accelerator_type), **self.resources}
         return Placement(reserved, self.labels)
 
     @property
     def preparation(self) -> Placement:
-        """Which nodes may prepare a part of the data. It needs no GPU, so the kind of GPU says nothing."""
+        """The nodes that may prepare a part of the data. The kind of GPU is ignored, because preparation needs none."""
         return Placement({"CPU": 1.0, **self.resources}, self.labels)
 
     @property
