@@ -147,7 +147,7 @@ class Run:
         return self._finish(outcome.status, outcome.metrics.model_dump(mode="json"), outcome.artifacts, None)
 
     def interrupt(self) -> Result:
-        """Return the result of a run whose process was told to end. Write it as ``fail`` does."""
+        """Write the result of a run whose process was told to stop, as ``fail`` does, and return it."""
         return self._finish("stopped", {}, {}, None)
 
     def fail(self, error: str) -> Result:
@@ -215,12 +215,12 @@ def execute(run: Run, step: Step, parent: UPath | None = None) -> Result:
 
 
 def runs_folder(storage: UPath, job: str) -> UPath:
-    """Return the folder of a job's runs, which are named by their ids. Raise StorageError if it is not a job's name."""
+    """Return the folder of a job's runs, which are named by id. Raise StorageError if ``job`` is not a job's name."""
     return _folder_in(storage / "runs", job, "a job such as train")
 
 
 def folder_of_run(storage: UPath, job: str, run_id: str) -> UPath:
-    """Return the folder of one run. Raise StorageError if the id is none: a path would lead elsewhere."""
+    """Return the folder of one run. Raise StorageError if the id is not valid, because a path would lead elsewhere."""
     return _folder_in(runs_folder(storage, job), run_id, "a run's id")
 
 

@@ -42,11 +42,11 @@ def may_grow() -> bool:
 
 
 def require(needed: Mapping[str, float], who: str, placement: Placement | None = None) -> None:
-    """Check that the cluster has the resources, which ``who`` needs. On another cluster, only print that it lacks some.
+    """Check that the cluster has the resources that ``who`` needs. If it may grow, only print what it lacks.
 
     Only the nodes that ``placement`` selects count.
 
-    The local cluster never grows. Another one may have an autoscaler, for whose nodes the job waits.
+    The local cluster never grows. Another cluster may have an autoscaler, and the job waits for its nodes.
 
     Raises:
         ClusterError: the local cluster has too little of a resource.
@@ -66,7 +66,7 @@ def require(needed: Mapping[str, float], who: str, placement: Placement | None =
 
 
 def cores_of_nodes(reserved: Mapping[str, float]) -> list[int]:
-    """Return the CPUs of each node that has the resources which a process reserves, and CPUs for work at all."""
+    """Return the CPUs of each node that has CPUs and the resources that a process reserves."""
     return fitting_cores([node["Resources"] for node in ray.nodes() if node["Alive"]], reserved)
 
 
@@ -108,7 +108,7 @@ def training_cluster(config: TrainConfig) -> Cluster:
 
 
 def live_cluster(config: TrainConfig) -> Cluster:
-    """Return the part of this job's cluster where workers may be placed: its GPUs, or without any their CPUs."""
+    """Return the part of this job's cluster where workers may be placed: its GPUs, or its CPUs if it has no GPUs."""
     connect()
     kind = Placement(of_kind(config.accelerator_type) | config.resources, config.labels)
     return cluster_of_nodes([node["Resources"] for node in ray.nodes() if kind.fits(node)], config.workers_range[1])

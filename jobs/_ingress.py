@@ -41,7 +41,7 @@ class Address:
 
 
 def require_address(config: ServeConfig) -> Address:
-    """Return the address that Ray Serve has, or can have on this cluster.
+    """Return the address that Ray Serve has, or would have on this cluster.
 
     Raises:
         ClusterError: a port is taken, Serve already listens elsewhere, or TLS is not possible.
@@ -70,7 +70,7 @@ def require_address(config: ServeConfig) -> Address:
 
 
 def start_serve(config: ServeConfig) -> Address:
-    """Start Ray Serve, unless it runs, and return its address. Raises ClusterError as ``require_address``."""
+    """Start Ray Serve unless it is running, and return its address. Raises ClusterError as ``require_address`` does."""
     address = require_address(config)
     give_to_haproxy(config.tls)  # the certificate may be another one
     if start_options() is None:

@@ -39,8 +39,8 @@ def _run_units(storage: UPath, placement: Placement, work: Callable[[int], int],
     """Yield the number of each unit when its task is done. Units are files in storage, so nothing else is sent.
 
     Raises:
-        ClusterError: a node or process was lost, several times.
-        UnsharedStorageError: a node would write its shards where no other one finds them.
+        ClusterError: a node or process was lost several times.
+        UnsharedStorageError: a node would write its shards where no other node finds them.
         RayloomError: what ``work`` raises.
     """
     if not units:

@@ -1,4 +1,4 @@
-"""Whether all nodes see what a job keeps in storage."""
+"""Check that all nodes see a job's storage."""
 
 import ray
 from ray.exceptions import RayTaskError
@@ -15,7 +15,7 @@ def require_shared_storage(storage: UPath, *placements: Placement) -> None:
 
     Args:
         storage: the folder that all jobs share.
-        placements: of each kind of work. A node that fits none of them is not asked.
+        placements: one for each kind of work. A node that fits none of them is not checked.
 
     Raises:
         UnsharedStorageError: a node cannot see a file that this process wrote.

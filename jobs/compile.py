@@ -22,7 +22,7 @@ def compile_on_node(run: Run) -> Outcome:
 
 
 def require_compile_room(config: CompileConfig) -> None:
-    """Check that the cluster has what compiling reserves, as ``require``."""
+    """Check that the cluster has what compiling reserves, as ``require`` does."""
     require(config.reserved, "compile.cpus, compile.gpus and compile.resources")
 
 

@@ -83,10 +83,10 @@ def deploy(run: Run) -> Outcome:
 
 
 def require_deployable(recipe: Recipe, storage: UPath) -> None:
-    """Check all that a deployment needs beside the version itself, before one is trained.
+    """Check everything that a deployment needs besides the version itself, before training it.
 
     Raises:
-        ClusterError: there is too little room, a port is taken, Serve listens elsewhere, a secret cannot be read.
+        ClusterError: resources are short, a port is taken, Serve listens elsewhere, or a secret cannot be read.
         StorageError: a version that is served beside the new one is missing or was changed.
     """
     serve, before = recipe.serve, desired_config()

@@ -89,7 +89,7 @@ def lifecycle(run: Run) -> Outcome:
 
 
 def check_later_steps(run: Run) -> None:
-    """Check all that a later step would refuse, before the first one takes its time. Raises what the step would."""
+    """Check everything that a later step would refuse, before the first step starts. Raises the same errors."""
     recipe = run.recipe
     connect()
     require_train_room(recipe.train)

@@ -22,9 +22,9 @@ _IS_UNARY = f"{{ path_beg {_SERVICE} }} !{{ path {_SERVICE}ModelStreamInfer }} {
 """HAProxy's condition for unary calls: the call is unary, and at least one replica is up."""
 _NOT_HERE = (
     "status 404 content-type application/json string "
-    """'{"error":"this port takes no gRPC: send calls to serve.grpc_port"}'"""
+    """'{"error":"this port does not accept gRPC: send calls to serve.grpc_port"}'"""
 )
-"""HAProxy's answer to a path of gRPC on the port for HTTP."""
+"""HAProxy's answer to a gRPC path on the HTTP port."""
 
 
 class When(StrEnum):
@@ -68,7 +68,7 @@ def edits(no_answer: Path, tls: Path) -> dict[When, tuple[Edit, ...]]:
             ),
             Edit(
                 f"s|^frontend http_frontend$|&\\n    http-request return {_NOT_HERE} if {{ path_beg {_SERVICE} }}|",
-                "calls of gRPC have a port of their own, and no web page can send them there",
+                "gRPC calls have their own port, to which no web page can send them",
             ),
             Edit(
                 rf"s|^defaults.*|&\n    timeout http-request {_HEADERS_TIMEOUT_S}s|",

@@ -105,7 +105,7 @@ class JobsApi:
         return _readable(Node, self._listed("nodes"))
 
     def dead_actors(self) -> list[Actor]:
-        """Return the actors that have ended, in any way. Raises httpx.HTTPError."""
+        """Return the actors that have ended for any reason. Raises httpx.HTTPError."""
         dead = {"filter_keys": "state", "filter_predicates": "=", "filter_values": "DEAD"}
         return _readable(Actor, self._listed("actors", **dead))
 
@@ -125,7 +125,7 @@ class JobsApi:
 
 
 def _readable(kind: type[Item], entries: list[Any]) -> list[Item]:
-    """Return the entries as their kind. Warn of one that is not as Ray describes it, so that it hides no other."""
+    """Parse entries as ``kind``. Leave out malformed ones with a warning, so that they do not hide others."""
     found = []
     for entry in entries:
         try:
@@ -136,4 +136,4 @@ def _readable(kind: type[Item], entries: list[Any]) -> list[Item]:
 
 
 _warn_once = lru_cache(maxsize=256)(warn)
-"""Warns, but not of the same thing again: the cluster is asked every few seconds."""
+"""Logs each warning only once, because the cluster is polled every few seconds."""

@@ -121,12 +121,12 @@ def send_job(job: str, recipe: str, arguments: list[str], name: str, target: _Ta
 
 
 def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
-    """Submit a lost job again from its folder. Jobs that train or tune are told to resume.
+    """Resubmit a lost job from its folder. Training and tuning jobs are told to resume.
 
-    Return the new id, or None if ``submit`` has not sent the job, or if it was a resubmitted job itself.
+    Return the new id, or None if ``submit`` has not sent the job, or if the job was itself a resubmitted one.
 
     Raises:
-        ClusterError: the cluster does not answer, or rejects the token or the job, or its command is none of a shell.
+        ClusterError: the cluster does not answer, or rejects the token or the job, or the command is not valid shell.
     """
     folder = job.metadata.get(_FOLDER)
     if folder is None:
@@ -258,7 +258,7 @@ def _print_log(submission_id: str, environment: Mapping[str, str]) -> bool:
 
 
 def _exit_code(submission_id: str, job: Job | None) -> int:
-    """Return 0 for a job that succeeded, else print why and return 1: nothing may go on after a stopped job."""
+    """Return 0 for a job that succeeded; else print why and return 1. A stopped job also counts as a failure."""
     if job is None or not job.has_ended:
         print(f"the end of job {submission_id} is unknown: look at 'rayloom status'", file=sys.stderr)
         return 1

@@ -188,6 +188,6 @@ def _profile(folder: UPath) -> _Profile | None:
 def _steps(folder: UPath) -> Iterator[dict[str, Any]]:
     file = folder / METRICS_FILE
     for line in file.read_bytes().splitlines() if file.exists() else ():
-        entry = parse_line(line)  # the last may be torn
+        entry = parse_line(line)  # the last line may be incomplete
         if entry and "data_stall" in entry:
             yield entry

@@ -27,7 +27,7 @@ _KINDS = {
 }
 KINDS = (*_KINDS, "other")
 _JOB = re.compile(r"(?<!\S)[\"']?jobs\.(\w+)")
-"""A job in an entrypoint, which need not be a shell's: anybody may submit anything."""
+"""Matches a job in an entrypoint, which may be any text: anybody can submit anything."""
 
 
 @dataclass(eq=False)  # a registry keeps collectors by their identity
@@ -48,19 +48,19 @@ class ClusterWatch(Collector):
 
     def look(self) -> None:
         """Ask once. What does not answer is counted, and asked again at the next look."""
-        # Each on its own, so that one that fails takes nothing from the others.
+        # Each list is polled separately, so that a failure does not affect the others.
         looks = [self._look(look) for look in (self._look_at_jobs, self._look_at_nodes, self._look_at_actors)]
         self._failed_looks += not all(looks)
 
     def _look(self, look: Callable[[], None]) -> bool:
-        """Return whether the cluster has answered with what is expected."""
+        """Return whether the cluster gave a valid answer."""
         try:
             look()
         except (httpx.HTTPError, AttributeError, LookupError, TypeError, ValueError):
             return False
         return True
 
-    # The lock is only held once there is an answer, so that Prometheus never waits for the cluster's API.
+    # Take the lock only once there is an answer, so that Prometheus never waits for the cluster's API.
 
     def _look_at_jobs(self) -> None:
         jobs = self.api.jobs()

@@ -85,13 +85,13 @@ def list_runs(
 
 
 def _jobs_in(storage: UPath, job: str | None) -> list[str]:
-    """Return the job that a person names, else those that have runs. Raise StorageError if there is no such job.
+    """Return the given job, else all jobs that have runs. Raise StorageError if there is no such job.
 
-    On an object store, a request for a job that has no runs would be two.
+    On an object store, a job without runs would take two requests.
     """
     if job:
         if job not in JOBS:
-            raise StorageError(f"{job!r} is not a job whose runs are kept: expected one of {', '.join(JOBS)}")
+            raise StorageError(f"{job!r} is not a job that keeps runs: expected one of {', '.join(JOBS)}")
         return [job]
     return sorted(set(list_names(storage / "runs")) & set(JOBS), key=JOBS.index)
 

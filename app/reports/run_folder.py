@@ -70,7 +70,7 @@ class RunFolder:
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """The resolved recipe. It is not validated: it may be of an earlier version. Raises StorageError if damaged."""
+        """The resolved recipe, not validated: it may be of an earlier version. Raises StorageError if damaged."""
         try:
             loaded = yaml.safe_load(self.recipe_text)
         except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: an impossible date
@@ -118,12 +118,12 @@ def link_to_run(job: str, run_id: str, text: str | None = None) -> Link:
 
 
 def headline(result: Result) -> str:
-    """Return the one or two figures of a result that a person wants first, or the error."""
+    """Return the one or two main figures of a result, or the error."""
     if result.error:
         return result.error
     try:
         return _first_figures(result)
-    except (AttributeError, LookupError, TypeError, ValueError):  # of another release, or changed by hand
+    except (AttributeError, LookupError, TypeError, ValueError):  # written by another release, or changed by hand
         return f"the figures in {RESULT_FILE} cannot be read"
 
 
@@ -149,7 +149,7 @@ def _first_figures(result: Result) -> str:
 
 
 def cost_of(usage: list[Usage]) -> dict[str, object]:
-    """Describe device-hours and energy, summed over attempts, and the first worker's GPU by its means."""
+    """Describe device-hours and energy, summed over attempts, and the means of the first worker's GPU."""
     if not usage:
         return {"device-hours": "not measured", "energy": "not measured"}
     device = "GPU" if usage[0].device == "gpu" else "CPU core"
@@ -166,7 +166,7 @@ def cost_of(usage: list[Usage]) -> dict[str, object]:
 
 
 def _mean_rate(usage: list[Usage], amount_of: Callable[[Usage], float | None]) -> float | None:
-    """Return an amount for each second, over the attempts that measured it."""
+    """Return the mean amount per second, over the attempts that measured it."""
     measured = [(amount, attempt.seconds) for attempt in usage if (amount := amount_of(attempt)) is not None]
     seconds = sum(seconds for _, seconds in measured)
     return sum(amount for amount, _ in measured) / seconds if seconds else None

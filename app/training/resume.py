@@ -37,7 +37,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     folder = folder_of_run(storage, job, run_id)
     if not (folder / CONFIG_FILE).exists():
         raise StorageError(
-            f"train.resume is {run_id!r}, and {str(folder.parent)!r} has no such run: give its id, or {LATEST}"
+            f"train.resume is {run_id!r}, and {str(folder.parent)!r} has no such run: give a run's id, or {LATEST}"
         )
     # For ``latest``, ``newest_unfinished`` has looked already.
     if resume != LATEST and _has_finished(folder):

@@ -282,7 +282,7 @@ def _noted_failure(loop: Loop) -> Iterator[None]:
 
 
 def _measure_usage(mirror: Mirror, config: TrainConfig, worker: Worker) -> AbstractContextManager[None]:
-    """Measure device-hours, energy and the GPU's utilisation, from now until the workers end."""
+    """Measure device-hours, energy and GPU utilisation, from now until the workers end."""
     sources: dict[str, Callable[[], Counter]] = {"cpu": RaplCounter}
     utilisation: Callable[[], Utilisation] | None = None
     if worker.device.type == "cuda":

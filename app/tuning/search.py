@@ -165,7 +165,7 @@ class Search:
         """Return Ray's tuner of the trials that are left."""
         parameters = {"recipe": self.recipe.model_dump_json(), "run_folder": str(self.folder), "mark": mark}
         trainable = tune.with_resources(tune.with_parameters(TrialActor, **parameters), self._actor_resources)
-        trainable.__qualname__ = TrialActor.__qualname__  # by which Ray lists its actors, and we count lost trials
+        trainable.__qualname__ = TrialActor.__qualname__  # the name in Ray's list of actors
         return tune.Tuner(
             trainable,
             tune_config=tune.TuneConfig(

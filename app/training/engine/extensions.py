@@ -47,7 +47,7 @@ def load_extension(builder: ExtensionBuilder) -> Any:
 
 @contextmanager
 def _scripts_on_path() -> Iterator[None]:
-    """Let torch find ``ninja``, which DeepSpeed installs beside Python. It is not on the path without an activation."""
+    """Let torch find ``ninja``, which is beside Python and on the path only in an activated environment."""
     before = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), before])
     try:
