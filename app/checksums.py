@@ -68,7 +68,7 @@ def read_checksums(folder: UPath) -> dict[str, str]:
     sums = {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
     if odd := [name for name in sums if not is_plain_name(name)]:
         raise StorageError(
-            f"{str(folder / CHECKSUMS_FILE)!r} names {odd[0]!r}, not a file of its folder: make it again"
+            f"{str(folder / CHECKSUMS_FILE)!r} names {odd[0]!r}, not a file of its folder: write the checksums again"
         )
     return sums
 

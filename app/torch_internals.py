@@ -72,14 +72,14 @@ def set_default_group_timeout(timeout: timedelta) -> None:
 
 
 def load_pt2(path: Path) -> "ExportedProgram":
-    """Read a program of ``torch.export.save``. ``torch.export.load`` falls back to formats that hold pickles."""
+    """Read a program of ``torch.export.save``, without the fallback of ``torch.export.load`` to pickle formats."""
     from torch.export.pt2_archive import _package
 
     return _package.load_pt2(str(path)).exported_programs["model"]
 
 
 def is_symbolic_function(name: str) -> bool:
-    """Return whether ``name`` is a class of expressions of sympy or torch. torch lists its own in no public place."""
+    """Return whether ``name`` is an expression class of sympy or torch. torch has no public list of its classes."""
     import sympy
     from torch.utils._sympy import functions
 

@@ -142,10 +142,10 @@ class ServingDefaults(BaseModel):
         return self
 
     def within(self, cores: Sequence[int]) -> "ServingDefaults":
-        """Return these settings with no more threads on a node than it has cores.
+        """Return these settings, reduced so that no node has more threads than cores.
 
         Args:
-            cores: those of each node that replicas may be on. Serve spreads them evenly. Empty: not known.
+            cores: the cores of each node that may hold replicas, which Serve spreads evenly. Empty if not known.
         """
         if not cores:
             return self
@@ -226,9 +226,9 @@ class ModelCard(Scored):
         )
 
     def within(self, cores: Sequence[int]) -> Self:
-        """Return the card with settings for nodes with so many cores, as in ``ServingDefaults.within``.
+        """Return the card with settings for nodes with these cores, as in ``ServingDefaults.within``.
 
-        A GPU's settings stay: they were measured of the GPU, and not of the cores beside it.
+        GPU settings do not change: they depend on the GPU, not on the cores beside it.
         """
         serving = self.serving.within(cores) if self.engine_key.device == "cpu" else self.serving
         return self.model_copy(update={"serving": serving})
@@ -263,7 +263,7 @@ class Manifest(ModelCard):
     """A published version, with the sha256 of each of its files."""
 
     seal: str = Field(default="", exclude=True)
-    """The sha256 of the manifest's own file. It tells versions apart that had the same number one after the other."""
+    """The sha256 of the manifest's own file. It distinguishes successive versions with the same number."""
 
     name: PlainName
     version: PositiveInt

@@ -28,7 +28,7 @@ class ListedVersion:
     name: str
     version: int
     aliases: tuple[str, ...]
-    """``DAMAGED`` if the file of the model's aliases is not valid any more."""
+    """``DAMAGED`` if the model's alias file is not valid."""
 
     manifest: Manifest | None
     """None if the version was changed after publication."""
@@ -76,10 +76,10 @@ class Repository:
         """Return the manifest of a version.
 
         Args:
-            seal: that of the manifest that is expected; None if any is.
+            seal: the seal of the expected manifest; None accepts any.
 
         Raises:
-            StorageError: it is missing, was changed, or has another seal.
+            StorageError: the manifest is missing, was changed, or has another seal.
         """
         try:
             manifest = read_manifest(self.folder(name, version))
@@ -178,7 +178,7 @@ class Repository:
         """Compare every file of a version with its sha256, and return its manifest.
 
         Raises:
-            StorageError: as ``manifest``, or files are missing, changed or foreign; each is named.
+            StorageError: as in ``manifest``, or files are missing, changed or unexpected; the message names each.
         """
         manifest = self.manifest(name, version, seal)
         check_files(self.folder(name, version), manifest.files)
@@ -288,7 +288,7 @@ class Repository:
         return StorageError(f"model {name!r} has no version {version}: published are {self.versions(name)}")
 
     def _aliases_or_none(self, name: str) -> Aliases | None:
-        """Return the aliases of a model; None if their file is not valid any more."""
+        """Return the aliases of a model; None if their file is not valid."""
         try:
             return self.aliases(name)
         except StorageError:

@@ -23,7 +23,7 @@ CLAIM_FILE = ".claim"
 """The first file that a publisher writes on an object store, to reserve the number."""
 
 _ABANDONED_S = 3600.0
-"""Time since the last write after which no process works on a temporary folder. Writing one file renews it."""
+"""Time since the last write after which a temporary folder counts as abandoned."""
 
 _NOT_IN_MANIFEST = (MANIFEST_FILE, SEAL_FILE, CLAIM_FILE)
 
@@ -136,9 +136,9 @@ def withdraw(folder: UPath) -> None:
 
 
 def remove_abandoned(model: UPath) -> None:
-    """Remove what a killed process has left on a local disk: folders and files without a write for an hour."""
+    """Remove what killed processes left on a local disk: folders and files without a write for an hour."""
     for left in model.glob(".*.tmp"):
-        with suppress(FileNotFoundError):  # another process removes it, or its writer ends
+        with suppress(FileNotFoundError):  # another process has removed it, or its writer has finished
             files = left.iterdir() if left.is_dir() else ()
             newest = max(path.stat().st_mtime for path in (left, *files))
             if time.time() - newest > _ABANDONED_S:

@@ -1,7 +1,8 @@
 """A .pt2 file of torch.export, read only if nothing in it would run code.
 
-PyTorch unpickles parts of such a file, loads compiled libraries from it, evaluates its expressions, and makes Python
-code of its names. So its records are those of a plain program, its pickles hold tensors, and its texts are plain.
+PyTorch unpickles parts of such a file, loads compiled libraries from it, evaluates its expressions, and turns its names
+into Python code. So a file is accepted only if it has the records of a plain program, plain strings, and pickles that
+hold only tensors.
 """
 
 import ast
@@ -27,7 +28,7 @@ _RECORDS = re.compile(
 _NAME = re.compile(r"[\w.]*")
 _OPERATOR = re.compile(r"torch\.(ops|sym_\w+)(\.\w+)*|_operator\.[a-z_]+|math\.[a-z0-9]+")
 _ONLY_TENSORS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""torch's setting that no pickle makes other objects than tensors and plain values."""
+"""torch's setting that limits unpickling to tensors and plain values."""
 
 _ARITHMETIC = (
     *(ast.Expression, ast.Name, ast.Load, ast.Constant, ast.keyword, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare),
@@ -40,8 +41,8 @@ def read_program(path: Path) -> ExportedProgram:
     """Read a program.
 
     Raises:
-        CompileError: it holds something that can run code.
-        Exception: of many classes, if the file cannot be read.
+        CompileError: the file holds something that can run code.
+        Exception: the file cannot be read; the class varies.
     """
     archive = PT2ArchiveReader(str(path))
     names = archive.get_file_names()
@@ -51,7 +52,7 @@ def read_program(path: Path) -> ExportedProgram:
         if not _CHECKS.get(key, _is_name)(text):
             raise _refusal(path, f"{text[:80]!r} as {key or 'a name'}", "letters, digits, dots and arithmetic")
     with _only_tensors():
-        # torch.export.load would read other formats as well if this fails.
+        # Unlike this, torch.export.load falls back to other formats.
         return load_pt2(path)
 
 
@@ -75,7 +76,7 @@ def _only_tensors() -> Iterator[None]:
 
 
 def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every text of a program with its key, and the keys themselves as names."""
+    """Yield every string of a program with its key, and the keys themselves as names."""
     if isinstance(node, str):
         yield key, node
     elif isinstance(node, list):
@@ -84,7 +85,7 @@ def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(node, dict):
         for name, item in node.items():
             yield "", name
-            # It is kept for messages.
+            # PyTorch only shows it in messages.
             if name != "metadata":
                 yield from _texts(item, name)
 
@@ -102,7 +103,7 @@ def _is_operator(text: str) -> bool:
 
 
 def _is_structure(text: str) -> bool:
-    """Return whether the structure of arguments, which is JSON in JSON, holds names alone."""
+    """Return whether the structure of arguments, a JSON string within JSON, holds only names."""
     try:
         inner = json.loads(text) if text[:1] in ("[", "{", '"') else text
     except ValueError:
@@ -111,7 +112,7 @@ def _is_structure(text: str) -> bool:
 
 
 def _is_expression(text: str) -> bool:
-    """Return whether an expression has nothing but arithmetic, functions of symbols, and sizes of inputs."""
+    """Return whether an expression has only arithmetic, symbolic functions and sizes of inputs."""
     try:
         return _is_arithmetic(ast.parse(text, mode="eval"))
     except (SyntaxError, ValueError, RecursionError):
@@ -144,4 +145,4 @@ _CHECKS: dict[str, Callable[[str], bool]] = {
     "as_strings": _is_anything,
     "torch_version": _is_anything,
 }
-"""What a text may be, by its key. Texts under other keys are names."""
+"""Checks of strings, by key. Strings under other keys must be names."""
