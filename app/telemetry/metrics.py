@@ -100,7 +100,7 @@ class Point:
 
 
 Publish = Callable[[Iterable[Sample]], None]
-"""Takes all values that a process has now, as ``Publisher.publish`` does."""
+"""Takes all current values of a process, as ``Publisher.publish`` does."""
 
 
 class Api(Protocol):
@@ -111,10 +111,10 @@ class Api(Protocol):
 
 
 class Publisher:
-    """Gives Ray the current values. A metric is made when it has its first value.
+    """Gives Ray the current values. A metric is created at its first value.
 
-    Ray has no histogram that takes counts. So the series of one are gauges there, with the names that histograms have:
-    Prometheus computes rates and quantiles of them all the same.
+    Ray has no histogram that takes counts. So each series of a histogram is a gauge in Ray, with a histogram's names.
+    Prometheus computes rates and quantiles from them as usual.
     """
 
     def __init__(self, api: Api) -> None:
@@ -122,7 +122,7 @@ class Publisher:
         self._api = api
         self._instruments: dict[str, Any] = {}
         self._counted: dict[tuple[str, tuple[str, ...]], float] = {}
-        """What Ray has of each counter."""
+        """The value that Ray has of each counter."""
         self._values: list[Sample | Distribution] = []
         self._lock = threading.Lock()
 
@@ -133,7 +133,7 @@ class Publisher:
             self._report()
 
     def repeat(self) -> None:
-        """Give Ray the last values again. It would drop gauges, and so histograms, that have not changed."""
+        """Give Ray the last values again. It drops gauges, and so histograms, that are not set again."""
         with self._lock:
             self._report()
 
@@ -152,16 +152,16 @@ class Publisher:
             return
         before = self._counted.get((point.name, point.labels), 0.0)
         self._counted[point.name, point.labels] = point.value
-        if increment := point.value - before if point.value >= before else point.value:  # less: counting began anew
+        if increment := point.value - before if point.value >= before else point.value:  # lower: the counter was reset
             instrument.inc(increment, labels)
 
 
 @contextmanager
 def publishing(api: Api, work: str = "training") -> Iterator[Publish]:
-    """Yield ``Publisher.publish``, and repeat its values until the block ends, because they may not change for long.
+    """Yield ``Publisher.publish``, and repeat its values until the block ends, even if they do not change.
 
     Args:
-        work: goes on if metrics cannot be repeated.
+        work: named in the log as continuing if metrics cannot be repeated.
     """
     publisher, repeating = Publisher(api), BestEffort("metrics cannot be repeated", work)
     with repeat_in_background(lambda: repeating(publisher.repeat), INTERVAL_S, name="metrics"):

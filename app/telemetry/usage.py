@@ -35,7 +35,7 @@ class Usage(BaseModel):
     """Joules by source: ``cpu`` for the processor packages of the first worker's machine, with all that runs there;
     ``gpu`` for the first worker's GPU. A source that cannot be read is missing."""
     gpu_busy_s: float | None = None
-    """Seconds in which the first worker's GPU ran a kernel, of this run or of another; None if not measured."""
+    """Seconds in which the first worker's GPU ran a kernel of any process; None if not measured."""
 
     @property
     def device_hours(self) -> float:
@@ -48,7 +48,7 @@ class Counter(Protocol):
     """A source of joules or busy seconds."""
 
     def read(self) -> float:
-        """Return the amount so far, counted from any point. It never decreases."""
+        """Return the amount so far, from an arbitrary start. It never decreases."""
         ...
 
 
@@ -92,7 +92,7 @@ class _NvmlGpu:
 
 
 class GpuCounter(_NvmlGpu):
-    """NVML's total energy counter of one GPU, in mJ since the driver was loaded. Volta and later have it."""
+    """NVML's counter of one GPU's total energy, in mJ since the driver was loaded. It needs Volta or later."""
 
     def read(self) -> float:
         """Return the joules so far."""
@@ -103,11 +103,11 @@ class Utilisation(Protocol):
     """A source of the share of time in which a GPU runs a kernel."""
 
     def samples(self, after_us: int) -> list[tuple[int, float]]:
-        """Return the samples later than ``after_us``: the time of each in µs, and its share."""
+        """Return the samples later than ``after_us``, as pairs of a time in µs and a share."""
         ...
 
     def now(self) -> float:
-        """Return the newest share."""
+        """Return the current share."""
         ...
 
 
@@ -115,7 +115,7 @@ class GpuUtilisation(_NvmlGpu):
     """NVML's utilisation of one GPU. The driver takes one to six samples a second and keeps the newest."""
 
     def samples(self, after_us: int) -> list[tuple[int, float]]:
-        """Return the samples since then. A driver may take none while the GPU is idle."""
+        """Return the samples later than ``after_us``. A driver may take none while the GPU is idle."""
         kind = self._nvml.NVML_GPU_UTILIZATION_SAMPLES
         try:
             _, samples = self._nvml.nvmlDeviceGetSamples(self._handle, kind, after_us)
@@ -131,7 +131,7 @@ class GpuUtilisation(_NvmlGpu):
 
 @dataclass
 class BusyCounter:
-    """The busy seconds of a GPU: the time between two calls, times the mean of the samples taken between them."""
+    """The busy seconds of a GPU: the time between two reads, times the mean of the samples in between."""
 
     gpu: Utilisation
     clock: Callable[[], float]
@@ -162,11 +162,11 @@ class UsageMeter:
         utilisation: Callable[[], Utilisation] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``usage`` describes the attempt that begins now. A source that cannot be opened is left out.
+        """Measure the attempt that begins now, in ``usage``. A source that cannot be opened is left out.
 
         Args:
-            sources: open the counters of joules.
-            utilisation: opens the source of the GPU's utilisation.
+            sources: functions that open the counters of joules.
+            utilisation: function that opens the source of the GPU's utilisation.
         """
         self._mirror, self._usage, self._clock = mirror, usage, clock
         self._began = clock()
@@ -197,7 +197,7 @@ class UsageMeter:
         taken = {
             "energy_j": {name: joules() for name, joules in self._energy.items()},
             "gpu_busy_s": self._busy() if self._busy else None,
-            "seconds": self._clock() - self._began,  # read last: no GPU is busy for longer
+            "seconds": self._clock() - self._began,  # read last, because no GPU is busy for longer
         }
         now = self._usage.model_copy(update=taken)
         content = json.dumps([usage.model_dump(mode="json") for usage in (*self._earlier, now)], indent=1)
@@ -205,9 +205,9 @@ class UsageMeter:
 
 
 def _since_now(open_counter: Callable[[], Counter]) -> Callable[[], float] | None:
-    """Return a function that tells what a counter has counted since now; None if it cannot be read.
+    """Return a function that returns what a counter has counted from now on; None if it cannot be read.
 
-    That is so without a driver or the right to read, and on an older GPU.
+    It cannot be read without a driver or permission, or on an older GPU.
     """
     with suppress(Exception):
         counter = open_counter()
