@@ -22,9 +22,9 @@ SETTINGS_FILE = "image.json"
 ImageChange = Callable[[Image.Image], Image.Image]
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 _MAX_PIXELS = 2**26
-"""Decoding takes eight bytes of memory per pixel, however small the file is. Also the limit on a request's pictures."""
+"""Maximum pixels of one picture, and of all pictures of a request. Decoding takes eight bytes of memory per pixel."""
 _MAX_ENLARGEMENT, _MIN_PIXELS = 1024, 2**20
-"""Limit on a request's picture, in pixels of the model, and a limit that is never lower. A camera's picture of 48
+"""Limit on a request's picture as a multiple of the model's pixels, and its lower bound. A camera's picture of 48
 million pixels is 958 times one of 224 x 224.
 """
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
@@ -139,10 +139,10 @@ class ImageProcessor:
         return {"channels": self._config.channels, "image_size": self._config.size}
 
     def weigh(self, item: Input) -> float:
-        """Return the pixels of a picture as a share of those that one request may have, from the picture's header.
+        """Return a picture's pixels as a share of one request's limit. Only the picture's header is read.
 
         Raises:
-            DataError: it is far larger than the model's own pictures, or cannot be read.
+            DataError: the picture is far larger than the model's input, or cannot be read.
         """
         limit = min(max(_MIN_PIXELS, _MAX_ENLARGEMENT * self._config.size**2), _MAX_PIXELS)
         with _opened(item) as image:

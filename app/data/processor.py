@@ -62,13 +62,13 @@ class PretrainedProcessor(Protocol):
 
 @runtime_checkable
 class WeighingProcessor(Protocol):
-    """A processor of inputs that may be small and take long to read. The endpoint weighs them before."""
+    """A processor whose inputs may be small but slow to read. The endpoint weighs them first."""
 
     def weigh(self, item: Input) -> float:
-        """Return the share of what one request may ask for that reading an input takes, without reading it.
+        """Return the cost of reading an input, as a share of one request's limit, without reading it.
 
         Raises:
-            DataError: the input is far larger than the model's own, or cannot be read.
+            DataError: the input is far larger than the model's input, or cannot be read.
         """
         ...
 

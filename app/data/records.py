@@ -124,7 +124,7 @@ class RecordProcessor:
         return self._with_one_length(tensors)
 
     def weigh(self, item: Input) -> float:
-        """Return the sum of what its fields weigh. Raises DataError as ``encode``."""
+        """Return the sum of the weights of the record's fields. Raises DataError as ``encode`` does."""
         return sum(
             processor.weigh(self._content(name, value))
             for name, value in self._fields(item).items()

@@ -25,7 +25,7 @@ SETTINGS_FILE = "text.json"
 _MAX_PIECE_LENGTH = 4
 _CHARACTERS_PER_TOKEN = 4
 _SPARE_TOKENS = 16
-"""Tokens beyond the longest bucket. Only the last ones before a cut can differ from those of the whole text."""
+"""Tokens to compute beyond the longest bucket. Only tokens next to a cut can differ from those of the whole text."""
 _ROWS_AT_ONCE = 4096
 """Texts of a split that are encoded together to find their lengths."""
 
@@ -136,8 +136,8 @@ class TextProcessor:
     def _encodings(self, texts: Sequence[str]) -> list[Encoding]:
         """Tokenise texts up to the longest bucket.
 
-        The rest of a long text is left out, which would take time and memory and change nothing: the first characters
-        are tokenised, then twice as many, until some tokens are left over.
+        Tokenising the rest of a long text would take time and memory and change nothing. So the first characters are
+        tokenised, then twice as many, until some tokens are left over.
         """
         found: dict[int, Encoding] = {}
         left, limit = list(range(len(texts))), _CHARACTERS_PER_TOKEN * self._buckets[-1]
@@ -179,7 +179,7 @@ class TextProcessor:
 
 
 def _first_words(text: str, limit: int) -> str:
-    """Return so many characters of a text at most, up to the end of a word if they hold one."""
+    """Return at most ``limit`` characters of a text, cut at the end of a word if possible."""
     if len(text) <= limit:
         return text
     cut = text.rfind(" ", 0, limit)

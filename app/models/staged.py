@@ -69,7 +69,7 @@ def embed(tokens: nn.Embedding, input_ids: Tensor) -> Tensor:
     return embedded
 
 
-@keep_uncompiled  # the compiler would not see that ZeRO 3 gathers the weight of a module that does not run
+@keep_uncompiled  # the compiler does not see that ZeRO 3 gathers the weight of a module that does not run
 def unembed(tokens: nn.Embedding, hidden: Tensor) -> Tensor:
     """Return the logits of tokens: the last use of a tied embedding."""
     return functional.linear(hidden, tokens.weight)
