@@ -89,7 +89,7 @@ def write_pictures(folder: Path, count: int) -> int:
     labels = [label.replace("/", "-") for label in examples.labels[: min(count, _DRAWN)]]
     for label in set(labels):
         (folder / label).mkdir(parents=True, exist_ok=True)
-    # An executor ends its processes by a message. A pool ends them by SIGTERM, which they may have learned to ignore.
+    # An executor ends its processes by a message. A pool uses SIGTERM, which they may ignore.
     with ProcessPoolExecutor(usable_cores(), multiprocessing.get_context("fork")) as pool:
         drawn = list(pool.map(_draw, range(len(labels)), examples.inputs, chunksize=200))
     total = 0

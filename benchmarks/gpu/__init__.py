@@ -1,1 +1,1 @@
-"""Everything that only a GPU can prove, as one script for a bare machine: see README.md."""
+"""Measurements that need a GPU, as one script for a bare machine: see README.md."""

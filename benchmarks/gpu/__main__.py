@@ -1,7 +1,7 @@
-"""Measure what a GPU can prove: bash benchmarks/gpu/run.sh [--steps NAME …] [--again] [--dry-run]
+"""Run the measurements that need a GPU: bash benchmarks/gpu/run.sh [--steps NAME …] [--again] [--dry-run]
 
-Each step runs in a process of its own, within a limit. After each, ``results.json``,
-``RESULTS.md`` and ``logs/STEP.log`` are written.
+Each step runs in its own process, within a time limit. ``results.json``, ``RESULTS.md`` and
+``logs/STEP.log`` are written after each step.
 """
 
 import argparse
@@ -29,26 +29,26 @@ _FOLDER = Path(__file__).parent
 _ROOT = _FOLDER.parents[1]
 _BUDGET_S = 9 * 60
 _MIN_S = 10
-"""A step is not begun when less time is left."""
+"""Minimum time left to start a step."""
 _PACKAGES = ("torch", "deepspeed", "transformers", "onnxruntime", "numpy", "pydantic")
 _CPU_PATIENCE = 4
-"""Factor of the limits on a CPU, which compiles and computes slower."""
+"""Factor on the limits for a CPU, which compiles and computes slower."""
 _MARK = "RAYLOOM_GPU_STEP"
-"""The environment variable that tells the processes of a step."""
+"""The environment variable that marks the processes of a step."""
 _LOG_LINES = 12
-"""Lines of a failed step's log that are kept."""
+"""Number of lines to keep from a failed step's log."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the steps. Return 0 if all that ran have passed, 1 if one failed, 2 if the command or the device is wrong."""
+    """Run the steps. Return 0 if all that ran passed, 1 if one failed, 2 if the command or the device is wrong."""
     began = time.monotonic()
     parser = argparse.ArgumentParser(prog="run.sh", description=__doc__)
-    parser.add_argument("--steps", nargs="+", metavar="NAME", help="only these; the others of results.json stay")
-    parser.add_argument("--again", action="store_true", help="only those that have not passed in results.json")
+    parser.add_argument("--steps", nargs="+", metavar="NAME", help="run only these; keep the others in results.json")
+    parser.add_argument("--again", action="store_true", help="run only those that have not passed in results.json")
     parser.add_argument("--dry-run", action="store_true", help="list the steps, their limits and their floors")
-    parser.add_argument("--card", default="h100", help="with --dry-run: the card of the floors (default: h100)")
-    parser.add_argument("--budget", type=float, default=_BUDGET_S, help="seconds for all of it (default: 540)")
-    parser.add_argument("--out", type=Path, default=_FOLDER, help="folder of results.json and RESULTS.md")
+    parser.add_argument("--card", default="h100", help="with --dry-run: the card for the floors (default: h100)")
+    parser.add_argument("--budget", type=float, default=_BUDGET_S, help="total seconds (default: 540)")
+    parser.add_argument("--out", type=Path, default=_FOLDER, help="folder for results.json and RESULTS.md")
     given = parser.parse_args(argv)
     if given.dry_run:
         print(list_steps(given.card))
@@ -72,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_results(file: Path, device: Device, is_new: bool) -> Results:
-    """Return the results of an earlier run on such a device, to which steps are added, or new ones.
+    """Return the results of an earlier run on this device, to add steps to, or empty results.
 
     Raises:
-        ValueError: no GPU is there, or the earlier results are of another device.
+        ValueError: there is no GPU, or the earlier results are of another device.
     """
     fresh = Results(date=today(), device=_device_name(device), card=hardware(device).device.name, versions=_versions())
     if is_new or not file.exists():
@@ -93,13 +93,13 @@ def _device_name(device: Device) -> str:
 
     if not torch.cuda.is_available():
         raise ValueError(
-            "torch finds no GPU here: check the driver, or set DEVICE=cpu to try the script with small models"
+            "torch finds no GPU here: check the driver, or set DEVICE=cpu to test the script on small models"
         )
     return torch.cuda.get_device_name()
 
 
 def _chosen(results: Results, names: Sequence[str] | None, is_again: bool) -> list[Step]:
-    """Return the steps to run, by worth. Raises ValueError for a name that no step has."""
+    """Return the steps to run, the most valuable first. Raises ValueError for an unknown name."""
     known = [step.name for step in STEPS]
     if unknown := set(names or ()) - set(known):
         raise ValueError(f"no step is called {', '.join(sorted(unknown))}: the steps are {', '.join(known)}")
@@ -108,7 +108,7 @@ def _chosen(results: Results, names: Sequence[str] | None, is_again: bool) -> li
 
 
 def run_step(step: Step, device: Device, left_s: float, logs: Path) -> Outcome:
-    """Run a step within its limit and the time that is left, and return how it ended. Its log is kept in ``logs``."""
+    """Run a step within its limit and the time left, and return its outcome. The log is kept in ``logs``."""
     limit_s = min(step.limit_s * (_CPU_PATIENCE if device == "cpu" else 1), left_s)
     if step.needs_gpu and device == "cpu":
         return Outcome(step=step.name, status="not run", reason="needs a GPU")
@@ -133,7 +133,7 @@ def run_step(step: Step, device: Device, left_s: float, logs: Path) -> Outcome:
 
 
 def _wait(command: Sequence[str], device: Device, limit_s: float, log: Path) -> Status:
-    """Run ``command`` with its output in ``log``. Kill it at the limit, and in any case what it has left running."""
+    """Run ``command`` with its output in ``log``. Kill it at the limit. Always kill what it leaves running."""
     settings = {"DEVICE": device, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", _MARK: str(log)}
     with log.open("wb") as output:
         environment = os.environ | settings
@@ -143,7 +143,7 @@ def _wait(command: Sequence[str], device: Device, limit_s: float, log: Path) -> 
         except subprocess.TimeoutExpired:
             return "timed out"
         finally:
-            # Also compilers and ranks, which would disturb the next step. Some have a session of their own.
+            # Also kill compilers and ranks, which would disturb the next step. Some have their own session.
             for left in psutil.process_iter():
                 with suppress(psutil.Error):
                     if left.environ().get(_MARK) == str(log):
@@ -152,7 +152,7 @@ def _wait(command: Sequence[str], device: Device, limit_s: float, log: Path) -> 
 
 
 def _print(outcome: Outcome, elapsed_s: float) -> None:
-    """Print a line for the step and for each of its figures."""
+    """Print one line for the step and one for each figure."""
     print(f"{elapsed_s:5.0f} s  {outcome.step}: {outcome.status} after {outcome.seconds:.0f} s", flush=True)
     for figure in outcome.figures:
         print(f"         {figure_line(figure)}", flush=True)

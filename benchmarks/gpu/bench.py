@@ -1,4 +1,4 @@
-"""The surroundings of a step: its device, its card, and where its figures go."""
+"""The context of a step: its device, its card, and the destination of its figures."""
 
 import os
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ GOAL_MFU = 0.5
 
 @dataclass(frozen=True)
 class Bench:
-    """A step's surroundings."""
+    """The context of a step."""
 
     device: Device
     kit: Path
-    """The folder with the corpus and the weights that the kit brings."""
+    """The folder with the kit's corpus and weights."""
     record: Record
 
     @property
     def is_small(self) -> bool:
-        """Whether models and batches are small, because a CPU tries the step."""
+        """Whether models and batches are small, because the step runs on a CPU."""
         return self.device == "cpu"
 
     @property
     def cluster(self) -> Cluster:
-        """One card, with the figures of its data sheet."""
+        """One card, with its data sheet's figures."""
         return hardware(self.device)
 
     @property
@@ -45,7 +45,7 @@ class Bench:
         return _existing(self.kit / "weights/minilm")
 
     def figure(self, name: str, value: float | str, unit: str = "", reached: bool | None = None) -> None:
-        """Record a figure that is compared with nothing."""
+        """Record a figure without a reference."""
         self.record(Figure(name=name, value=value, unit=unit, reached=reached))
 
     def compare(
@@ -55,13 +55,13 @@ class Bench:
         self.record(Figure(name=name, value=value, unit=unit, reference=reference, source=source, reached=reached))
 
     def compare_with_floor(self, name: str, seconds: float, floor: Floor, precision: Precision) -> None:
-        """Record a time in ms beside the least that the card's data sheet allows."""
+        """Record a time in ms beside the minimum that the card's data sheet allows."""
         least = floor.seconds(self.cluster.device, precision)
         self.compare(name, 1e3 * seconds, "ms", 1e3 * least, f"floor: {floor.bound(self.cluster.device, precision)}")
 
 
 def hardware(device: Device) -> Cluster:
-    """Return one card of this machine as the planner knows it; on a CPU, this machine's processor.
+    """Return the planner's description of one card of this machine; for a CPU, of the processor.
 
     Raises:
         PlanError: the planner's catalogue does not know the GPU.
@@ -74,7 +74,7 @@ def hardware(device: Device) -> Cluster:
 
 
 def default_device() -> Device:
-    """Return what the environment variable DEVICE says: ``gpu``, unless it is ``cpu``."""
+    """Return the device that the environment variable DEVICE names. The default is ``gpu``."""
     given = os.environ.get("DEVICE", "gpu")
     if given not in ("gpu", "cpu"):
         raise PlanError(f"DEVICE is {given!r}: expected gpu or cpu")

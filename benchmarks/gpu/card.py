@@ -1,4 +1,4 @@
-"""The card itself: what a large matrix product and a large copy reach of its data sheet."""
+"""The card: the rates of a large matrix product and a large copy, compared with its data sheet."""
 
 import time
 from collections.abc import Callable
@@ -40,13 +40,13 @@ def torch_device(bench: Bench) -> torch.device:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until ``device`` has done all that it was given."""
+    """Wait until ``device`` has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def median_s(work: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
-    """Return the median seconds of ``work``, each waited for, after three that warm up."""
+    """Return the median seconds of ``work``, after three warm-up calls. Wait for the device after each call."""
     seconds = []
     for _ in range(3 + repeats):
         wait_for(device)

@@ -8,7 +8,7 @@ from benchmarks.gpu.bench import Bench
 
 
 def measure(bench: Bench) -> None:
-    """Compile the optimizer on the CPU and, for a GPU, the quantizer of ZeRO++. Record the seconds of each."""
+    """Compile the CPU optimizer and, for a GPU, the quantizer of ZeRO++. Record the seconds of each."""
     import_deepspeed()
     from deepspeed.ops.op_builder import CPUAdamBuilder, QuantizerBuilder
 

@@ -1,4 +1,4 @@
-"""Measured figures, and the outcomes of steps as they lie in ``results.json``."""
+"""Measured figures, and the outcomes of steps as stored in ``results.json``."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +12,13 @@ Status = Literal["passed", "failed", "timed out", "not run"]
 
 
 class Figure(BaseModel):
-    """One measured number, beside the number that it is compared with."""
+    """One measured number, and the reference that it is compared with."""
 
     name: str
     value: float | str
     unit: str = ""
     reference: float | None = None
-    """In the same unit."""
+    """The reference, in the same unit."""
     source: str = ""
     """Where ``reference`` comes from, such as ``floor`` or ``planner``."""
     reached: bool | None = None
@@ -26,11 +26,11 @@ class Figure(BaseModel):
 
 
 Record = Callable[[Figure], None]
-"""Keeps a figure at once, so that a step that is killed later does not lose it."""
+"""Stores a figure immediately, so that a step that is killed later does not lose it."""
 
 
 class Outcome(BaseModel):
-    """The end of one step."""
+    """The outcome of one step."""
 
     step: str
     status: Status
@@ -41,18 +41,18 @@ class Outcome(BaseModel):
 
 
 class Results(BaseModel):
-    """All that one or several runs have found on one machine."""
+    """The results of one or more runs on one machine."""
 
     date: str
     device: str
-    """The name that torch gives the GPU, or ``cpu``."""
+    """torch's name of the GPU, or ``cpu``."""
     card: str
-    """The catalogue's name of the hardware whose data sheet the floors come from."""
+    """The catalogue's name of the hardware whose data sheet gives the floors."""
     versions: str
     outcomes: list[Outcome] = []
 
     def outcome(self, step: str) -> Outcome | None:
-        """Return the outcome of ``step``; None if it has not been reached."""
+        """Return the outcome of ``step``; None if there is none yet."""
         return next((outcome for outcome in self.outcomes if outcome.step == step), None)
 
     def add(self, outcome: Outcome) -> None:
@@ -71,7 +71,7 @@ def append_figure(file: Path, figure: Figure) -> None:
 
 
 def read_figures(file: Path) -> list[Figure]:
-    """Return the figures of a file of JSON lines. A last line that a killed process has torn is left out."""
+    """Return the figures of a file of JSON lines. An incomplete last line, left by a killed process, is ignored."""
     if not file.exists():
         return []
     whole = file.read_text(encoding="utf-8").rpartition("\n")[0]

@@ -1,4 +1,4 @@
-"""The least time that a computation can take: its operations and its bytes, over the rates of a data sheet."""
+"""The minimum time of a computation: its operations and bytes, divided by a data sheet's rates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ _NUMBER_BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Floor:
-    """What a computation has to do at least."""
+    """The minimum work of a computation."""
 
     operations: float
-    """Of floating point; a multiplication and an addition are two."""
+    """Floating-point operations; a multiplication and an addition are two."""
     nbytes: float
-    """Read from the device's memory and written to it, each input and output once."""
+    """Bytes read from and written to the device's memory, each input and output once."""
 
     def seconds(self, device: Device, precision: Precision) -> float:
-        """Return the larger of both times on ``device``."""
+        """Return the larger of the two times on ``device``."""
         return max(self.operations / device.flops(precision), self.nbytes / device.memory_bandwidth)
 
     def bound(self, device: Device, precision: Precision) -> str:
-        """Say what takes the time: the operations or the bytes."""
+        """Return which time is larger: that of the operations or of the bytes."""
         computes = self.operations / device.flops(precision) >= self.nbytes / device.memory_bandwidth
         return f"{self.operations:.2g} operations" if computes else f"{self.nbytes:.2g} bytes"
 
@@ -39,7 +39,7 @@ def training_floor(recipe: Recipe) -> Floor:
     """Return the floor of an optimizer step of a language model on random tokens.
 
     Each micro-batch reads the weights in its forward and in its backward pass, and writes the gradients. The optimizer
-    reads the gradients, reads and writes its numbers, and writes the weights.
+    reads the gradients, reads and writes its state, and writes the weights.
     """
     facts = gpt_facts(recipe)
     with torch.device("meta"):
@@ -67,5 +67,5 @@ def forward_floor(model: nn.Module, inputs: Mapping[str, Tensor], precision: Pre
 
 
 def gpt_facts(recipe: Recipe) -> dict[str, int]:
-    """Return the properties of the data that a GPT asks for."""
+    """Return the dataset properties that a GPT needs."""
     return {"vocab_size": recipe.data.tokenizer.vocab_size, "max_length": recipe.data.block_length}

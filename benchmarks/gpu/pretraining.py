@@ -1,7 +1,7 @@
 """A large GPT on GPUs: torchrun --nproc-per-node 1 -m benchmarks.gpu.pretraining RECIPE… [key=value …]
 
-Prints tokens/s, model FLOPs utilisation and peak memory of each recipe's model under the recipe's plan, trained on
-random tokens. Overrides are for all of them, such as train.torch_compile=false.
+Train each recipe's model under its own plan on random tokens. Print tokens/s, model FLOPs utilisation and peak memory.
+Overrides, such as train.torch_compile=false, apply to all recipes.
 """
 
 import argparse
@@ -44,7 +44,7 @@ SMALL = (
     "train.global_batch_size=4",
     "train.plan.micro_batch=2",
 )
-"""Overrides with which a CPU tries a recipe."""
+"""Overrides to test a recipe on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,18 @@ class Reached:
     step_s: float
     """Median seconds of an optimizer step."""
     tokens_per_s: float
-    """Tokens per second of all workers together."""
+    """Tokens per second over all workers."""
     mfu: float | None
     memory: MemoryRecord
-    """Of the first worker: on a GPU the peak of its tensors, on a CPU the peak of the whole process."""
+    """The first worker's peak: on a GPU of its tensors, on a CPU of the whole process."""
     held_bytes: int
-    """Bytes of the first worker's tensors between two steps. On a CPU it is 0, because torch does not count there."""
+    """Bytes of the first worker's tensors between two steps. 0 on a CPU, because torch does not count there."""
     loss_scale: float | None
-    """fp16: the factor of the last step's loss."""
+    """The loss scale of the last step, for fp16."""
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Return the cells of the table's row."""
+        """Return the cells of a table row."""
         return (
             self.name,
             f"{self.num_parameters:,}",
@@ -79,11 +79,11 @@ class Reached:
 
 
 def main() -> None:
-    """Measure every recipe, one after the other."""
+    """Measure the recipes one after another."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.pretraining", description=__doc__)
     parser.add_argument("recipes", nargs="+", metavar="RECIPE or key=value")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps that are timed")
-    parser.add_argument("--warm-up", type=int, default=5, help="optimizer steps before these; the first one compiles")
+    parser.add_argument("--steps", type=int, default=20, help="timed optimizer steps")
+    parser.add_argument("--warm-up", type=int, default=5, help="warm-up steps before these; the first one compiles")
     arguments = parser.parse_args()
     overrides = [word for word in arguments.recipes if "=" in word]
     overrides.append(f"train.workers={os.environ.get('WORLD_SIZE', '1')}")
@@ -97,12 +97,12 @@ def main() -> None:
 
 
 def measure_step(bench: Bench, recipe: str, overrides: Sequence[str]) -> None:
-    """Record what one recipe reaches on one GPU, beside the floor and the planner's prediction."""
+    """Measure one recipe on one GPU, and record it beside the floor and the planner's prediction."""
     loaded = load_recipe(recipe, [*overrides, *(SMALL if bench.is_small else ())])
     steps = count(1)
 
     def record_step(seconds: float) -> None:
-        # At once, so that a step that is killed tells how far it came.
+        # Print at once, so that the log of a killed step shows its progress.
         bench.figure(f"step {next(steps)}", 1e3 * seconds, "ms")
 
     reached = measure(loaded, start_worker(loaded.train), _WARM_UP, _STEPS, record_step)
@@ -127,7 +127,7 @@ def _compare_with_planner(bench: Bench, recipe: Recipe, reached: Reached) -> Non
         bench.figure("planner", "says that the plan does not fit")
         return
     validation = validation_of(bench.cluster.device, predicted.config)
-    # The planner's rates are of runs without torch's compiler.
+    # The planner's rates come from runs without torch's compiler.
     is_validated = validation is not None and not recipe.train.torch_compile
     within = abs(reached.step_s / predicted.step_s - 1) <= validation.p90 if validation and is_validated else None
     source = f"planner, ± {validation.p90:.0%}" if validation else "planner, not validated"
@@ -139,7 +139,7 @@ def _compare_with_planner(bench: Bench, recipe: Recipe, reached: Reached) -> Non
 
 
 def predict(recipe: Recipe, cluster: Cluster) -> Candidate | None:
-    """Return what ``rayloom plan`` predicts for the recipe's own plan on ``cluster``; None if it says it does not fit.
+    """Return what ``rayloom plan`` predicts for the recipe's own plan on ``cluster``; None if the plan does not fit.
 
     Raises:
         PlanError: the model cannot be measured.
@@ -155,7 +155,7 @@ def predict(recipe: Recipe, cluster: Cluster) -> Candidate | None:
 def measure(
     recipe: Recipe, worker: Worker, warm_up: int, steps: int, on_step: Callable[[float], None] = no_op
 ) -> Reached:
-    """Train the recipe's model for ``warm_up`` and then ``steps`` optimizer steps. Peak memory is this recipe's.
+    """Train the recipe's model for ``warm_up`` and then ``steps`` optimizer steps. Peak memory covers only this recipe.
 
     Args:
         on_step: called with the seconds of each step.
@@ -187,7 +187,7 @@ def measure(
 
 
 def start_engine(recipe: Recipe, worker: Worker, total_steps: int) -> tuple[TrainingEngine, list[MicroBatch]]:
-    """Return an engine of the recipe's model, and a step's micro-batches of random tokens on the worker's device."""
+    """Return an engine for the recipe's model, and one step's micro-batches of random tokens on the worker's device."""
     config, facts = recipe.train, gpt_facts(recipe)
     layout = config.layout(worker.size)
     torch.manual_seed(config.seed)
@@ -205,7 +205,7 @@ def _time_steps(
     steps: int,
     on_step: Callable[[float], None],
 ) -> float:
-    """Return the median seconds of a step after the warm-up, each waited for."""
+    """Return the median seconds of a step after the warm-up. Wait for the device after each step."""
     seconds = []
     for _ in range(warm_up + steps):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""RESULTS.md, made of ``results.json``, and the list of the steps before any has run."""
+"""RESULTS.md, generated from ``results.json``, and the list of steps before a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ from benchmarks.gpu.steps import STEPS, Step
 from benchmarks.markdown import table, verdict
 
 _ROOT = Path(__file__).parents[2]
-_TITLE = "# What a GPU has shown"
+_TITLE = "# Results on a GPU"
 _HEADER = ("figure", "measured", "beside", "measured / beside", "")
 
 
 def report(results: Results) -> str:
-    """Return RESULTS.md."""
+    """Return the text of RESULTS.md."""
     outcomes = [(step, results.outcome(step.name)) for step in STEPS]
     counts = table(
         ("step", "proves", "outcome", "seconds"),
@@ -46,7 +46,7 @@ def list_steps(card: str) -> str:
         PlanError: the planner's catalogue does not have the card.
     """
     device = cluster_of(f"1x{card}").device
-    lines = [f"{sum(step.limit_s for step in STEPS)} s of limits; steps that find no time left are not run"]
+    lines = [f"{sum(step.limit_s for step in STEPS)} s of limits; steps with no time left are not run"]
     for step in STEPS:
         lines.append(f"{step.limit_s:4d} s  {step.name}: {step.proves}")
         if "recipe" in step.options:

@@ -1,4 +1,4 @@
-"""Exact resume: three runs of the same recipe, one of them stopped and resumed, compared bit for bit."""
+"""Exact resume: runs of the same recipe, one of them stopped and resumed, compared bit for bit."""
 
 import tempfile
 from pathlib import Path
@@ -12,9 +12,9 @@ _STOP = f"alerts=[{{metric: step, above: {_STOPPED_AFTER}, do: [stop]}}]"
 
 
 def measure(bench: Bench) -> None:
-    """Record for a Transformer and a convolutional network whether a resumed run computes the bits of a whole one.
+    """Record for a Transformer and a convolutional network whether a resumed run has the bits of an uninterrupted one.
 
-    Where it does not, a second whole run tells the reason: whether the device repeats its own bits.
+    If it does not, a second uninterrupted run shows whether the device reproduces its own bits.
     """
     reviews = [f"data.source={bench.corpus}", "train.linear_baseline=false", "data.buckets=[64]"]
     if bench.is_small:
@@ -35,12 +35,12 @@ def _compare(bench: Bench, recipe: str, common: tuple[str, ...], folder: Path) -
     repeats = _difference(whole, again)
     bench.figure(f"{name}: largest difference of losses, trained twice", repeats)
     difference = _difference(whole, resumed)
-    reason = "" if repeats == 0 or difference == 0 else "; the device does not repeat its own bits"
+    reason = "" if repeats == 0 or difference == 0 else "; the device does not reproduce its own bits"
     bench.figure(f"{name}: largest difference of losses, resumed{reason}", difference, reached=difference <= repeats)
 
 
 def _difference(expected: TrainedRun, given: TrainedRun) -> float:
-    """Return the largest difference of the losses of two runs. Raises RuntimeError if their steps differ in number."""
+    """Return the largest difference of the losses of two runs. Raises RuntimeError if their numbers of steps differ."""
     if len(expected.losses) != _STEPS or len(given.losses) != _STEPS:
         raise RuntimeError(
             f"{len(expected.losses)} and {len(given.losses)} steps were recorded, expected {_STEPS} each"

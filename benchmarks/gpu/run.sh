@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measure what a GPU can prove, in at most 9 minutes. README.md beside this file says how, and what the kit is.
-# DEVICE=cpu tries the script with small models; KIT is the folder of the kit; PYTHON is the interpreter with torch.
+# Run the measurements that need a GPU, in at most 9 minutes. README.md in this folder explains them and the kit.
+# DEVICE=cpu tests the script on small models; KIT is the folder of the kit; PYTHON is the interpreter with torch.
 set -euo pipefail
 checkout=$(cd "$(dirname "$0")/../.." && pwd)
 for folder in "${KIT:-}" "$checkout/.." "$checkout/build/gpu-kit"; do

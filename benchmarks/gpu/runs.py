@@ -1,4 +1,4 @@
-"""Runs of ``app.training`` in this process, as ``python -m app.training`` trains them."""
+"""Runs of ``app.training`` in this process, trained as by ``python -m app.training``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from app.training.__main__ import main as train
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run that has ended."""
+    """A finished run."""
 
     folder: UPath
 
@@ -32,7 +32,7 @@ class TrainedRun:
 
 
 def trained(recipe: str, overrides: Sequence[str], storage: Path) -> TrainedRun:
-    """Train, and return the run, the only one in ``storage`` or the one that it resumes.
+    """Train and return the run: the only one in ``storage``, or the resumed one.
 
     Raises:
         RuntimeError: training failed; the log says why.

@@ -1,7 +1,7 @@
 """Run one step: python -m benchmarks.gpu.step MEASURE OPTIONS FIGURES
 
-MEASURE is the import string of its function, OPTIONS are the function's, as JSON. Each figure is appended to the file
-FIGURES as soon as it is measured.
+MEASURE is the import string of the step's function, and OPTIONS are its options as JSON. Each figure is appended to the
+file FIGURES as soon as it is measured.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The steps, by worth: the first ones have run when the time is over."""
+"""The steps, the most valuable first, because the time may end before the last ones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,27 +7,27 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Step:
-    """One step. It runs in a process of its own."""
+    """One step. It runs in its own process."""
 
     name: str
     proves: str
     measure: str
     """Import string of a function ``measure(bench, **options)``."""
     limit_s: int
-    """The step is killed after this time."""
+    """Seconds after which the step is killed."""
     options: Mapping[str, Any] = field(default_factory=dict)
     needs_gpu: bool = False
-    """Whether a CPU cannot even try the step."""
+    """Whether the step cannot run on a CPU at all."""
 
 
 def _gpt(name: str, limit_s: int, proves: str, *overrides: str, needs_gpu: bool = False) -> Step:
-    """Return the step that trains the recipe with which ``name`` begins."""
+    """Return the step that trains the recipe whose name ``name`` begins with."""
     options = {"recipe": f"benchmarks/gpu/{name.partition('-')[0]}.yaml", "overrides": overrides}
     return Step(name, proves, "benchmarks.gpu.pretraining:measure_step", limit_s, options, needs_gpu)
 
 
 def _tests(name: str, limit_s: int, file: str) -> Step:
-    return Step(name, f"all of {file} is green", "benchmarks.gpu.tests:run", limit_s, {"file": file})
+    return Step(name, f"all tests of {file} pass", "benchmarks.gpu.tests:run", limit_s, {"file": file})
 
 
 _COMPILED, _EAGER = "train.torch_compile=true", "train.torch_compile=false"
@@ -45,7 +45,7 @@ STEPS = (
     Step("float32", "without TF32 the device holds the gate of fp32", "benchmarks.gpu.inference:measure_float32", 40),
     Step(
         "inference",
-        "latency by batch beside eager PyTorch, a CUDA graph and ONNX Runtime",
+        "latency by batch size beside eager PyTorch, a CUDA graph and ONNX Runtime",
         "benchmarks.gpu.inference:measure_latency",
         60,
     ),

@@ -1,4 +1,4 @@
-"""The tests of ``tests/gpu``, with an outcome each."""
+"""The tests of ``tests/gpu``, with an outcome for each."""
 
 import os
 import sys
@@ -9,11 +9,11 @@ import pytest
 from benchmarks.gpu.bench import Bench
 
 _PROCESSES = 4
-"""Tests that run at once. Imports take most of the time of each."""
+"""Number of tests to run in parallel. Imports take most of each test's time."""
 
 
 class _Outcomes:
-    """A plugin of pytest that records each test as it ends, and counts those that are skipped by their reasons."""
+    """A pytest plugin that records each test as it ends, and counts skipped tests by reason."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
