@@ -1,6 +1,6 @@
-"""Clients that mean harm, in a process of their own: ``python -m tests.attacks NAME ADDRESS SECONDS``.
+"""Malicious clients, in their own process: ``python -m tests.attacks NAME ADDRESS SECONDS``.
 
-It prints how often the attack was made.
+The process prints how often it made the attack.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from tests import bombs
 from tests.wire import message
 
 Once = Callable[[str, float], None]
-"""Attacks an address once, and gives up at a time on the clock ``time.monotonic``."""
+"""Attacks an address once, and stops at a ``time.monotonic`` deadline."""
 
 _HEAD = f"POST {bombs.INFER} HTTP/1.1\r\nHost: x\r\n".encode()
 _REQUEST: dict[str, Any] = {
@@ -30,7 +30,7 @@ _REQUEST: dict[str, Any] = {
         for name in ("input_ids", "attention_mask")
     ]
 }
-"""What the model 'toy' answers. Written here, because its own module imports PyTorch, which takes seconds."""
+"""The answer of the model 'toy'. It is copied here, because the model's module imports PyTorch, which takes seconds."""
 _GOOD = json.dumps(_REQUEST).encode()
 _MANY_HEADERS = b"".join(b"x%d: y\r\n" % number for number in range(5000))
 _PATIENCE_S = 3.0
@@ -38,7 +38,7 @@ _PATIENCE_S = 3.0
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack, and how many clients make it at a time."""
+    """An attack, and how many clients make it concurrently."""
 
     once: Once
     clients: int = 8
@@ -60,7 +60,7 @@ def _until_closed(connection: socket.socket, pause_s: float = 0.0) -> None:
 
 
 def _send(*contents: bytes) -> Once:
-    """Each in turn, on a connection of its own, with its answer."""
+    """Send each content in turn on its own connection, and read the answer."""
     turn = itertools.cycle(contents)
 
     def once(address: str, until_s: float) -> None:
@@ -72,7 +72,7 @@ def _send(*contents: bytes) -> Once:
 
 
 def _hold(content: bytes, drips: bool = False) -> Once:
-    """Send what does not end, and wait until the server closes the connection, with a byte a second or without."""
+    """Send an unfinished request, and wait until the server closes the connection. Optionally drip a byte a second."""
 
     def once(address: str, until_s: float) -> None:
         with _connected(address) as connection:
@@ -90,7 +90,7 @@ def _hold(content: bytes, drips: bool = False) -> Once:
 
 
 def _reset(address: str, _: float) -> None:
-    """Send most of a request, and reset the connection. A whole one would be load, and not an attack."""
+    """Send most of a request, and reset the connection. A whole request would be load, not an attack."""
     with _connected(address) as connection:
         connection.sendall(message("POST", bombs.INFER, _GOOD)[:-10])
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -105,12 +105,12 @@ def _pipeline(address: str, _: float) -> None:
 
 
 def _frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
-    """A frame of HTTP/2. https://www.rfc-editor.org/rfc/rfc9113#section-4.1"""
+    """Return an HTTP/2 frame. https://www.rfc-editor.org/rfc/rfc9113#section-4.1"""
     return len(content).to_bytes(3, "big") + struct.pack(">BBI", kind, flags, stream) + content
 
 
 def _headers(*more: tuple[str, str], path: str = "/inference.GRPCInferenceService/ModelInfer") -> bytes:
-    """The headers of a call, as literals that are not indexed. https://www.rfc-editor.org/rfc/rfc7541#section-6.2.2"""
+    """Return a call's headers, as literals without indexing. https://www.rfc-editor.org/rfc/rfc7541#section-6.2.2"""
     lines = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"),
              ("content-type", "application/grpc"), ("te", "trailers"), *more]  # fmt: skip
     return b"".join(
@@ -124,7 +124,7 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0)
 
 
 def _flood(*frames: Callable[[int], bytes], times: int = 2000) -> Once:
-    """Frames for one stream after the other, as fast as the server takes them."""
+    """Send frames for one stream after another, as fast as the server accepts them."""
     content = b"".join(frame(stream) for stream in range(1, 2 * times, 2) for frame in frames)
 
     def once(address: str, until_s: float) -> None:
@@ -137,7 +137,7 @@ def _flood(*frames: Callable[[int], bytes], times: int = 2000) -> Once:
 
 
 def _calls(*messages: bytes) -> Once:
-    """Calls with compressed messages, each on a connection of its own: its flow control lets 65,535 bytes pass."""
+    """Make calls with compressed messages, each on its own connection. Flow control lets 65,535 bytes pass on each."""
     packed = [bombs.packed(content) for content in messages]
     assert max(map(len, packed)) < 2**16 - 10
 
@@ -159,7 +159,7 @@ def _calls(*messages: bytes) -> Once:
 
 
 def _odd() -> Sequence[bytes]:
-    """Ids, parameters, names and shapes of megabytes."""
+    """Return requests with ids, parameters, names and shapes of megabytes."""
     long, given = "n" * (7 * bombs.MIB), _REQUEST
     first = given["inputs"][0]
     bodies = [
@@ -214,7 +214,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 def run(attack: Attack, address: str, seconds: float) -> Counter[str]:
-    """Attack for so long. Return how often it was made, and how often the server closed or refused the connection."""
+    """Attack for ``seconds``. Return counts of attacks, and of connections that the server closed or refused."""
     until_s, counted, lock = time.monotonic() + seconds, Counter[str](), threading.Lock()
 
     def client(_: int) -> None:

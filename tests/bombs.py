@@ -1,4 +1,4 @@
-"""Small requests that cost a server without limits much time or memory, as bytes, to a server of the model 'toy'."""
+"""Small requests for the model 'toy', as bytes, that cost a server without limits much time or memory."""
 
 import json
 import zlib
@@ -15,7 +15,7 @@ def packed(content: bytes) -> bytes:
 
 
 def listed(item: bytes, size: int = 8 * MIB - 100) -> bytes:
-    """A JSON list of so many bytes of one item."""
+    """Return a JSON list that repeats one item up to ``size`` bytes."""
     return b"[" + b",".join([item] * (size // (len(item) + 1))) + b"]"
 
 
@@ -52,7 +52,7 @@ HTTP: dict[str, bytes] = {
     "an index of empty lists": squeezed("/v2/repository/index", b'{"ready":%s}' % listed(b"[]")),
     "deep lists": squeezed(INFER, b'{"inputs":' + b"[" * 4 * MIB + b"]" * 4 * MIB),
 }
-"""Over HTTP. None is a valid request."""
+"""Requests over HTTP. None is valid."""
 
 GRPC: dict[str, bytes] = {
     "a call with empty inputs": _call(b"\x2a\x00" * 32 * MIB),
@@ -61,13 +61,13 @@ GRPC: dict[str, bytes] = {
     "a call with unknown fields": _call(b"\x78\x00" * 32 * MIB),
     "metadata of 64 MiB": _call(b"\x0a\x80\x80\x80\x1f" + bytes(62 * MIB), "ModelMetadata"),
 }
-"""As HAProxy sends them over HTTP/1.1. None is a valid call."""
+"""Calls over HTTP/1.1, as HAProxy sends them. None is valid."""
 
 MESSAGES: dict[str, bytes] = {
     "empty inputs": b"\x2a\x00" * 8 * MIB,
     "empty parameters": b"\x2a\x80\x80\x80\x08" + b"\x22\x00" * 8 * MIB,
 }
-"""Messages for a stream, whose client compresses them."""
+"""Messages for a stream. The client compresses them."""
 
 TEXT = packed(json.dumps({"inputs": "!" * (7 * MIB)}).encode())
 """A single text."""

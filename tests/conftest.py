@@ -22,7 +22,7 @@ from tests.workers import forked_workers
 
 __all__ = ["pytest_runtest_setup", "pytest_runtest_teardown"]
 _PACKAGES = {"browser": ("chromium", "chromium-driver"), "postgres": ("postgresql",)}
-"""The Debian packages that fixtures need. A test that asks for such a fixture names them with it."""
+"""The Debian packages that fixtures need. A test that uses such a fixture needs its packages."""
 
 if TYPE_CHECKING:
     from tests.postgres import PostgresServer
@@ -115,7 +115,7 @@ def s3(s3_server: "S3Server") -> dict[str, str]:
 @pytest.fixture(scope="session")
 def postgres() -> Iterator["PostgresServer"]:
     """One database server for all tests."""
-    from tests.postgres import PostgresServer  # needs a driver that a machine for tests/gpu lacks
+    from tests.postgres import PostgresServer  # needs a driver that the machine for tests/gpu lacks
 
     server = PostgresServer()
     yield server

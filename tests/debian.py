@@ -1,7 +1,7 @@
-"""The Debian packages that tests need, and a watch for files of packages that a test does not name.
+"""The Debian packages that tests need, and a watch for uses of packages that a test does not name.
 
-A test says ``@pytest.mark.debian("prometheus")``. It is skipped where the package is not installed. A test that opens
-a file or starts a program of any other package fails, as it would on a machine with only what the README asks for. The
+A test with the mark ``@pytest.mark.debian("prometheus")`` is skipped if the package is not installed. A test that opens
+a file or starts a program of any other package fails, as it would on a machine with only what the README lists. The
 watch sees what the test process itself opens and starts, not what its child processes do.
 """
 
@@ -18,15 +18,15 @@ import pytest
 
 _CI = Path(__file__).parents[1] / ".ci"
 README = (_CI / "readme_packages").read_text().split()
-"""Python, make, a C++ compiler, and what a clone needs."""
+"""The packages that the README lists: Python, make, a C++ compiler, and the needs of a clone."""
 TESTS = (_CI / "test_packages").read_text().split()
-"""The packages that tests name. A test whose package is missing is skipped."""
+"""The packages that tests may name. A test is skipped if its package is missing."""
 _SYSTEM = re.compile(r"/(usr|s?bin|lib\w*)/")
-"""Folders that packages fill, or that have links to their files."""
+"""Folders with files of packages, or with links to them."""
 
 
 class Packages:
-    """The packages that are installed, as dpkg records them. There are none on another kind of Linux."""
+    """The installed packages, as dpkg records them. There are none on other Linux distributions."""
 
     def __init__(self, dpkg: Path = Path("/var/lib/dpkg")) -> None:
         self._dpkg = dpkg
@@ -36,7 +36,7 @@ class Packages:
         return name in self._fields
 
     def with_dependencies(self, names: Iterable[str]) -> set[str]:
-        """Return these packages and all that they depend on, of those that are installed."""
+        """Return these packages and all their dependencies, as far as they are installed."""
         found: set[str] = set()
         waiting = [*names]
         while waiting:
@@ -47,7 +47,7 @@ class Packages:
         return found
 
     def foreign_owner(self, path: str) -> str | None:
-        """Return the package that a file belongs to, or None if the README promises it or it belongs to none."""
+        """Return the package that owns a file; None if the README lists that package or nothing owns the file."""
         return next((self._foreign[name] for name in _spellings(path) if name in self._foreign), None)
 
     @cached_property
@@ -89,7 +89,7 @@ def _names(fields: dict[str, str], *keys: str) -> list[str]:
 
 
 def _spellings(path: str) -> Iterator[str]:
-    """Yield the names that dpkg may record for a file: it knows ``/bin/ls`` also where ``/bin`` is a link."""
+    """Yield the names that dpkg may record for a file: ``/bin/ls`` even if ``/bin`` is a link."""
     real = os.path.realpath(path)
     yield from (real, real.removeprefix("/usr"))
 
@@ -102,7 +102,7 @@ class Watch:
         sys.addaudithook(self._hear)
 
     def take(self) -> set[str]:
-        """Return what was collected since the last call."""
+        """Return the paths collected since the last call."""
         taken, self._paths = self._paths, set()
         return taken
 
@@ -140,7 +140,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """Fail a test that has opened a file, or started a program, of a package that it does not name."""
     yield
     if item.get_closest_marker("gpu"):
-        return  # CUDA and its libraries may be packages of the machine
+        return  # CUDA and its libraries may be Debian packages
     allowed = PACKAGES.with_dependencies(_named(item))
     owners = {path: PACKAGES.foreign_owner(path) for path in sorted(WATCH.take())}
     found = [f"{path} of Debian's {owner}" for path, owner in owners.items() if owner and owner not in allowed]

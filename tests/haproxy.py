@@ -1,4 +1,4 @@
-"""HAProxy in front of an endpoint's two servers, which takes requests and gRPC calls as Ray Serve's HAProxy does."""
+"""HAProxy in front of an endpoint's two servers, which routes requests and gRPC calls as Ray Serve's HAProxy does."""
 
 import socket
 import subprocess
@@ -47,10 +47,10 @@ backend streams
 
 @dataclass(frozen=True)
 class Front:
-    """Where HAProxy listens."""
+    """Addresses where HAProxy listens."""
 
     http: str
-    """It passes every path on, over connections that all clients share."""
+    """Forwards every path, over connections that all clients share."""
     grpc: str
 
 

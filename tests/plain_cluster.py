@@ -1,4 +1,4 @@
-"""A cluster of several nodes as ``ray start`` starts it, without any setting of Rayloom's but storage."""
+"""A cluster of several nodes, started by ``ray start``, with no Rayloom setting except storage."""
 
 import secrets
 import shutil
@@ -17,7 +17,7 @@ from tests.launch import MARK, processes_where
 
 
 class PlainCluster:
-    """A head without CPUs for work, and the nodes that join it. Each node has a folder of its own."""
+    """A head without CPUs for work, and the nodes that join it. Each node has its own folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -40,7 +40,7 @@ class PlainCluster:
                     f"--ray-client-server-port={client}", "--num-cpus=0")  # fmt: skip
 
     def join(self, *options: str, before: str = "") -> None:
-        """Start one more node. ``before`` is a shell command that runs first, with mounts that only the node sees."""
+        """Start one more node. ``before`` is a shell command that runs first, in the node's private mount namespace."""
         nodes = len(self.nodes())
         self._start(f"--address=127.0.0.1:{self._gcs}", *options, before=before)
         wait_until(lambda: len(self.nodes()) == nodes + 1)
@@ -50,7 +50,7 @@ class PlainCluster:
         return [node["node_id"] for node in self.listed("nodes") if node["state"] == "ALIVE"]
 
     def listed(self, kind: str) -> list[dict[str, Any]]:
-        """Return what Ray's state API lists: nodes, actors or tasks. None, while the dashboard starts."""
+        """Return what Ray's state API lists: nodes, actors or tasks. Empty while the dashboard starts."""
         token = (self._folder / "token").read_text(encoding="utf-8")
         url = f"{self.environment['RAY_API_SERVER_ADDRESS']}/api/v0/{kind}?detail=true&limit=10000"
         try:
@@ -61,7 +61,7 @@ class PlainCluster:
         return found
 
     def stop(self) -> None:
-        """End every process that one of the nodes has started."""
+        """Stop every process that one of the nodes has started."""
         while left := processes_where(lambda process: process.environ().get(MARK) == self._folder.name):
             for process in left:
                 process.kill()
@@ -80,7 +80,7 @@ class PlainCluster:
 @contextmanager
 def plain_cluster() -> Iterator[PlainCluster]:
     """Yield a running cluster's head."""
-    folder = Path(tempfile.mkdtemp(prefix="rlp-", dir="/tmp"))  # a short path: those of Ray's sockets are limited
+    folder = Path(tempfile.mkdtemp(prefix="rlp-", dir="/tmp"))  # a short path, because Ray's socket paths are limited
     cluster = None
     try:
         cluster = PlainCluster(folder)

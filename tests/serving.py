@@ -37,7 +37,7 @@ class Server:
     http: str
     """``host:port``, as for gRPC."""
     front: str
-    """Address of HAProxy, which sends the requests of all clients to the HTTP server over the same connections."""
+    """Address of HAProxy, which sends all clients' requests to the HTTP server over the same connections."""
     grpc: str
     """Address of HAProxy, which sends unary calls to the HTTP server, and streams to the gRPC server."""
     streams: str

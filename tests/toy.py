@@ -52,7 +52,7 @@ def publish_version(
     targets: Outputs | None = None,
     serving: ServingDefaults = CARD.serving,
 ) -> int:
-    """One more version of a model that ONNX Runtime serves. ``targets`` are in place of classes with these labels."""
+    """One more version of a model that ONNX Runtime serves. ``targets`` replaces classes with these labels."""
     here = {"engine": "onnxruntime", "engine_version": "of another day", "architecture": architecture_of("cpu", "fp32")}
     card = CARD.model_copy(
         update={
@@ -100,7 +100,7 @@ def answering(number: float) -> bytes:
 
 
 def one_column(number: float) -> bytes:
-    """The model's file, but its only column is the sum of the logits, and so much more."""
+    """Return the model's file with one column: the sum of the logits plus ``number``."""
     model = onnx.load_model_from_string(exported())
     graph = model.graph
     (last,) = (node for node in graph.node if OUTPUT in node.output)

@@ -132,7 +132,7 @@ def endpoint(watched: dict[str, str]) -> str:
 
 
 def ask(state: ClusterState, query: str, **window: float) -> list[dict[str, Any]]:
-    """Return what Prometheus answers: of now, or of each ``step`` from ``start`` to ``end``."""
+    """Return Prometheus's answer for now, or for each ``step`` from ``start`` to ``end``."""
     assert state.monitoring
     url = f"{state.monitoring.prometheus_url}/api/v1/query{'_range' if window else ''}"
     answer = httpx.get(url, params={"query": query, **window}).json()
@@ -304,7 +304,7 @@ def test_the_dashboard_of_ray_knows_prometheus(watched: dict[str, str], state: C
 def test_series_stay_long_after_their_last_change(
     watched: dict[str, str], state: ClusterState, endpoint: str, hook: HttpReceiver, tmp_path: Path
 ) -> None:
-    """Of a run and a search that stand still, and of an endpoint that only version 2 is asked of, every 40 s."""
+    """Pause a run and a search, and send one request to version 2 every 40 s."""
     site, sent = Site(watched, hook, tmp_path), body(rows(1))
     assert httpx.post(f"{endpoint}/v2/models/toy/infer", json=sent).status_code == 200
     slow = ["model.factory=tests.faults.models:DropoutCnn", "model.args.pause_s=0.5"]
@@ -318,7 +318,7 @@ def test_series_stay_long_after_their_last_change(
         stopped = [process_of(1), *trials]
         for process in stopped:
             process.suspend()
-        time.sleep(20.0)  # until Ray has exported the last change
+        time.sleep(20.0)  # wait until Ray has exported the last change
         before, began_s = exported_series(state), time.time()
         assert {name for name, *_ in before} > {metric.exported for metric in (catalog.WAITING, catalog.TRAIN_LOSS)}
         seen = [one_observation(state, f"{endpoint}/v2/models/toy/versions/2/infer", sent) for _ in range(4)]
@@ -339,7 +339,7 @@ def test_series_stay_long_after_their_last_change(
 
 
 def exported_series(state: ClusterState) -> set[tuple[str, ...]]:
-    """Return the series of the contract: their names and labels, but not which process exports them."""
+    """Return the documented series: names and labels, without the exporting process."""
     found = ask(state, "{__name__=~'ray_rayloom_.+'}")
     labels = {label for metric in (*catalog.SERVING, *catalog.TRAINING, *catalog.TUNING) for label in metric.labels}
     return {
@@ -349,7 +349,7 @@ def exported_series(state: ClusterState) -> set[tuple[str, ...]]:
 
 
 def one_observation(state: ClusterState, url: str, sent: dict[str, Any]) -> float:
-    """Ask once, and wait for the rest of 40 s. Return the latency that Prometheus has of it by then, in seconds."""
+    """Send one request, and wait for the rest of 40 s. Return its latency in Prometheus by then, in seconds."""
     total, began_s = "sum(ray_rayloom_request_seconds_sum{model='toy', version='2'})", time.monotonic()
     before = float(ask(state, total)[0]["value"][1])
     assert httpx.post(url, json=sent).status_code == 200

@@ -1,4 +1,4 @@
-"""A cluster of several nodes that plain ``ray start`` has started, with a head that has no CPUs for work."""
+"""A cluster of several nodes, started by plain ``ray start``, whose head has no CPUs for work."""
 
 import socket
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ def test_the_whole_way_and_clients_of_both_protocols(cluster: PlainCluster, port
         (asked,) = client.get_model_metadata("digits", headers=shown, **JSON[library])["inputs"]
         given = library.InferInput(asked["name"], list(picture.shape), asked["datatype"])
         given.set_data_from_numpy(picture)
-        # The HTTP client adds a header to those that it is given.
+        # The HTTP client adds a header to the given ones.
         answers.append(client.infer("digits", [given], headers={**shown}).as_numpy("logits"))
     assert np.array_equal(*answers)
     assert answers[0].shape == (1, 10)
@@ -81,7 +81,7 @@ JSON = {tritonclient.http: {}, tritonclient.grpc: {"as_json": True}}
 
 @pytest.fixture(scope="module")
 def ports() -> list[int]:
-    """The endpoint's, which keeps them until its cluster ends."""
+    """Free ports for the endpoint, which keeps them until its cluster stops."""
     return unused(2)
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a deployed model, and how many replicas it has."""
+"""The metrics that Prometheus reads for a deployed model, and its number of replicas."""
 
 import json
 from collections import defaultdict

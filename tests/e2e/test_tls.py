@@ -87,7 +87,7 @@ def test_clients_of_every_protocol_see_the_given_certificate(proxied: dict[str, 
     assert answered.returncode == 0, answered.stderr
     assert any(label in answered.stdout for label in LABELS)
 
-    is_own = proxied.get("RAY_SERVE_ENABLE_HA_PROXY") == "0"  # it has no TLS for gRPC, and reads the files once
+    is_own = proxied.get("RAY_SERVE_ENABLE_HA_PROXY") == "0"  # has no TLS for gRPC, and reads the files only once
     client = tritonclient.grpc.InferenceServerClient(
         deployed["grpc"], ssl=not is_own, root_certificates=str(tmp_path / "ca.pem")
     )

@@ -1,4 +1,4 @@
-"""What clients of the endpoint notice while others attack it."""
+"""Effects of attacks on other clients of the endpoint."""
 
 import json
 import os
@@ -22,9 +22,9 @@ from tests.toy import body, deployed, publish
 pytestmark = pytest.mark.faults
 
 ATTACK_S = float(os.environ.get("RAYLOOM_ATTACK_S", "30")) / len(ATTACKS)
-"""How long each attack lasts. Set 300 for all of them to take 5 minutes."""
+"""Duration of each attack. With ``RAYLOOM_ATTACK_S=300``, all attacks together take 5 minutes."""
 PER_SECOND, MAX_P99_S, MAX_GROWTH = 40.0, 1.0, 256 * 2**20
-"""Of the good client, and of each replica."""
+"""The good client's rate and latency limit, and the limit on each replica's memory growth in bytes."""
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ with local_cluster(Path(sys.argv[1])):
 
 
 class OwnCluster(Cluster):
-    """A cluster of the test's own, whose control processes it kills."""
+    """The test's own cluster, whose control processes it kills."""
 
     def process(self, name: str) -> psutil.Process:
         """The oldest of that name: the raylet's forks bear its name for a moment."""
@@ -94,7 +94,7 @@ class OwnCluster(Cluster):
 
 
 class CountingCluster(OwnCluster):
-    """A cluster of our own, and a project whose one job is the one above."""
+    """The test's own cluster, and a project whose only job is the one above."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__({"RAYLOOM_HOME": str(folder / "home"), "RAYLOOM_STORAGE": str(folder)})
@@ -203,7 +203,7 @@ def test_a_killed_raylet_loses_the_cluster_and_the_job_is_submitted_again(
 
 @pytest.fixture
 def served() -> Iterator[OwnCluster]:
-    """A cluster that serves a published version. One for each test."""
+    """A cluster that serves a published version. Each test gets its own."""
     home = Path(tempfile.mkdtemp(prefix="rayloom-faults-"))
     with local_cluster(home) as environment:
         publish(UPath(environment["RAYLOOM_STORAGE"]), exported())
@@ -213,7 +213,7 @@ def served() -> Iterator[OwnCluster]:
 
 
 def trains(cluster: OwnCluster, launch: Launch, ranks: Path) -> Job:
-    """Start a training that takes half a minute, and wait for a checkpoint. Its workers write their pids."""
+    """Start a training job of half a minute, and wait for a checkpoint. Its workers write their pids."""
     job = Job(cluster, launch, "real", *INTERRUPTED, "model.args.pause_s=0.3", f"model.args.ranks={ranks}")
     storage = Path(cluster.environment["RAYLOOM_STORAGE"])
     wait_until(lambda: newest_step(storage, "real") > EVERY_STEPS or job.has_ended, timeout_s=300)
@@ -226,7 +226,7 @@ def pids(ranks: Path) -> list[str]:
 
 
 def requests_to(cluster: OwnCluster) -> AbstractContextManager[Load]:
-    """Ask the endpoint steadily. An answer counts only if its logits are right."""
+    """Send requests at a steady rate. An answer counts only if its logits are right."""
     right = expected(rows(1))
     ask = Ask(
         f"{cluster.state.endpoint}/v2/models/toy/infer",

@@ -13,7 +13,7 @@ from tests.tables import Faults
 RUN = ["train.workers=2", "train.max_steps=16", "train.early_stopping=null", "train.resume=latest",
        "train.checkpoint.every_steps=4", "train.plan.zero_stage=3",
        "model.factory=tests.faults.models:WideMlp", "model.args.pause_s=0.3"]  # fmt: skip
-pytestmark = pytest.mark.debian("libaio-dev")  # DeepSpeed compiles against it
+pytestmark = pytest.mark.debian("libaio-dev")  # DeepSpeed compiles against this package
 
 
 def train(launch: Launch, storage: Path, *overrides: str) -> Launched:

@@ -9,9 +9,9 @@ _TIMEOUT_S = 150
 
 
 def train_on_gpu(*overrides: str, processes: int = 1, recipe: str = "recipes/digits.yaml") -> dict[str, Any]:
-    """Train in processes of their own and return the result.
+    """Train in new processes and return the result.
 
-    The forks of ``train_alone`` would not do: their parent has imported DeepSpeed for CPUs.
+    ``train_alone`` does not work here: it forks a parent that has imported DeepSpeed for CPUs.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, *launcher, "-m", "app.training", recipe, "train.device=gpu", *overrides]

@@ -1,4 +1,4 @@
-"""The script for a GPU, on a CPU with small models, in an environment like that of a bare GPU machine."""
+"""The GPU script on a CPU with small models, in an environment like a bare GPU machine."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ _ON_THE_MACHINE = (
     *("tokenizers", "pandas", "pyarrow", "scikit-learn", "fsspec", "tensorboard", "pillow", "psutil", "nvidia-ml-py"),
     *("jinja2", "httpx", "typer", "prometheus-client", "pytest"),
 )
-"""What README.md of the script asks for."""
+"""The packages that the script's README.md requires."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter without Ray, DeepSpeed, pydantic and the others that only the kit brings."""
+    """An interpreter without Ray, DeepSpeed, pydantic and the other packages that only the kit contains."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     install = [folder / "bin/python", "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]

@@ -81,7 +81,7 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
         **{
             f"ZeRO {stage}, torch.compile": {"zero_stage": stage, "torch_compile": True, "model": "short gpt"}
             for stage in (2, 3)
-        },  # layers compile long
+        },  # layers compile slowly
         "ZeRO 1, offload": {"offload": "cpu"},
         "ZeRO 2, offload": {"zero_stage": 2, "offload": "cpu"},
         "ZeRO 3, offload": {"zero_stage": 3, "offload": "cpu", "offload_param": "cpu"},

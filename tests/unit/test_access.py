@@ -160,7 +160,7 @@ ELSEWHERE = ["evil.example:8000", "10.0.0.7", "localhost.evil.example", "0.0.0.0
 
 @pytest.fixture(scope="module")
 def local() -> Iterator[Server]:
-    """One that answers this machine only."""
+    """A server that answers only this machine."""
     with serving() as started:
         started.run(started.endpoint.update(EndpointConfig(access=Access(only_local=True))))
         yield started
@@ -179,7 +179,7 @@ def local() -> Iterator[Server]:
 def test_without_a_token_a_request_is_for_this_machine_and_from_no_other_sites_page(
     local: Server, lines: list[str], is_answered: bool
 ) -> None:
-    """A page reaches an endpoint on loopback by a name that points there, and sends a POST without such a name."""
+    """A page can reach an endpoint on loopback by a name that points there, and can send a POST to its address."""
     head = "".join(f"{line}\r\n" for line in lines)
     for path, found in (("/v2/repository/index", 200), ("/v2/models/m/infer", 404), ("/v1/models/m/predict", 404)):
         sent = f"POST {path} HTTP/1.1\r\n{head}Content-Length: 2\r\n\r\n{{}}".encode()

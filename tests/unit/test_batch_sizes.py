@@ -36,7 +36,7 @@ HALVES = TensorParallelConfig(size=2, cpus_per_process=4.5)
         ([64, 5], ServeConfig(), 4, 2),  # Serve spreads replicas evenly, so the smallest node counts
         ([8] * 32, ServeConfig(), 64, 2),
         ([4], ServeConfig(replicas=4), 4, 1),
-        ([4], ServeConfig(replicas=8, threads=3), 8, 3),  # as the recipe says
+        ([4], ServeConfig(replicas=8, threads=3), 8, 3),  # as the recipe sets
     ],
 )
 def test_no_node_serves_with_more_threads_than_cores(

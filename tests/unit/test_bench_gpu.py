@@ -1,4 +1,4 @@
-"""The runner of the script for a GPU: steps that fail and hang, and what is written of them."""
+"""The runner of the GPU script: steps that fail or hang, and the reports on them."""
 
 import subprocess
 import sys
@@ -68,7 +68,7 @@ def test_the_steps_are_listed_with_their_limits_and_floors(capsys: pytest.Captur
     assert main(["--dry-run", "--card", "h100"]) == 0
     listed = capsys.readouterr().out
     assert all(f"{step.limit_s:4d} s  {step.name}: " in listed for step in STEPS)
-    # 6 N operations for each of 65,536 tokens, and those of attention, at 989.4 TFLOP/s.
+    # 6 N operations for each of 65,536 tokens, plus attention, at 989.4 TFLOP/s.
     assert "a step takes at least 180 ms on h100" in listed
 
 
@@ -84,7 +84,7 @@ def test_the_planner_predicts_a_step_above_its_floor_in_the_memory_of_the_card()
     assert predicted is not None
     floor_s = training_floor(recipe).seconds(cluster.device, "bf16")
     assert floor_s < predicted.step_s < 6 * floor_s
-    # 353 million parameters: 2 bytes each, gradients of 4, and Adam's 12.
+    # 353 million parameters: 2 bytes each, 4 for gradients, and 12 for Adam.
     assert predicted.memory.states == pytest.approx(353e6 * 18, rel=0.02)
 
 

@@ -1,4 +1,4 @@
-"""Packages of Debian in tests: named by one mark, skipped where they are missing, and watched."""
+"""Debian packages in tests: a mark names them, a missing one skips the test, and a watch finds undeclared uses."""
 
 import os
 import re
@@ -76,7 +76,7 @@ SAID = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The files of five packages, and what dpkg knows of them."""
+    """The files of five packages, and dpkg's records of them."""
     usr, info = tmp_path / "usr", tmp_path / "dpkg/info"
     usr.mkdir()
     info.mkdir(parents=True)

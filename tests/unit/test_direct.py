@@ -99,14 +99,14 @@ def test_the_token_is_asked_for_directly_too() -> None:
 
 @pytest.mark.parametrize("path", [INFER, "/v1/models/toy/predict"])
 def test_clients_that_send_no_body_take_no_place(path: str) -> None:
-    """The one that has waited longest is given up for one more."""
+    """A new client replaces the one that has waited longest."""
 
     async def run() -> None:
         endpoint, rest = Endpoint(), asyncio.Event()
         direct, most, places = answered(endpoint), endpoint.config.max_requests, 0
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-            """Serve, which counts a request as long as this runs."""
+            """Stand in for Serve, which counts a request as long as this runs."""
             nonlocal places
             places += 1
             await HttpApi(endpoint)(scope, receive, send)

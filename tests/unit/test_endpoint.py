@@ -200,7 +200,7 @@ def test_a_version_that_changes_under_load_loses_no_request(server: Server, stor
 
 
 def test_another_version_with_the_same_number_is_loaded(tmp_path: Path) -> None:
-    """Its folder was removed by hand, so the number was free."""
+    """The old version's folder was removed by hand, so its number was free."""
     storage = UPath(tmp_path)
 
     def deployed_as(logit: float) -> EndpointConfig:
@@ -219,7 +219,7 @@ def test_another_version_with_the_same_number_is_loaded(tmp_path: Path) -> None:
         second = deployed_as(5.0)
         server.run(server.endpoint.update(second))
         assert answer(server) == pytest.approx(before + 5.0, abs=1e-3)
-        # A replica that starts later must not answer by a version that was not deployed.
+        # A replica that starts later must not answer with a version that was not deployed.
         with pytest.raises(StorageError, match="version 1, was replaced"):
             server.run(server.endpoint.update(first))
 

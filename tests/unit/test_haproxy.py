@@ -44,7 +44,7 @@ class Ingress:
 
     folder: Path
     ports: Sequence[int] = (18000, 18001, 18101, 18404)
-    """For HTTP, gRPC, metrics and statistics."""
+    """Ports for HTTP, gRPC, metrics and statistics."""
 
     def __post_init__(self) -> None:
         self.settings = prepare(self.folder, 18101, 18404, 18500, 18501)

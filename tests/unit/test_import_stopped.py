@@ -1,4 +1,4 @@
-"""An import that is told to end cleans up and has a result."""
+"""An import that is told to stop cleans up and writes a result."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def test_an_import_that_is_stopped_leaves_a_result_and_no_copy(tmp_path: Path) -
     environment = os.environ | {"TMPDIR": str(temporary)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as job:
         assert job.stdout is not None
-        # The copy lies in the temporary folder while variants are measured.
+        # The copy is in the temporary folder while variants are measured.
         assert "random rows" in job.stdout.readline()
         assert list(temporary.glob("rayloom-import-*"))
         job.terminate()

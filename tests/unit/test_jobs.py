@@ -68,7 +68,7 @@ def test_what_cannot_work_is_refused_and_leaves_nothing(
 
 @pytest.fixture
 def _without_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No check of the cluster, which these tests never reach: see ``tests/e2e/test_plain_cluster.py``."""
+    """Skip the cluster checks, because these tests have no cluster: see ``tests/e2e/test_plain_cluster.py``."""
     monkeypatch.setattr(jobs.lifecycle, "check_later_steps", lambda run: None)
 
 

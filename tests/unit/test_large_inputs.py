@@ -1,4 +1,4 @@
-"""Natural inputs that take long to read: bounded, and given up once nobody waits for them."""
+"""Natural inputs that take long to read: limited, and abandoned once nobody waits for them."""
 
 import base64
 import io
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server of a model for pictures of 8 x 8 pixels."""
+    """The address of a server with a model for pictures of 8 x 8 pixels."""
     storage = UPath(tmp_path_factory.mktemp("pictures"))
     outputs = (TensorSpec(OUTPUT, np.dtype(np.float32), (-1, 3)),)
     publish_version(storage, "eight", mean_of_pixels(), Signature(PICTURES.inputs, outputs), PICTURES, LABELS)
@@ -104,7 +104,7 @@ def test_a_record_weighs_what_its_pictures_do() -> None:
 
 
 def texts() -> Iterator[str]:
-    """Long texts of words, of spaces, without either, and mixed."""
+    """Yield long texts of words, of spaces, of neither, and mixed."""
     rng = random.Random(0)
     words = [*" ".join(TEXTS).split(), "!", "?!", "x" * 40, "好", "é", "ﬁ"]
     for spaces in (" ", "   ", "\n", "", " " * 100):
@@ -136,7 +136,7 @@ Encode = Callable[[TextProcessor, Sequence[str]], Tensors]
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[str]]]:
-    """An event that the encoder waits for before each text "slow", and all texts that it has begun."""
+    """An event that the encoder awaits before each text "slow", and the texts that it has started."""
     may_go_on, begun = threading.Event(), list[str]()
     real: Encode = TextProcessor.encode
 

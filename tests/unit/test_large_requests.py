@@ -1,4 +1,4 @@
-"""Large requests, which are read beside the event loop and leave others their turn."""
+"""Large requests, which are read outside the event loop and do not block others."""
 
 import asyncio
 import threading
@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @contextmanager
 def pauses(loop: asyncio.AbstractEventLoop) -> Iterator[list[float]]:
-    """Measure for how long a task of the loop does not get its turn, in seconds."""
+    """Measure how long the loop does not run a waiting task, in seconds."""
     found: list[float] = []
     stop = threading.Event()
 
@@ -50,7 +50,7 @@ def pauses(loop: asyncio.AbstractEventLoop) -> Iterator[list[float]]:
 
 
 def least_pause_s(server: Server, send: object) -> float:
-    """Return the longest pause in the best of some tries: other processes pause the loop, too."""
+    """Return the longest pause in the best of some tries, because other processes pause the loop, too."""
     assert callable(send)
     longest = []
     for _ in range(TRIES):
@@ -94,7 +94,7 @@ def test_a_message_of_a_stream_that_becomes_large_does_not_hold_up_the_loop(serv
 
 
 def busy(seconds: float) -> str:
-    """Compute for so long, with the interpreter's lock."""
+    """Compute for ``seconds`` while holding the interpreter's lock."""
     until_s = time.thread_time() + seconds
     while time.thread_time() < until_s:
         pass

@@ -91,7 +91,7 @@ def test_ray_is_told_what_has_changed() -> None:
 
 
 def test_values_that_stay_the_same_are_told_again() -> None:
-    """Ray drops a gauge that nobody sets, and a histogram is gauges there. It keeps counters."""
+    """Ray drops a gauge that is not set again, and each histogram is several gauges. It keeps counters."""
     ray, buckets = FakeRay(), Buckets([0.1, 1.0])
     publisher = Publisher(ray)
     buckets.add(0.5)
@@ -102,7 +102,7 @@ def test_values_that_stay_the_same_are_told_again() -> None:
     assert ray.told == told
     ray.told.clear()
     publisher.publish([COUNTER.of(5, "red")])
-    assert ray.told == {("rayloom_spoons", "red"): 2}  # what ends is not told
+    assert ray.told == {("rayloom_spoons", "red"): 2}  # a removed value is not repeated
 
 
 def test_a_count_that_begins_anew_is_added() -> None:
@@ -201,7 +201,7 @@ SETS = LabelSets(LABELS)
 
 @dataclass(frozen=True)
 class Shadowed:
-    """Three versions of a task: the first, one that answers nearly the same, and one that does not."""
+    """Three versions for a task: the first, one with nearly the same answers, and one with different answers."""
 
     task: str
     targets: Outputs
@@ -218,7 +218,7 @@ class Shadowed:
     ids=lambda kind: kind.task,
 )
 def test_a_shadow_is_compared_as_its_task_answers(kind: Shadowed, tmp_path: Path) -> None:
-    """By natural input, by tensors, and by tensors as classes."""
+    """Compare by natural input, by tensors, and by tensors as classes."""
     storage = UPath(tmp_path)
     signature = Signature(PROCESSOR.inputs, (TensorSpec(OUTPUT, np.dtype(np.float32), (-1, kind.columns)),))
     for content in kind.files:

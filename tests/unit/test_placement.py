@@ -1,4 +1,4 @@
-"""Which nodes may train: by kind of GPU, custom resources and labels."""
+"""Selection of training nodes by kind of GPU, custom resources and labels."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A program of torch.export that would run code when it is read is refused, and its code does not run."""
+"""A torch.export program that would run code on reading is refused, and its code does not run."""
 
 import io
 import json
@@ -20,7 +20,7 @@ SAMPLE, PROGRAM = "data/sample_inputs/model.pt", "models/model.json"
 
 
 class Payload:
-    """What makes a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -58,7 +58,7 @@ def in_library(parts: Parts, mark: Path) -> Parts:
 
 
 def in_json(pattern: str, code: str) -> Callable[[Parts, Path], Parts]:
-    """Put code in place of the texts of the program that match."""
+    """Replace the program's strings that match with code."""
 
     def change(parts: Parts, mark: Path) -> Parts:
         text = json.dumps(code.replace("MARK", str(mark)))[1:-1]
@@ -84,7 +84,7 @@ ATTACKS: dict[str, Callable[[Parts, Path], Parts]] = {
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Parts]:
-    """The records of a good program by name, and the archive's root."""
+    """The archive's root, and the records of a good program by name."""
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:

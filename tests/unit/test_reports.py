@@ -242,11 +242,11 @@ def test_a_gpu_is_told_by_its_mean_power_and_by_its_utilisation_between_two_writ
         def read(self) -> float:
             return joules[0]
 
-    kept = [(10, 1.0)]  # of what ran there before
+    kept = [(10, 1.0)]  # from what ran there before
 
     class Gpu:
         def samples(self, after_us: int) -> list[tuple[int, float]]:
-            return kept  # also those read before, which must not count twice
+            return kept  # includes samples that were read before, which must not count twice
 
         def now(self) -> float:
             return 0.0

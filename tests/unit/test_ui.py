@@ -162,7 +162,7 @@ def test_what_is_not_there_is_404_and_another_name_for_this_machine_is_refused(u
 
 @pytest.fixture
 def secret(tmp_path: Path) -> str:
-    """The path of a folder outside storage, which looks as a job's runs do: ``SECRET/job/run/config.yaml``."""
+    """The path of a folder outside storage that looks like a job's runs: ``SECRET/job/run/config.yaml``."""
     (folder := tmp_path / "job" / "run").mkdir(parents=True)
     (folder / "config.yaml").write_text("name: digits\npassword: hunter2\n", encoding="utf-8")
     return str(tmp_path)
@@ -201,7 +201,7 @@ def test_a_damaged_recipe_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (config := write_run(UPath(tmp_path), GOOD) / CONFIG_FILE).unlink()
-    config.mkdir()  # unlike missing rights, it hinders root as well
+    config.mkdir()  # unlike missing rights, this also stops root
     with served(UPath(tmp_path)) as url:
         refused = httpx.get(f"{url}/api/compare", params={"run": GOOD})
         assert refused.status_code == 503

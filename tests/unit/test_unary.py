@@ -36,7 +36,7 @@ def server(storage: UPath) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy this machine is, the first bytes of requests are put together."""
+    """Wait for the first bytes of requests to be joined, however busy this machine is."""
     monkeypatch.setattr(hot, "_GATHER_S", 60)
 
 

@@ -34,7 +34,7 @@ def server(storage: UPath) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy this machine is, the first bytes of requests are put together."""
+    """Wait for the first bytes of requests to be joined, however busy this machine is."""
     monkeypatch.setattr(hot, "_GATHER_S", 60)
 
 
@@ -118,7 +118,7 @@ def test_a_request_that_is_not_grpc_gets_an_http_error(server: Server, content_t
 
 @pytest.mark.parametrize("size", [1, 10**6])
 def test_each_request_of_a_connection_is_decided_by_itself(server: Server, size: int) -> None:
-    """HAProxy sends the requests of all clients over the same connections."""
+    """HAProxy sends all clients' requests over the same connections."""
     sent = [call(GOOD), PLAIN["bytes"], sized(b""), COLD, call(GOOD).replace(b"POST", b"PUT"), call(GOOD), COLD, COLD]
     with Line(server.http) as line:
         for number, request in enumerate(sent):
@@ -131,7 +131,7 @@ def test_each_request_of_a_connection_is_decided_by_itself(server: Server, size:
 
 
 def test_calls_by_http_do_not_turn_http_off_for_others(server: Server) -> None:
-    """Through HAProxy, whose connections to the replica stay open, and are for all clients."""
+    """Send requests through HAProxy, which keeps its connections to the replica open for all clients."""
     with ExitStack() as stack:
         lines = [stack.enter_context(Line(server.front)) for _ in range(64)]
         for line in lines:

@@ -1,4 +1,4 @@
-"""Secrets in URIs: every key of a recipe that takes one refuses them, and no message shows them."""
+"""Secrets in URIs: every recipe key that takes a URI refuses them, and no message shows them."""
 
 from pathlib import Path
 
