@@ -131,7 +131,7 @@ SERVING = Board(
                         "{{model}} {{version}}",
                     )
                 ],
-                "Rows that the shadow answered as the client was answered.",
+                "Rows where the shadow's answer agrees with the client's.",
             ),
             Panel("Cascade rows by stage", "rps", [rate("ray_rayloom_cascade_rows_total", "model", "stage")]),
             Panel(

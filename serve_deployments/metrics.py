@@ -47,7 +47,7 @@ class ReplicaMetrics:
         self._reported_s = -INTERVAL_S
 
     def report(self) -> None:
-        """Tell Ray all values, unless that was done just now."""
+        """Report all values to Ray, unless they were just reported."""
         if time.monotonic() - self._reported_s < INTERVAL_S:
             return
         self._reported_s = time.monotonic()
