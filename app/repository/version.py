@@ -23,7 +23,7 @@ CLAIM_FILE = ".claim"
 """The first file that a publisher writes on an object store, to reserve the number."""
 
 _ABANDONED_S = 3600.0
-"""Time since the last write after which a temporary folder counts as abandoned."""
+"""Time since the last write after which a temporary folder counts as abandoned. Writing a file in it renews it."""
 
 _NOT_IN_MANIFEST = (MANIFEST_FILE, SEAL_FILE, CLAIM_FILE)
 
