@@ -23,7 +23,7 @@ from tests.wire import message
 Once = Callable[[str, float], None]
 """Attacks an address once, and stops at a ``time.monotonic`` deadline."""
 
-_HEAD = f"POST {bombs.INFER} HTTP/1.1\r\nHost: x\r\n".encode()
+_HEAD = f"POST {bombs.INFER} HTTP/1.1\r\nHost: localhost\r\n".encode()
 _REQUEST: dict[str, Any] = {
     "inputs": [
         {"name": name, "shape": [1, 16], "datatype": "INT64", "data": [1] * 16}
@@ -34,6 +34,10 @@ _REQUEST: dict[str, Any] = {
 _GOOD = json.dumps(_REQUEST).encode()
 _MANY_HEADERS = b"".join(b"x%d: y\r\n" % number for number in range(5000))
 _PATIENCE_S = 3.0
+
+
+class NotReachedError(Exception):
+    """Nothing listens at the address, so no attack was made."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,11 @@ class Attack:
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[socket.socket]:
     host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), _PATIENCE_S) as connection:
+    try:
+        connection = socket.create_connection((host, int(port)), _PATIENCE_S)
+    except ConnectionRefusedError as error:
+        raise NotReachedError from error
+    with connection:
         yield connection
 
 
@@ -111,7 +119,7 @@ def _frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
 
 def _headers(*more: tuple[str, str], path: str = "/inference.GRPCInferenceService/ModelInfer") -> bytes:
     """Return a call's headers, as literals without indexing. https://www.rfc-editor.org/rfc/rfc7541#section-6.2.2"""
-    lines = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"),
+    lines = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost"),
              ("content-type", "application/grpc"), ("te", "trailers"), *more]  # fmt: skip
     return b"".join(
         b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode() for name, value in lines
@@ -213,8 +221,25 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
+def answers(address: str, port: Literal["http", "grpc"]) -> bool:
+    """Return whether a good request with the head of the attacks is answered, and not refused before it is read."""
+    data = struct.pack(">BI", 0, 5) + b"\x0a\x03toy"  # the metadata of the model 'toy'
+    call = _headers(path="/inference.GRPCInferenceService/ModelMetadata")
+    content = {
+        "http": _HEAD + b"Content-Length: %d\r\n\r\n" % len(_GOOD) + _GOOD,
+        "grpc": _HELLO + _frame(_HEADERS, _END_HEADERS, 1, call) + _frame(_DATA, _END, 1, data),
+    }
+    received = b""
+    with _connected(address) as connection, contextlib.suppress(TimeoutError):
+        connection.settimeout(1.0)
+        connection.sendall(content[port])
+        while part := connection.recv(2**16):
+            received += part
+    return received.startswith(b"HTTP/1.1 200") if port == "http" else b"input_ids" in received
+
+
 def run(attack: Attack, address: str, seconds: float) -> Counter[str]:
-    """Attack for ``seconds``. Return counts of attacks, and of connections that the server closed or refused."""
+    """Attack for ``seconds``. Return counts of attacks, of connections cut off, and of addresses not reached."""
     until_s, counted, lock = time.monotonic() + seconds, Counter[str](), threading.Lock()
 
     def client(_: int) -> None:
@@ -222,6 +247,8 @@ def run(attack: Attack, address: str, seconds: float) -> Counter[str]:
             try:
                 attack.once(address, until_s)
                 outcome = "made"
+            except NotReachedError:
+                outcome = "not reached"
             except OSError:
                 outcome = "cut off"
             with lock:
