@@ -67,14 +67,8 @@ def require(needed: Mapping[str, float], who: str, placement: Placement | None =
 
 def cores_of_nodes(reserved: Mapping[str, float]) -> list[int]:
     """Return the CPUs of each node that has CPUs and the resources that a process reserves."""
-    return fitting_cores([node["Resources"] for node in ray.nodes() if node["Alive"]], reserved)
-
-
-def fitting_cores(nodes: Sequence[Mapping[str, float]], reserved: Mapping[str, float]) -> list[int]:
-    """Return ``cores_of_nodes`` for nodes with these resources."""
-    needed = {**reserved, "CPU": max(1.0, reserved.get("CPU", 0.0))}
-    fitting = [node for node in nodes if all(node.get(kind, 0.0) >= amount for kind, amount in needed.items())]
-    return [int(node["CPU"]) for node in fitting]
+    wanted = Placement({**reserved, "CPU": max(1.0, reserved.get("CPU", 0.0))})
+    return [int(node["Resources"]["CPU"]) for node in ray.nodes() if wanted.fits(node)]
 
 
 def _amount(resource: str, amount: float) -> str:

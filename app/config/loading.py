@@ -16,7 +16,7 @@ from app.config.recipe import BUILT_IN_TASKS, Recipe
 from app.config.section import STORED
 from app.errors import RecipeError
 from app.import_string import did_you_mean
-from app.uris import hide_secrets
+from app.uris import hide_secrets, holds_secret, without_secrets
 
 _PATTERNS = {
     "task": f"{', '.join(BUILT_IN_TASKS)}, or an import string, package.module:name",
@@ -146,5 +146,7 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _show(value: Any) -> str:
-    text = hide_secrets(repr(value))
+    # A URI alone may contain spaces, which within a sentence end it.
+    shown = without_secrets(value) if isinstance(value, str) and holds_secret(value) else value
+    text = hide_secrets(repr(shown))
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,14 +1,13 @@
 """Read the text of a recipe from a path, any fsspec URI, standard input, or a ``data:`` URI that embeds it."""
 
 import base64
-import re
 import sys
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from app.errors import RecipeError
 from app.storage import to_path
-from app.uris import without_secrets
+from app.uris import hide_secrets, without_secrets
 
 STANDARD_INPUT = "-"
 _SCHEME, _MEDIA_TYPE = "data:", "application/yaml"
@@ -29,7 +28,7 @@ def read_text(location: str | Path) -> str:
     except UnicodeDecodeError as error:
         raise RecipeError(f"recipe {title_of(location)!r} is not a text in UTF-8: give a YAML file") from error
     except Exception as error:  # each fsspec protocol raises its own errors
-        reason = without_secrets(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+        reason = hide_secrets(getattr(error, "strerror", None) or str(error) or type(error).__name__)
         raise RecipeError(
             f"recipe {title_of(location)!r} cannot be read ({reason}): give the path or URI of a YAML file, "
             "for example recipes/reviews.yaml"
@@ -60,8 +59,7 @@ def title_of(location: str | Path) -> str:
     if given == STANDARD_INPUT:
         return "standard input"
     if not given.startswith(_SCHEME):
-        # A location on its own may contain spaces, even in its query.
-        return without_secrets(re.split(r"[?#]", given, maxsplit=1)[0] if "://" in given else given)
+        return without_secrets(given)
     parameters = given.removeprefix(_SCHEME).partition(",")[0].split(";")
     names = [value for name, _, value in (parameter.partition("=") for parameter in parameters) if name == "name"]
     return unquote(names[0]) if names else "data:"

@@ -204,8 +204,8 @@ class Recipe(Section):
         if not is_stored(info) and (keys := [key for key, text in _texts(self.model_dump()) if holds_secret(text)]):
             raise ValueError(
                 f"{keys[0]} is a URI with a password, a token or a signature, and a recipe must not contain secrets: "
-                "leave it out, and set it in the environment of the cluster's nodes, in the variables that the "
-                "protocol's driver reads"
+                "where the key accepts it, give env:NAME or file:/PATH; else set the secret in the environment of the "
+                "cluster's nodes, in the variables that the protocol's driver reads"
             )
         return self
 

@@ -17,7 +17,6 @@ from typing import AnyStr, NamedTuple, Self
 from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict
-from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -102,7 +101,7 @@ class LocalOnly:
         app = self._app
         if scope["type"] == "http":
             try:
-                require_local_names(Caller.of(Headers(scope=scope)))
+                require_local_names(Caller.of(headers_of(scope)))
             except UnauthorizedError as error:
                 app = JSONResponse({"error": str(error)}, 401)
         await app(scope, receive, send)
@@ -239,3 +238,8 @@ def combine(lines: Sequence[tuple[AnyStr, AnyStr]], comma: AnyStr) -> dict[AnySt
         for name, value in lines:
             headers[name] = headers[name] + comma + value if name in headers else value
     return headers
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """Return the headers by lower-case name."""
+    return combine([(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]], ", ")

@@ -3,8 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from app.errors import OverloadError
@@ -43,31 +42,17 @@ class Reader:
             raise OverloadError(
                 f"large requests have waited {_MAX_WAIT_S:g} s to be read: try again later, or send smaller requests"
             ) from None
-        loop = asyncio.get_running_loop()
+        loop, worked_s = asyncio.get_running_loop(), 0.0
 
-        def rest(read: Future[tuple[float, Callable[[], Result]]]) -> None:
-            worked_s = 0.0 if read.cancelled() or read.exception() else read.result()[0]
-            loop.call_soon_threadsafe(loop.call_later, worked_s, self._turn.release)
+        def timed() -> Result:
+            nonlocal worked_s
+            began_s = time.thread_time()
+            try:
+                return work()
+            finally:
+                worked_s = time.thread_time() - began_s
 
-        reading = self._thread.submit(partial(_timed, work))
+        reading = self._thread.submit(timed)
         # The thread finishes even if the client has disconnected, so the turn ends with the work, not with the request.
-        reading.add_done_callback(rest)
-        _, outcome = await asyncio.wrap_future(reading)
-        return outcome()
-
-
-def _timed(work: Callable[[], Result]) -> tuple[float, Callable[[], Result]]:
-    """Run ``work``. Return its seconds, and a function that returns its result or raises its error."""
-    began_s = time.thread_time()
-
-    def outcome() -> Result:
-        if error is not None:
-            raise error
-        return result
-
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as raised:
-        error = raised
-    return time.thread_time() - began_s, outcome
+        reading.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.call_later, worked_s, self._turn.release))
+        return await asyncio.wrap_future(reading)

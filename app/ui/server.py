@@ -16,7 +16,16 @@ from app.pages.assets import page_headers
 from app.pages.page import REPORT_FILE
 from app.reports.report import has_page, page_of
 from app.reports.run_folder import RunFolder
-from app.serving.access import ENDPOINT_TOKEN_FILE, Access, Caller, LocalOnly, is_loopback, make_token, read_token
+from app.serving.access import (
+    ENDPOINT_TOKEN_FILE,
+    Access,
+    Caller,
+    LocalOnly,
+    headers_of,
+    is_loopback,
+    make_token,
+    read_token,
+)
 from app.ui.assets import PAGE
 from app.ui.storage_view import ComparedRuns, ListedRun, ListedVersion, RunCurves, RunDetails, StorageView
 
@@ -65,7 +74,7 @@ def create_app(storage: UPath, access: Access, host: str) -> FastAPI:
 
     @app.post("/login")
     def login(request: Request) -> Response:
-        access.check(caller := _caller_of(request))
+        access.check(caller := Caller.of(headers_of(request.scope)))
         response = JSONResponse({})
         token = (caller.authorization or "").partition(" ")[2].strip()
         response.set_cookie(_COOKIE, token, httponly=True, samesite="lax", secure=request.url.scheme == "https")
@@ -142,12 +151,8 @@ def _family(host: str) -> socket.AddressFamily:
 
 def _check_token(request: Request, access: Access) -> None:
     cookie = request.cookies.get(_COOKIE)
-    caller = _caller_of(request)
-    access.check(Caller(f"Bearer {cookie}") if cookie and caller.authorization is None else caller)
-
-
-def _caller_of(request: Request) -> Caller:
-    return Caller(", ".join(request.headers.getlist("authorization")) or None)
+    caller = Caller.of(headers_of(request.scope))
+    access.check(caller._replace(authorization=f"Bearer {cookie}") if cookie and not caller.authorization else caller)
 
 
 def _report_of(run: RunFolder) -> bytes:

@@ -11,7 +11,7 @@ from app.repository.repository import Repository
 from app.serving.config import Scaling
 from app.serving.deployment import deployed_model, promote_named
 from app.tensors import Tensor
-from jobs._cluster import fitting_cores
+from jobs._cluster import cores_of_nodes
 from tests.helpers import ROOT
 from tests.publishing import CARD, files_in
 
@@ -69,11 +69,13 @@ def test_replicas_and_threads_fit_on_the_nodes_that_serve(storage: UPath) -> Non
     assert len(said) == 1
 
 
-def test_only_nodes_with_room_for_a_replica_are_counted() -> None:
-    nodes = [{"CPU": 8.0, "rack": 1.0}, {"memory": 1.0}, {"CPU": 2.0}, {"CPU": 4.0, "GPU": 1.0, "rack": 1.0}]
-    assert fitting_cores(nodes, {"CPU": 0.0, "GPU": 0.0}) == [8, 2, 4]
-    assert fitting_cores(nodes, {"CPU": 3.0, "GPU": 0.0}) == [8, 4]
-    assert fitting_cores(nodes, {"CPU": 0.0, "GPU": 0.5, "rack": 1.0}) == [4]
+def test_only_nodes_with_room_for_a_replica_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [{"CPU": 8.0, "rack": 1.0}, {"memory": 1.0}, {"CPU": 2.0}, {"CPU": 4.0, "GPU": 1.0, "rack": 1.0}]
+    nodes = [{"Alive": True, "Resources": resources} for resources in held]
+    monkeypatch.setattr("ray.nodes", lambda: [*nodes, {"Alive": False, "Resources": {"CPU": 16.0}}])
+    assert cores_of_nodes({"CPU": 0.0, "GPU": 0.0}) == [8, 2, 4]
+    assert cores_of_nodes({"CPU": 3.0, "GPU": 0.0}) == [8, 4]
+    assert cores_of_nodes({"CPU": 0.0, "GPU": 0.5, "rack": 1.0}) == [4]
 
 
 def test_a_version_is_not_tried_any_more_once_it_is_in_production(storage: UPath) -> None:

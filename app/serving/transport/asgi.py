@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import OverloadError, RequestError, RequestTooLargeError
-from app.serving.access import combine
 from app.serving.protocol.infer import LIMITS
 
 Result = TypeVar("Result")
@@ -21,11 +20,6 @@ _REST_TIMEOUT_S = 1.0
 """Time to receive the rest of an unused body, before the response."""
 _UNWATCHED_S = 0.05
 """Delay before the client is watched. Watching from the start would double the cost of a small request."""
-
-
-def headers_of(scope: Scope) -> dict[str, str]:
-    """Return the headers by lower-case name."""
-    return combine([(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]], ", ")
 
 
 async def read_body(headers: Mapping[str, str], receive: Receive, max_bytes: int = LIMITS.json_bytes) -> bytes:

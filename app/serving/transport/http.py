@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import OverloadError, RayloomError, UnauthorizedError
-from app.serving.access import Caller
+from app.serving.access import Caller, headers_of
 from app.serving.endpoint import Endpoint
 from app.serving.protocol.compression import MAX_INFLATION, is_compressed
 from app.serving.protocol.infer import LIMITS, InferRequest, InferResponse
 from app.serving.protocol.rest import bytes_to_read, max_body_bytes, read_infer, write_infer
 from app.serving.reading import ON_LOOP_BYTES
 from app.serving.traffic import Asked, outcome_of
-from app.serving.transport.asgi import AwaitedBodies, close_if_unread, has_body, headers_of, read_body, unless_gone
+from app.serving.transport.asgi import AwaitedBodies, close_if_unread, has_body, read_body, unless_gone
 from app.serving.transport.errors import error_response
 from app.serving.transport.routes import DOCS_ASSETS, routes
 
