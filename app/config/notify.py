@@ -22,14 +22,15 @@ def check_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
         raise ValueError("expected a URL such as https://example.org/hook, or env:NAME or file:/PATH that holds it")
     if parts.username or parts.password:
-        raise ValueError("the URL carries a password, which is not sent: give one without")
+        raise ValueError(
+            "the URL carries a password, which is not sent: give a URL with a token in its path or query, by "
+            "env:NAME or file:/PATH"
+        )
     return url
 
 
 def _check_url_or_reference(given: str) -> str:
-    if is_reference(given):
-        return given
-    return check_url(given)
+    return given if is_reference(given) else check_url(given)
 
 
 def _check_secret(given: object) -> object:
