@@ -11,10 +11,10 @@ from functools import partial
 from pydantic import BaseModel
 
 from app.planner.cluster import cluster_of
-from app.planner.recipe import Options, plan_recipe
-from app.planner.report import PlanReport, PlanRow
 from app.runs import Outcome, Run
 from app.storage import write_atomically
+from app.training.planning.recipe import Options, plan_recipe
+from app.training.planning.report import PlanReport, PlanRow
 from jobs._cluster import live_cluster
 from jobs._runner import main as run_job
 

@@ -28,7 +28,7 @@ def plan(
 ) -> None:
     """Find the fastest parallel plans of a recipe on a cluster: time, memory, communication and price."""
     from app.planner.cluster import cluster_of, this_machine
-    from app.planner.recipe import Options, plan_recipe  # slow: it imports torch
+    from app.training.planning.recipe import Options, plan_recipe  # slow: it imports torch
 
     loaded = load_recipe(recipe, overrides or [])
     chosen = cluster_of(cluster) if cluster else this_machine(loaded.train.workers_range[1])

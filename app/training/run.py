@@ -22,9 +22,7 @@ from app.models.factory import blueprint_of
 from app.models.pretrained import described, match_weights
 from app.models.traits import kind_of, require_apart, traits_of
 from app.pages.page import REPORT_FILE
-from app.planner.auto import choose_plan
 from app.planner.cluster import Cluster, local_cluster
-from app.planner.outcome import prediction_of
 from app.planner.prediction import Prediction
 from app.reports.run_folder import write_page
 from app.reports.training import training_page
@@ -41,6 +39,8 @@ from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
 from app.training.engine.deepspeed_engine import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
 from app.training.evaluation import write_evaluation
+from app.training.planning.auto import choose_plan
+from app.training.planning.outcome import prediction_of
 from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, best_of
 from app.training.sources import record_mixture, with_added_sources
 from app.training.stop_request import StopRequest, withdraw_stop_request

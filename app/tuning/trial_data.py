@@ -12,10 +12,10 @@ from app.config import AutoPlan, PlanConfig, Recipe, TrainConfig, TuneConfig
 from app.data.prepared import PreparedData
 from app.errors import RecipeError
 from app.planner.cluster import Cluster
-from app.planner.recipe import fastest_plans
 from app.runs import Run
 from app.storage import is_local
 from app.tasks import load_prepared, prepare, require_keys
+from app.training.planning.recipe import fastest_plans
 from app.training.run import prepare_run
 from app.tuning.space import Space
 from app.tuning.trial_config import trial_recipe

@@ -20,7 +20,6 @@ from app.models.precision import TORCH_DTYPES
 from app.planner.cluster import Cluster
 from app.planner.measure import measure as profile_of
 from app.planner.plan import parallel_plan
-from app.planner.recipe import Subject, problem_of
 from app.planner.search import Candidate, price_plan
 from app.planner.validation import validation_of
 from app.storage import no_op
@@ -30,6 +29,7 @@ from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
 from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.deepspeed_engine import Factors
+from app.training.planning.recipe import Subject, problem_of
 from app.training.worker import Worker, leave_process_group, start_worker
 from benchmarks.gpu.bench import GOAL_MFU, Bench
 from benchmarks.gpu.floors import gpt_facts, training_floor

@@ -4,10 +4,10 @@ from app.config import load_recipe
 from app.models.factory import blueprint_of
 from app.planner.calibration import Calibration, MeasuredPlan
 from app.planner.cluster import this_machine
-from app.planner.machine import measure_machine, measure_plan
-from app.planner.recipe import Subject, problem_of, subject_of, with_measurements
 from app.planner.search import Candidate, search
 from app.tasks import prepare
+from app.training.planning.machine import measure_machine, measure_plan
+from app.training.planning.recipe import Subject, problem_of, subject_of, with_measurements
 from benchmarks.markdown import table, verdict
 
 _RECIPE = "recipes/stdlib_gpt.yaml"

@@ -10,15 +10,15 @@ from optuna.distributions import CategoricalDistribution
 from app.config import AutoPlan, PlanConfig, Recipe, dump_recipe, load_recipe, load_stored_recipe
 from app.errors import PlanError, RecipeError
 from app.models.factory import blueprint_of
-from app.planner.auto import choose_plan
 from app.planner.calibration import Calibration, MeasuredPlan, machine_name
 from app.planner.cluster import Cluster, cluster_of, local_cluster, this_machine
-from app.planner.outcome import measured_run, prediction_of
 from app.planner.prediction import Prediction
-from app.planner.recipe import subject_name
 from app.runs import CONFIG_FILE, Run
 from app.storage import to_path
 from app.tasks import prepare
+from app.training.planning.auto import choose_plan
+from app.training.planning.outcome import measured_run, prediction_of
+from app.training.planning.recipe import subject_name
 from app.training.resume import start_or_resume
 from app.training.run import open_run, prepare_run
 from app.tuning.space import load_space

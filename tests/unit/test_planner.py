@@ -18,12 +18,12 @@ from app.planner.cluster import Cluster, Link, cluster_of
 from app.planner.measure import measure
 from app.planner.plan import ParallelPlan
 from app.planner.profile import ModelProfile
-from app.planner.report import PlanReport, report
 from app.planner.search import Findings, Problem, fewest_devices, search
 from app.planner.stages import balanced_cuts
 from app.planner.traffic import RAYLOOM, STACKS, traffic
 from app.planner.transformer import TransformerShape, transformer_profile
 from app.planner.validation import validation_of
+from app.training.planning.report import PlanReport, report
 from jobs._cluster import cluster_of_nodes
 from tests.helpers import ROOT
 

@@ -29,7 +29,6 @@ from app.models.factory import blueprint_of
 from app.models.precision import TORCH_DTYPES
 from app.planner.calibration import Calibration, MeasuredPlan, machine_name
 from app.planner.enumeration import divisors
-from app.planner.report import plan_keys
 from app.planner.search import Candidate
 from app.storage import to_path
 from app.tasks import find_task, load_prepared
@@ -38,6 +37,7 @@ from app.training.activity import Activity
 from app.training.data.feed import Feed
 from app.training.data.orders import order_of
 from app.training.engine import create_engine
+from app.training.planning.report import plan_keys
 from app.training.worker import Worker, keep_freed_memory, leave_process_group, seed_random, start_worker
 
 T = TypeVar("T")

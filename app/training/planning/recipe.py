@@ -14,15 +14,15 @@ from app.errors import PlanError
 from app.models.factory import blueprint_of
 from app.planner.calibration import Calibration, read_calibration
 from app.planner.cluster import Cluster
-from app.planner.machine import measure_machine, measure_plan
 from app.planner.measure import measure
 from app.planner.memory import GPU_PROCESS, OPTIMIZER_NUMBERS, ProcessMemory
 from app.planner.plan import parallel_plan
 from app.planner.profile import ModelProfile
-from app.planner.report import PlanReport, plan_keys, report
 from app.planner.search import Candidate, Findings, Problem, price_plan, search
 from app.tasks import prepare
 from app.training.data.orders import count_steps, order_of
+from app.training.planning.machine import measure_machine, measure_plan
+from app.training.planning.report import PlanReport, plan_keys, report
 
 CPU_CONTEXT_BYTES = 345e6
 """Resident memory of a process that trains, beside its tensors: Python, torch and DeepSpeed. Measured."""

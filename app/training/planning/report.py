@@ -5,10 +5,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from app.config.plan import PlanConfig
-from app.planner.advice import what_would_help
 from app.planner.cluster import GIB
 from app.planner.search import Candidate, Findings, Problem, fewest_devices
 from app.planner.validation import validation_of
+from app.training.planning.advice import what_would_help
 
 _SHOWN_KEYS = ("tensor", "pipeline", "zero_stage", "offload", "micro_batch", "activation_checkpointing")
 

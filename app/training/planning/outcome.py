@@ -10,16 +10,16 @@ from upath import UPath
 from app.config import Recipe
 from app.data.prepared import PreparedData
 from app.models.factory import blueprint_of
-from app.planner.auto import is_small
 from app.planner.calibration import read_calibration
 from app.planner.cluster import Cluster
 from app.planner.plan import parallel_plan
 from app.planner.prediction import MeasuredRun, Prediction
-from app.planner.recipe import find_plans, layout_in_samples, subject_of
-from app.planner.report import plan_keys
 from app.planner.search import price_plan
 from app.planner.validation import validation_of
 from app.telemetry.profiler import SUMMARY_FILE
+from app.training.planning.auto import is_small
+from app.training.planning.recipe import find_plans, layout_in_samples, subject_of
+from app.training.planning.report import plan_keys
 from app.warnings import warn
 
 _RAY_BYTES = 110e6

@@ -11,9 +11,9 @@ from app.models.blueprint import Blueprint
 from app.planner.calibration import Calibration, MeasuredPlan, read_calibration
 from app.planner.cluster import Cluster
 from app.planner.plan import parallel_plan
-from app.planner.recipe import Subject, find_plans, subject_name, subject_of
 from app.planner.search import Candidate, fewest_devices, price_plan
 from app.planner.validation import validation_of
+from app.training.planning.recipe import Subject, find_plans, subject_name, subject_of
 
 _SMALL_SHARE = 0.25
 """A model whose states take less of a CPU worker's memory is not measured, which takes seconds of imports."""
