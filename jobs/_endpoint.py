@@ -13,9 +13,9 @@ from ray.serve.config import BackpressureConfig
 from ray.serve.schema import ApplicationStatus, DeploymentStatusTrigger, ReplicaState
 from tenacity import RetryError, retry, retry_if_result, stop_after_delay, wait_fixed
 
-from app.cluster.haproxy_script import APPLICATION
 from app.errors import ClusterError
 from app.serving.config import Demand, EndpointConfig
+from app.serving.ingress.haproxy_script import APPLICATION
 from jobs._cluster import require
 from jobs._serve_internals import await_proxies, deployed_user_config
 from serve_deployments.autoscaling import autoscaling_of

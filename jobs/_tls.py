@@ -5,9 +5,9 @@ import ssl
 import tempfile
 from pathlib import Path
 
-from app.cluster.haproxy import TLS_FILE
 from app.config import TlsConfig
 from app.errors import ClusterError
+from app.serving.ingress.haproxy import TLS_FILE
 
 
 def require_possible(tls: TlsConfig) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from upath import UPath
 
-from app.cluster.ports import unused
+from app.ports import unused
 from tests.forks import TRAINING, Command, Forks
 
 ROOT = Path(__file__).parents[1]

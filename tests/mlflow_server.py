@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 from mlflow.tracking import MlflowClient
 
-from app.cluster.ports import unused
+from app.ports import unused
 from tests.helpers import wait_until
 
 

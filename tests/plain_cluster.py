@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import psutil
 
-from app.cluster.ports import unused
+from app.ports import unused
 from tests.helpers import run, wait_until
 from tests.launch import MARK, processes_where
 

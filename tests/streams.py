@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from upath import UPath
 
 from app.artifacts import WEIGHTS_FILE
-from app.cluster.ports import is_free, unused
 from app.config import Recipe, load_recipe
 from app.data.prepared import SHARDS_FILE
 from app.data.sharded import ShardReference
@@ -29,6 +28,7 @@ from app.data.streaming.messages import Offsets
 from app.data.streaming.micro_epochs import MicroEpoch
 from app.data.streaming.rows import ChosenRows, LabelledRows, LabelledTexts, Samples
 from app.data.text import TextProcessor
+from app.ports import is_free, unused
 from app.training.run import export_checkpoint
 from tests.faults.models import ledger_places
 from tests.helpers import BIN, wait_until

@@ -20,13 +20,13 @@ from app.cli.options import Overrides, Storage, chosen_storage
 from app.cli.plan import plan
 from app.cli.runs import runs
 from app.cluster import local
-from app.cluster.ports import open_ports
 from app.cluster.state import SUPERVISOR_LOG, TOKEN_FILE, ClusterState, read_state, running_cluster
 from app.cluster.submit import send_job
 from app.cluster.submit import submit as submit_job
 from app.config import Recipe, dump_recipe, load_recipe
 from app.errors import ClusterError, RayloomError, RequestError, StorageError
 from app.monitoring import processes
+from app.ports import open_ports
 from app.project.scaffold import create_project
 from app.runs import CONFIG_FILE, folder_of_run
 from app.serving.protocol.natural import Prediction, PredictRequest

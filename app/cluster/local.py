@@ -13,11 +13,13 @@ from pathlib import Path
 
 import psutil
 
-from app.cluster import haproxy, ports, state
+from app import ports
+from app.cluster import state
 from app.cluster.packages import LIBRARY
-from app.cluster.ports import LOOPBACK
 from app.cluster.state import MARK, ClusterState, Monitoring
 from app.errors import ClusterError
+from app.ports import LOOPBACK
+from app.serving.ingress import haproxy
 from app.storage import HOME, absolute_location
 
 _STOP_TIMEOUT_S = 5.0

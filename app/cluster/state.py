@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ValidationError
 
-from app.cluster.ports import LOOPBACK
 from app.errors import ClusterError
+from app.ports import LOOPBACK
 from app.storage import HOME
 
 FOLDER = HOME / "cluster"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import httpx
 
-from app.cluster.ports import LOOPBACK
 from app.cluster.state import FOLDER, TOKEN_FILE, WATCHER_MARK, ClusterState
 from app.config import NotifyConfig
 from app.errors import ClusterError
 from app.monitoring.configuration import ALERTMANAGER_FILE, PROMETHEUS_FILE, Targets, write_configuration
+from app.ports import LOOPBACK
 from app.storage import HOME
 
 CONFIGURATION = FOLDER / "monitoring"

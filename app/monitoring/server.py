@@ -17,10 +17,10 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Route
 
 from app.cluster.jobs import JobsApi
-from app.cluster.ports import LOOPBACK
 from app.cluster.state import running_cluster
 from app.monitoring.configuration import DASHBOARDS, FILES
 from app.monitoring.exporter import ClusterWatch
+from app.ports import LOOPBACK
 from app.serving.access import LocalOnly
 from app.warnings import repeat_in_background
 

@@ -15,7 +15,7 @@ import httpx
 from tenacity import retry, stop_after_delay, wait_fixed
 from upath import UPath
 
-from app.cluster import ports
+from app import ports
 from app.storage import open_storage, to_path
 from benchmarks.machine import load_average, machine, today, versions
 from benchmarks.many.deploys import of_deploys

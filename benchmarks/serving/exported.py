@@ -21,9 +21,9 @@ from onnx import TensorProto, helper, numpy_helper
 from tritonclient import http as client
 from upath import UPath
 
-from app.cluster.ports import unused
 from app.compile.imported.run import Given, import_model
 from app.config import recipe_of_model
+from app.ports import unused
 from app.repository.known_answers import KnownAnswers
 from app.repository.repository import Repository
 from app.runs import Run, execute

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.cluster.ports import LOOPBACK, unused
+from app.ports import LOOPBACK, unused
 from benchmarks.serving.client import connect
 from benchmarks.serving.environments import PEERS, interpreter
 from benchmarks.serving.models import ServedModel

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from app.cluster.ports import unused
+from app.ports import unused
 from benchmarks.serving.wire import BinaryTensors, GrpcTensors, JsonTensors, NamedLists, StackedList, Wire
 
 MODEL = "model"

@@ -24,9 +24,9 @@ from aiosmtpd.handlers import Message
 from ray.dashboard.modules.metrics import grafana_dashboard_factory
 from upath import UPath
 
-from app.cluster.ports import unused
 from app.cluster.state import ClusterState
 from app.monitoring.server import dashboards
+from app.ports import unused
 from app.telemetry import catalog
 from app.telemetry.metrics import LATENCY_BOUNDS_S, Kind, Metric
 from tests.cascades import publish_stages

@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 
-from app.cluster.ports import unused
+from app.ports import unused
 from tests.helpers import submit
 from tests.plain_cluster import PlainCluster, plain_cluster
 

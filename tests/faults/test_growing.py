@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from app.cluster.ports import unused
+from app.ports import unused
 from tests.faults.node_provider import HEAD, LoopbackNodeProvider
 from tests.helpers import ROOT, run
 from tests.launch import MARK, Launch, processes_where

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cluster.ports import unused
+from app.ports import unused
 from tests.helpers import in_fork, result_of, steps_of
 from tests.jobs import run_job
 from tests.mlflow_server import MlflowServer, mlflow_server

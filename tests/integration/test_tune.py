@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from optuna.trial import TrialState
 
-from app.cluster.ports import is_free, unused
 from app.config import load_recipe
+from app.ports import is_free, unused
 from tests.helpers import ROOT, records_of, wait_until
 from tests.jobs import run_job
 from tests.launch import Cluster, Launch

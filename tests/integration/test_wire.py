@@ -18,7 +18,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.grpc import service_pb2 as pb
 
-from app.cluster.ports import open_ports
+from app.ports import open_ports
 from app.serving.protocol.rest import JSON_LENGTH
 from app.serving.transport import asgi
 from app.tensors import OUTPUT

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from app.cluster.haproxy import prepare
+from app.serving.ingress.haproxy import prepare
 from tests.helpers import ROOT
 
 CONFIG = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))

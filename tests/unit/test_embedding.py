@@ -13,12 +13,12 @@ from torch import distributed
 from upath import UPath
 
 from app.artifacts import WEIGHTS_FILE
-from app.cluster.ports import unused
 from app.config import load_recipe
 from app.data.pairs import PairData
 from app.errors import DataError, RecipeError
 from app.models.factory import blueprint_of
 from app.models.pretrained import match_weights
+from app.ports import unused
 from app.tasks import find_served_task, load_prepared, prepare
 from app.tasks.contrastive import Contrastive
 from app.tasks.embedding import MeanReciprocalRank, RecallAt1

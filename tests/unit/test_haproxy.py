@@ -17,9 +17,9 @@ from ray.serve._private.common import RequestProtocol
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions, gRPCOptions
 
-from app.cluster.haproxy import TLS_FILE, prepare
-from app.cluster.haproxy_script import APPLICATION, UNARY_BACKEND, Edit, When, edits
-from app.cluster.ports import is_free, unused
+from app.ports import is_free, unused
+from app.serving.ingress.haproxy import TLS_FILE, prepare
+from app.serving.ingress.haproxy_script import APPLICATION, UNARY_BACKEND, Edit, When, edits
 from app.serving.transport.grpc import SERVICER
 from tests.helpers import wait_until
 

@@ -21,12 +21,12 @@ from selenium.webdriver.support.ui import WebDriverWait
 from starlette.testclient import TestClient
 
 from app.cluster.jobs import JobsApi
-from app.cluster.ports import unused
 from app.config import EmailConfig, NotifyConfig, WebhookConfig
 from app.errors import DeliveryError
 from app.monitoring.configuration import FILES, Targets, write_configuration
 from app.monitoring.exporter import ClusterWatch
 from app.monitoring.server import create_app, dashboards
+from app.ports import unused
 from app.telemetry import catalog
 from app.telemetry.metrics import Kind
 from tests.helpers import ROOT, wait_until

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import distributed
 
-from app.cluster.ports import unused
 from app.config import load_recipe
 from app.data.prepared import Batch, Dataset
+from app.ports import unused
 from app.tasks import prepare
 from app.training.data.batches import DataRank, Indices, SampleOrder
 from app.training.data.orders import order_of

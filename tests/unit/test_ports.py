@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from app.cluster import ports
+from app import ports
 from app.errors import ClusterError
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import trustme
 
-from app.cluster.haproxy import TLS_FILE
 from app.config import TlsConfig
 from app.errors import ClusterError
+from app.serving.ingress.haproxy import TLS_FILE
 from jobs._tls import give_to_haproxy, haproxy_speaks_tls, require_possible, serve_options
 
 

@@ -17,9 +17,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from upath import UPath
 
-from app.cluster.ports import unused
 from app.config import load_recipe
 from app.errors import DeadlineError, OverloadError, RecipeError
+from app.ports import unused
 from app.runs import Run, execute
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.groups import BatchingPolicy

@@ -15,9 +15,9 @@ from mlflow.tracking import MlflowClient
 from upath import UPath
 from wandb.proto.wandb_internal_pb2 import Record
 
-from app.cluster.ports import unused
 from app.config import WandbConfig, load_recipe
 from app.errors import RecipeError
+from app.ports import unused
 from app.tracking import __main__ as tracking
 from app.tracking.mlflow_tracker import MlflowTracker
 from app.tracking.process import PARENT_FILE, keep_tracked, require_clients

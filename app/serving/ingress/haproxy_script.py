@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from app.cluster.ports import LOOPBACK
+from app.ports import LOOPBACK
 
 APPLICATION = "rayloom"
 """The Ray Serve application that HAProxy sends requests to."""
@@ -137,7 +137,7 @@ def _program(group: Sequence[Edit]) -> str:
 # Ray passes -db -f FILE as the first arguments. It writes FILE before every start.
 _SCRIPT = """\
 #!/bin/sh
-# Start HAProxy with Ray Serve's configuration, "$3", edited. app/cluster/haproxy_script.py says why.
+# Start HAProxy with Ray Serve's configuration, "$3", edited. app/serving/ingress/haproxy_script.py says why.
 if [ "$1 $2" != "-db -f" ]; then
     echo "Ray starts HAProxy with other arguments than -db -f FILE: $*" >&2
     exit 64

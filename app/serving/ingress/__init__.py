@@ -1,0 +1,1 @@
+"""HAProxy in front of the replicas, as Ray Serve starts it."""
