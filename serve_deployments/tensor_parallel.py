@@ -12,9 +12,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from app.config import TensorParallelConfig
 from app.engines.base import Engine
 from app.errors import EngineError, RayloomError
+from app.published.engine import open_published
 from app.repository.manifest import Manifest
 from app.serving.config import VersionConfig
-from app.serving.model.engine import open_published
 from app.tensors import Tensors, check_tensors
 
 _CALL_TIMEOUT_S = 90.0

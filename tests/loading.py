@@ -8,10 +8,10 @@ from upath import UPath
 from app.data.targets import save_labels
 from app.engines.architecture import architecture_of
 from app.engines.registry import open_engine
+from app.published.loaded import LoadedModel, load_model
 from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import Manifest, ModelCard
 from app.repository.repository import Repository
-from app.serving.model.loaded import LoadedModel, load_model
 from app.tensors import OUTPUT, Tensor
 from tests.engine_contract import PROCESSOR, SIGNATURE, exported, rows
 from tests.publishing import CARD

@@ -21,10 +21,10 @@ from app.engines.base import Engine, EngineSettings, Signature
 from app.engines.torch import TorchEngine
 from app.errors import CompileError, StorageError
 from app.models.sparsity import prune_2_to_4
+from app.published.loaded import check_answers
+from app.published.weights import TrainedModel, load_weights
 from app.repository.manifest import Lineage
-from app.serving.model.loaded import check_answers
 from app.tensors import OUTPUT, Tensors
-from app.training.weights import TrainedModel, load_weights
 
 _ANSWERED_ROWS = 4
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.data.targets import Answer
-from app.serving.model.loaded import LoadedModel
+from app.published.loaded import LoadedModel
 from app.serving.protocol.infer import InferResponse
 from app.serving.protocol.natural import PredictResponse
 from app.tasks.agreement import near, same_answer

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from app.engines.base import Engine
 from app.errors import EngineError, NotServedError, RequestError, short_repr
+from app.published.engine import open_published
+from app.published.loaded import load_model
 from app.repository.manifest import Manifest
 from app.serving.access import Access
 from app.serving.batching.statistics import Durations
 from app.serving.cascade.served import ServedCascade
 from app.serving.config import CandidateConfig, DeployedModel, EndpointConfig, VersionConfig
-from app.serving.model.engine import open_published
 from app.serving.model.health import choose_probes
-from app.serving.model.loaded import load_model
 from app.serving.model.served import ServedModel
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
 from app.serving.reading import Reader

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from app.errors import DeadlineError, NotServedError, OverloadError, short_repr
+from app.published.loaded import LoadedModel
 from app.serving.agreement import Response, agreeing_rows
 from app.serving.batching.statistics import FailureReason, RecentLatencies
 from app.serving.cascade.served import ServedCascade
-from app.serving.model.loaded import LoadedModel
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics

@@ -24,6 +24,7 @@ from app.models.traits import kind_of, require_apart, traits_of
 from app.pages.page import REPORT_FILE
 from app.planner.cluster import Cluster, local_cluster
 from app.planner.prediction import Prediction
+from app.published.weights import convert_weights, publish_weights
 from app.reports.run_folder import write_page
 from app.reports.training import training_page
 from app.runs import CONFIG_FILE, Outcome, Run
@@ -33,6 +34,7 @@ from app.tasks.objective import objective_of
 from app.telemetry.profiler import PROFILE
 from app.training.augmented_samples import augmented_samples
 from app.training.baseline import baseline_of, texts_of
+from app.training.checkpoints.reader import export_weights
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.data.orders import check_order
 from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
@@ -44,7 +46,6 @@ from app.training.planning.outcome import prediction_of
 from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, best_of
 from app.training.sources import record_mixture, with_added_sources
 from app.training.stop_request import StopRequest, withdraw_stop_request
-from app.training.weights import convert_weights, publish_weights
 from app.warnings import best_effort, warn
 
 
@@ -178,7 +179,7 @@ def finish_run(
     best, checkpoint = _best_intact(store, ending.records, recipe.train)
     weights = run.folder / WEIGHTS
     adapter = run.folder / ADAPTER if recipe.model.adapter else None
-    publish_weights(checkpoint, data, recipe, weights, adapter)
+    publish_weights(partial(export_weights, checkpoint), data, recipe, weights, adapter)
     # The weights are published. What follows is for the report, and cannot fail the run.
     if recipe.train.report_samples:
         evaluating = partial(write_evaluation, weights, data, recipe, run.folder)
@@ -216,12 +217,13 @@ def export_checkpoint(
         raise StorageError(f"run {run_folder.name} has no checkpoint: let it train until it has one")
     recipe = load_stored_recipe(str(run_folder / CONFIG_FILE))
     data = load_prepared(recipe, run_folder / DATA)
+    export = partial(export_weights, store.folder_of(chosen))
     if not for_transformers:
         adapter = output / ADAPTER if recipe.model.adapter else None
-        publish_weights(store.folder_of(chosen), data, recipe, output, adapter)
+        publish_weights(export, data, recipe, output, adapter)
         return chosen
     with tempfile.TemporaryDirectory(prefix="rayloom-export-") as temporary:
-        publish_weights(store.folder_of(chosen), data, recipe, to_path(temporary))
+        publish_weights(export, data, recipe, to_path(temporary))
         convert_weights(Path(temporary), output)
     return chosen
 

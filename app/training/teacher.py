@@ -18,8 +18,8 @@ from app.data.labelled import LabelledData, LabelledDataset
 from app.data.prepared import Batch, Dataset, PreparedData
 from app.data.targets import LABELS_FILE, Classes, load_labels
 from app.errors import RecipeError
+from app.published.loaded import LoadedModel, load_model
 from app.repository.repository import Repository
-from app.serving.model.loaded import LoadedModel, load_model
 from app.storage import open_storage
 from app.tasks import find_served_task
 

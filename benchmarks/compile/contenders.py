@@ -16,8 +16,8 @@ from app.engines.base import Engine, EngineSettings, Signature
 from app.engines.registry import open_engine
 from app.engines.torch import CompiledTorchEngine, TorchEngine
 from app.errors import EngineError
+from app.published.weights import load_weights
 from app.tensors import Tensors
-from app.training.weights import load_weights
 from benchmarks.compile.models import Setting
 
 BASELINE, EAGER, COMPILED = "ONNX Runtime fp32", "PyTorch eager", "PyTorch torch.compile"

@@ -8,7 +8,7 @@ BEGAN = time.time()  # before anything else is imported
 import json
 import sys
 
-from app.serving.model.loaded import load_model
+from app.published.loaded import load_model
 from app.storage import open_storage
 
 IMPORTED = time.time()

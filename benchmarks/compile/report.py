@@ -145,7 +145,7 @@ def _starts(found: Findings) -> str:
 {table(header, rows)}
 
 The published encoder, in a process of its own each time. **interpreter**: from starting the process to the first line
-of Python. **imports**: `app.serving.model.loaded` and what it needs. **load**: `load_model`, which fetches the
+of Python. **imports**: `app.published.loaded` and what it needs. **load**: `load_model`, which fetches the
 version's files, compares each with its sha256, loads tokenizer and engine and runs one row. **answer**: one text, from
 tokens to the embedding. The version's files are in the page cache; a cold cache of OpenVINO is an empty folder, a warm
 one was filled by an earlier process. The first goal is of load and answer, the second also of

@@ -23,10 +23,10 @@ from app.config import load_recipe
 from app.engines.architecture import usable_cores
 from app.engines.base import EngineSettings
 from app.errors import StorageError
+from app.published.weights import load_weights
 from app.repository.repository import Repository
 from app.runs import CONFIG_FILE, latest_result
 from app.storage import to_path
-from app.training.weights import load_weights
 from benchmarks.compile.models import Model, train
 from benchmarks.machine import load_average, machine, today, versions
 from benchmarks.markdown import Goal, table, verdict

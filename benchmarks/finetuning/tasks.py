@@ -20,10 +20,10 @@ from pydantic_core import to_json
 
 from app.compile.run import CompileMetrics
 from app.config import load_recipe
+from app.published.loaded import load_model
+from app.published.prediction import Prediction
 from app.reports.curves import read_curves
 from app.runs import Result
-from app.serving.model.loaded import load_model
-from app.serving.protocol.natural import Prediction
 from app.storage import to_path
 from app.tasks import find_served_task
 from app.tasks.registry import TASKS

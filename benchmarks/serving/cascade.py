@@ -23,17 +23,17 @@ from app.compile.variants import requested_variants
 from app.config import load_recipe
 from app.data.labelled import LabelledData, LabelledDataset, LabelledSplit
 from app.data.targets import Classes
+from app.published.loaded import LoadedModel, load_model
+from app.published.weights import load_weights
 from app.repository.repository import Repository
 from app.serving.cascade.build import load_validation
 from app.serving.cascade.calibration import calibrate
 from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.served import route
 from app.serving.cascade.stages import require_alike
-from app.serving.model.loaded import LoadedModel, load_model
 from app.storage import to_path
 from app.telemetry.mfu import flops_per_sample
 from app.tensors import OUTPUT, Tensors, select_rows
-from app.training.weights import load_weights
 from benchmarks.compile.models import Model, train
 from benchmarks.machine import load_average, machine, today, versions
 from benchmarks.markdown import table, verdict

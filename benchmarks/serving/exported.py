@@ -24,10 +24,10 @@ from upath import UPath
 from app.compile.imported.run import Given, import_model
 from app.config import recipe_of_model
 from app.ports import unused
+from app.published.loaded import load_model
 from app.repository.known_answers import KnownAnswers
 from app.repository.repository import Repository
 from app.runs import Run, execute
-from app.serving.model.loaded import load_model
 from app.serving.protocol.tensors import DATATYPES
 from app.storage import to_path
 from app.tensors import Tensors

@@ -10,7 +10,7 @@ import torch
 from upath import UPath
 
 from app.data.builtin import BUILTIN
-from app.training.weights import load_weights
+from app.published.weights import load_weights
 from tests.engine_contract import TEXTS
 from tests.helpers import train_alone, wait_until
 from tests.jobs import run_job

@@ -27,8 +27,8 @@ from app.engines.tensorrt.manifest import BuildSettings, manifest_path
 from app.engines.torch import TorchEngine
 from app.errors import EngineError
 from app.models.image import small_cnn
+from app.published.loaded import load_model
 from app.runs import Run, execute
-from app.serving.model.loaded import load_model
 from app.tensors import OUTPUT, TensorSpec
 from benchmarks.compile.models import leave_fresh, write_weights
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, EngineContract, encoder, exported, rows

@@ -14,11 +14,11 @@ from upath import UPath
 
 from app.compile.run import compile_model
 from app.config import load_recipe
+from app.published.weights import load_weights
 from app.repository.repository import Repository
 from app.runs import Run, execute
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.tasks import load_prepared, prepare
-from app.training.weights import load_weights
 from tests.helpers import ROOT, SGD, folder_of, losses, train_alone
 from tests.serving import serving
 

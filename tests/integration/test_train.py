@@ -6,7 +6,7 @@ import httpx
 import pytest
 from upath import UPath
 
-from app.training.weights import load_weights
+from app.published.weights import load_weights
 from tests.helpers import SGD, flip, losses, train_alone
 from tests.jobs import run_job
 

@@ -24,11 +24,11 @@ from app.models.adapter import adapt
 from app.models.blueprint import Blueprint
 from app.models.factory import blueprint_of, build_model, logits_of
 from app.models.pretrained import with_pretrained_weights
+from app.published.weights import load_weights
 from app.runs import Run
 from app.tasks import prepare
 from app.training.checkpoints.parts import SavedParts
 from app.training.run import prepare_run
-from app.training.weights import load_weights
 from tests.pretrained import LEARNING, TEXTS, recipe_of, train_alone, write_decoder, write_encoder
 
 LANGUAGE = ["task=language-modeling", "data.buckets=[32, 64, 128, 256]", "data.block_length=32"]

@@ -16,9 +16,9 @@ from app.errors import RecipeError
 from app.models.blueprint import Blueprint
 from app.models.factory import blueprint_of, build_model
 from app.models.gpt import GPT
+from app.published.weights import read_architecture, read_weights
 from app.storage import to_path
 from app.tasks import prepare
-from app.training.weights import read_architecture, read_weights
 from app.training.worker import seed_random
 from benchmarks.machine import peak_growth
 

@@ -23,6 +23,7 @@ from app.data.targets import Classes
 from app.data.text import TextProcessor
 from app.engines.base import PooledEngine, Signature
 from app.errors import DeadlineError, RecipeError, StorageError
+from app.published.loaded import LoadedModel
 from app.repository.manifest import Manifest
 from app.serving.batching.groups import BatchingPolicy
 from app.serving.cascade.build import calibrate_versions
@@ -31,7 +32,6 @@ from app.serving.cascade.served import ServedCascade
 from app.serving.cascade.stages import require_alike
 from app.serving.config import Cascade, DeployedModel, EndpointConfig, VersionConfig
 from app.serving.deployment import deployed_model
-from app.serving.model.loaded import LoadedModel
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, RequestParameters
 from app.serving.rollout import Rollout

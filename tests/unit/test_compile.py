@@ -33,9 +33,9 @@ from app.engines.tensorrt.manifest import read_plan
 from app.engines.torch import TorchEngine
 from app.errors import CompileError
 from app.models.image import small_cnn
+from app.published.loaded import load_model
 from app.repository.repository import Repository
 from app.runs import Result, Run, execute
-from app.serving.model.loaded import load_model
 from app.tensors import OUTPUT
 from tests.compiling import DIGITS, compilation_of, digits_in, on_cpu, on_gpu, report_in, train_digits
 from tests.helpers import result_of

@@ -21,10 +21,10 @@ from tritonclient.grpc import service_pb2 as pb
 from upath import UPath
 
 from app.errors import EngineError
+from app.published.loaded import LoadedModel, ShapeGroup
 from app.serving import endpoint
 from app.serving.config import CandidateConfig, DeployedModel, EndpointConfig
 from app.serving.model import health
-from app.serving.model.loaded import LoadedModel, ShapeGroup
 from app.serving.protocol.natural import PredictRequest
 from app.tensors import OUTPUT
 from tests.engine_contract import exported, rows

@@ -9,7 +9,7 @@ import pytest
 from upath import UPath
 
 from app.errors import EngineError, StorageError
-from app.serving.model import engine
+from app.published import engine
 from tests.engine_contract import exported
 from tests.serving import Server, refused, serving
 from tests.tables import Faults

@@ -1,5 +1,6 @@
 """Models of transformers, built from a recipe's arguments."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from app.models.factory import build_model, logits_of
 from app.models.splitting import cuts_of, layers_of
 from app.models.staged import run_layers
 from app.models.traits import traits_of
+from app.published.weights import publish_weights
 from app.tasks import prepare
 from app.training.checkpoints.names import WEIGHT, parameter
+from app.training.checkpoints.reader import export_weights
 from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.writer import STATE_FILE
-from app.training.weights import publish_weights
 from tests.helpers import write_sums
 
 FACTS = {"vocab_size": 60, "max_length": 16, "num_labels": 3, "unknown_id": 1}
@@ -91,7 +93,7 @@ def test_transformers_reads_the_weights_that_training_keeps(tmp_path: Path) -> N
     )  # fmt: skip
     (checkpoint / STATE_FILE).write_text(state.model_dump_json(), encoding="utf-8")
     write_checksums(UPath(checkpoint))
-    publish_weights(UPath(checkpoint), data, recipe, UPath(weights))
+    publish_weights(partial(export_weights, UPath(checkpoint)), data, recipe, UPath(weights))
     ids = torch.randint(0, 256, (2, 16))
     read = AutoModelForCausalLM.from_pretrained(weights)
     assert torch.equal(read(input_ids=ids).logits, logits_of(model(input_ids=ids)))

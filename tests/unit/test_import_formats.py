@@ -25,8 +25,8 @@ from upath import UPath
 
 from app.checksums import sha256_of_file
 from app.data.images import encode_png
+from app.published.loaded import load_model
 from app.repository.repository import Repository
-from app.serving.model.loaded import load_model
 from tests.importing import (
     EXACT,
     WIDTH,

@@ -18,12 +18,12 @@ from app.engines.architecture import architecture_of
 from app.engines.base import Engine, EngineSettings, ShapeProfile
 from app.engines.registry import open_engine
 from app.errors import EngineError, StorageError
+from app.published.engine import open_published
+from app.published.loaded import load_model
 from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import Quantization
 from app.repository.repository import Repository
 from app.serving.batching.groups import BatchingPolicy, RowsByLength
-from app.serving.model.engine import open_published
-from app.serving.model.loaded import load_model
 from app.tensors import OUTPUT, Tensor, Tensors
 from tests.engine_contract import TEXTS, encoder, exported, rows
 from tests.helpers import ROOT
@@ -118,7 +118,7 @@ def test_another_version_of_an_engine_serves_what_rounds_if_it_gives_the_known_a
 def test_a_precision_that_this_cpu_lacks_is_refused_with_the_key(repository: Repository, tmp_path: Path) -> None:
     publish_encoder(repository, tmp_path, model_card(engine="openvino", precision="fp16"))
     code = (
-        "import sys; from upath import UPath; from app.serving.model.loaded import load_model;"
+        "import sys; from upath import UPath; from app.published.loaded import load_model;"
         "load_model(UPath(sys.argv[1]), 'toy', 1, threads=1)"
     )
     old_cpu = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -16,11 +16,11 @@ from upath import UPath
 from app.config import load_recipe
 from app.data.targets import Answer, Classes, LabelSets, Numbers, Outputs, Scale
 from app.engines.base import Signature
+from app.published.loaded import load_model
 from app.serving.agreement import agreeing_rows
 from app.serving.batching.statistics import BatchingStatistics, Buckets
 from app.serving.config import CandidateConfig, DeployedModel
 from app.serving.metrics import endpoint_values
-from app.serving.model.loaded import load_model
 from app.serving.protocol.infer import InferResponse
 from app.serving.traffic import Traffic
 from app.tasks import find_served_task

@@ -31,6 +31,7 @@ from app.models import factory
 from app.models.factory import blueprint_of, logits_of
 from app.models.pretrained import match_weights, with_pretrained_weights
 from app.pretrained import open_pretrained
+from app.published.weights import load_weights
 from app.repository.repository import Repository
 from app.runs import Run, execute
 from app.serving.config import DeployedModel, EndpointConfig
@@ -38,7 +39,6 @@ from app.tasks import prepare
 from app.training.resume import start_or_resume
 from app.training.run import export_checkpoint, finish_run, open_run, prepare_run
 from app.training.session import train
-from app.training.weights import load_weights
 from app.training.worker import start_worker
 from tests.pretrained import (
     LEARNING,

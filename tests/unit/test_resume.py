@@ -17,13 +17,13 @@ from app.config import Recipe, dump_recipe, load_recipe
 from app.data.prepared import PreparedData
 from app.errors import RecipeError, StorageError
 from app.heartbeat import HEARTBEAT_FILE
+from app.published.weights import read_architecture
 from app.runs import CONFIG_FILE, RESULT_FILE, Outcome, Result, Run, execute
 from app.storage import to_path
 from app.tasks import prepare
 from app.training.records import StoppedTrainMetrics
 from app.training.resume import LATEST, start_or_resume
 from app.training.run import open_run, prepare_run
-from app.training.weights import read_architecture
 from tests.helpers import ROOT, wait_until
 
 DIGITS = ROOT / "recipes/digits.yaml"

@@ -17,8 +17,8 @@ from app.data.labelled import LabelledData
 from app.data.prepared import IGNORED
 from app.data.targets import Classes
 from app.errors import EngineError, RecipeError
+from app.published.loaded import check_answers
 from app.repository.manifest import ModelCard
-from app.serving.model.loaded import check_answers
 from app.tasks import Metric, find_served_task, find_task, prepare, sum_and_count
 from app.tasks.language import Perplexity
 from app.tasks.metrics import Accuracy

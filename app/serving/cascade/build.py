@@ -16,6 +16,7 @@ from app.data.labelled import LabelledData, LabelledSplit
 from app.data.targets import Classes
 from app.engines.base import infer_many
 from app.errors import RecipeError
+from app.published.loaded import LoadedModel, load_model
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
 from app.serving.batching.groups import BatchingPolicy
@@ -23,7 +24,6 @@ from app.serving.cascade.calibration import calibrate
 from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.stages import require_alike
 from app.serving.config import Cascade, VersionConfig
-from app.serving.model.loaded import LoadedModel, load_model
 from app.storage import to_path
 from app.tasks import find_served_task
 from app.tensors import OUTPUT, Tensors

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.errors import RequestError
+from app.published.loaded import LoadedModel
 from app.serving.batching.statistics import RecentLatencies
 from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.stages import read_alike
-from app.serving.model.loaded import LoadedModel
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse, build_response, check_outputs
 from app.serving.protocol.natural import PredictRequest, PredictResponse

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from app.artifacts import ARCHITECTURE_FILE, RECIPE_FILE, WEIGHTS_FILE
 from app.data.targets import LABELS_FILE, Classes
 from app.errors import RecipeError
+from app.published.loaded import LoadedModel
 from app.repository.known_answers import ANSWERS_FILE
 from app.repository.manifest import MODEL_FILE, PLAN_FILE, Manifest
-from app.serving.model.loaded import LoadedModel
 
 _ENGINES = (MODEL_FILE, PLAN_FILE, WEIGHTS_FILE, ARCHITECTURE_FILE, RECIPE_FILE)
 """Prefixes of the files that engines read. A TensorRT plan has its manifest beside it."""

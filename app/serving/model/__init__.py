@@ -1,1 +1,1 @@
-"""One version of a model: its engine, processor and labels, and the answers that they give."""
+"""One served version of a model: batches to its engine, its health, and its shards on several processes."""

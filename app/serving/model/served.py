@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from app.data.examples import Natural
 from app.errors import DeadlineError, EngineError, OverloadError, RequestError
+from app.published.loaded import LoadedModel, ShapeGroup
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.groups import BatchingPolicy
 from app.serving.batching.statistics import (
@@ -20,7 +21,6 @@ from app.serving.batching.statistics import (
     RecentLatencies,
 )
 from app.serving.model.health import EngineHealth
-from app.serving.model.loaded import LoadedModel, ShapeGroup
 from app.serving.protocol.infer import InferRequest, InferResponse, build_response, check_outputs
 from app.serving.protocol.management import (
     BatchStatistics,

@@ -17,11 +17,11 @@ from app.engines.base import EngineSettings, library_errors
 from app.engines.torch import TorchEngine
 from app.errors import RecipeError
 from app.models.traits import is_hugging_face, traits_of
+from app.published.weights import read_architecture
 from app.repository.repository import Repository
 from app.serving.config import VersionConfig
 from app.storage import local_copy, open_storage
 from app.tensors import Tensors
-from app.training.weights import read_architecture
 
 _TIMEOUT = timedelta(seconds=60)
 """Time that a shard waits for the others, when they meet and in each call."""

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveFloat
 
 from app.data.examples import Modality, Natural
+from app.published.prediction import Prediction
 
 
 class NaturalModel(BaseModel):
@@ -63,17 +64,6 @@ class PredictRequest(BaseModel):
         """The size of the inputs in memory."""
         parts = (item.values() if isinstance(item, dict) else [item] for item in self.listed)
         return sum(sys.getsizeof(part) for group in parts for part in group)
-
-
-class Prediction(BaseModel):
-    """What the task answers for an input: of a classifier, the most likely label and the probability of each."""
-
-    model_config = ConfigDict(extra="allow")
-
-    label: str | None = None
-    scores: dict[str, float] | None = None
-    stage: int | None = None
-    """The stage of a cascade that answered; None for a single model."""
 
 
 class PredictResponse(BaseModel):

@@ -12,8 +12,8 @@ import torch
 from ray import serve
 from starlette.requests import Request
 
+from app.published.weights import load_weights
 from app.storage import to_path
-from app.training.weights import load_weights
 
 
 @serve.deployment(num_replicas=1, max_ongoing_requests=256)

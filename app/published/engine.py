@@ -62,7 +62,7 @@ def open_published(manifest: Manifest, folder: Path, threads: int) -> Engine:
 
 def _open_module(manifest: Manifest, folder: Path, settings: EngineSettings) -> Engine:
     from app.engines.torch import TorchEngine  # imports torch, which takes seconds
-    from app.training.weights import read_weights
+    from app.published.weights import read_weights
 
     with library_errors("the module cannot be created"):
         return TorchEngine(read_weights(folder).model, manifest.signature, settings)

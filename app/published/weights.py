@@ -1,6 +1,7 @@
 """The weights folder: a trained model, everything that is needed to use it, and checksums."""
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from app.models.factory import blueprint_of
 from app.models.traits import is_hugging_face
 from app.storage import is_local, local_copy, local_folder, to_path
 from app.tasks import ServedTask, find_served_task
-from app.training.checkpoints.reader import export_weights
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,21 @@ class Architecture:
 
 
 def publish_weights(
-    checkpoint: UPath, data: PreparedData, recipe: Recipe, folder: UPath, adapter: UPath | None = None
+    export: Callable[[Path], None], data: PreparedData, recipe: Recipe, folder: UPath, adapter: UPath | None = None
 ) -> None:
-    """Write the weights folder from a checkpoint of any plan. Its checksums are written last.
+    """Write the weights folder. Its checksums are written last.
 
     For a Hugging Face model it contains ``config.json``, so that ``from_pretrained`` reads the folder. An adapter is
     merged into the weights, and also written on its own to the folder ``adapter``.
+
+    Args:
+        export: writes the trained tensors as a safetensors file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     model = blueprint_of(recipe.model, data.facts).model
     # Libraries write local files only, and ``folder`` may lie in an object store.
     with tempfile.TemporaryDirectory(prefix="rayloom-weights-") as temporary:
-        export_weights(checkpoint, Path(temporary) / WEIGHTS_FILE)
+        export(Path(temporary) / WEIGHTS_FILE)
         if recipe.model.adapter:
             _separate(Path(temporary) / WEIGHTS_FILE, recipe, data, adapter)
         if is_hugging_face(model):

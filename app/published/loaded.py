@@ -19,11 +19,11 @@ from app.data.targets import LABELS_FILE, Classes, Outputs
 from app.engines.base import Engine
 from app.engines.registry import runs_module
 from app.errors import EngineError, RequestError, RequestTooLargeError, StorageError
+from app.published.engine import open_published, require_known_answers
+from app.published.prediction import Prediction
 from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
-from app.serving.model.engine import open_published, require_known_answers
-from app.serving.protocol.natural import Prediction
 from app.storage import to_path
 from app.tasks import Encoded, ServedTask, find_served_task
 from app.tensors import Tensors, TensorSpec, concat_rows, group_by_shape, is_finite
