@@ -82,7 +82,10 @@ class PlanConfig(Section):
 
 
 class AutoPlan(PlanConfig):
-    """``auto``, before the model is known. Until then it counts as ZeRO 1. Then ``app.training.planning.auto`` chooses a plan."""
+    """``auto``, before the model is known. Until then it counts as ZeRO 1.
+
+    Then ``app.training.planning.auto`` chooses a plan.
+    """
 
 
 def _read_plan(given: object) -> object:

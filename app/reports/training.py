@@ -10,10 +10,10 @@ from app.data.prepared import DataReport
 from app.pages.content import Chart, Picture, Series, State
 from app.pages.page import Page
 from app.pages.words import duration, number, percent
-from app.reports.augmentation import AugmentedSamples
 from app.reports.curves import Curves, Of, read_curves
-from app.reports.evaluation import EVALUATION_FILE, Evaluation
 from app.reports.run_folder import RunFolder, cost_of, link_to_run
+from app.telemetry.augmentation import AugmentedSamples, ShownInput
+from app.telemetry.evaluation import EVALUATION_FILE, Evaluation
 from app.telemetry.events import Event, read_events
 from app.telemetry.record import MAX_STALL
 
@@ -65,8 +65,7 @@ def training_page(path: UPath) -> Page:
     else:
         page.add_text("No step has been recorded yet.")
     _add_time(page, run, curves)
-    if augmented := AugmentedSamples.load(path):
-        augmented.add_to(page)
+    _add_augmentation(page, path)
     _add_evaluation(page, path)
     _add_data(page, path, curves)
     _add_events(page, events)
@@ -148,6 +147,22 @@ def _add_time(page: Page, run: RunFolder, curves: Curves) -> None:
     if fragmented := curves.of_steps.get("memory.fragmentation"):
         facts["GPU memory fragmentation"] = f"{percent(max(fragmented.values))} of what torch reserved, at most"
     page.add_facts(facts)
+
+
+def _add_augmentation(page: Page, path: UPath) -> None:
+    samples = AugmentedSamples.load(path)
+    if samples is None:
+        return
+    page.add_heading("Augmentation")
+    changes = [f"change {number}" for number in range(1, 1 + len(samples.after[0]))]
+    rows = [
+        [_cell(sample), *map(_cell, changed)] for sample, changed in zip(samples.before, samples.after, strict=True)
+    ]
+    page.add_table(["sample", *changes], rows)
+
+
+def _cell(shown: ShownInput) -> str | Picture:
+    return Picture(shown.png_base64, "a sample", shown.caption) if shown.png_base64 else shown.text
 
 
 def _add_evaluation(page: Page, path: UPath) -> None:

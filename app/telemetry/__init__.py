@@ -1,1 +1,1 @@
-"""Metrics, profiles and alerts of a training run."""
+"""Metrics, profiles, evaluations and alerts of a training run."""

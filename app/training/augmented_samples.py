@@ -9,7 +9,7 @@ from PIL import Image
 from app.data.augmentation import Augmentation
 from app.data.labelled import LabelledDataset
 from app.data.prepared import Batch
-from app.reports.augmentation import AugmentedSamples, ShownInput
+from app.telemetry.augmentation import AugmentedSamples, ShownInput
 from app.training.data.batches import partners_of
 from app.training.evaluation import shorten, small_png
 

@@ -31,9 +31,9 @@ from app.data.tagging import TaggedData
 from app.data.targets import Answer, Classes, LabelSets, Targets, softmax
 from app.data.tokenizer import LanguageTokenizer
 from app.models.factory import blueprint_of, logits_of
-from app.reports.evaluation import EVALUATION_FILE, Calibration, Evaluation, LabelScore, WorstSample
 from app.storage import local_copy, write_atomically
 from app.tasks import ServedTask, find_task
+from app.telemetry.evaluation import EVALUATION_FILE, Calibration, Evaluation, LabelScore, WorstSample
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -13,10 +13,10 @@ from app.data.augmentation import TextAugmentation, augmentation_of, change_imag
 from app.data.labelled import LabelledDataset
 from app.data.prepared import PreparedData
 from app.errors import RecipeError
-from app.reports.augmentation import AugmentedSamples
 from app.reports.training import training_page
 from app.runs import Run
 from app.tasks import prepare
+from app.telemetry.augmentation import AugmentedSamples
 from app.training.activity import Activity
 from app.training.data.feed import Feed
 from app.training.data.orders import order_of

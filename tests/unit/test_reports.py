@@ -14,12 +14,12 @@ from app.config import load_recipe
 from app.data.prepared import DataReport
 from app.models.factory import blueprint_of
 from app.reports.deployment import DeploymentRecord, Laps, deployment_page
-from app.reports.evaluation import EVALUATION_FILE, Calibration
 from app.reports.lifecycle import lifecycle_page, note_part
 from app.reports.run_folder import RunFolder, cost_of
 from app.reports.training import training_page
 from app.serving.config import DeployedModel
 from app.tasks import prepare
+from app.telemetry.evaluation import EVALUATION_FILE, Calibration
 from app.telemetry.events import Event
 from app.telemetry.mirror import Mirror
 from app.telemetry.usage import USAGE_FILE, RaplCounter, Usage, UsageMeter, begin_usage, read_usage

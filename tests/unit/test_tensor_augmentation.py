@@ -13,11 +13,11 @@ from app.data.augmentation import augmentation_of
 from app.data.prepared import Batch, PreparedData
 from app.data.tensor_augmentation import Mask, Mix
 from app.errors import RecipeError
-from app.reports.augmentation import AugmentedSamples
 from app.reports.training import training_page
 from app.runs import Run
 from app.tasks import prepare, require_keys
 from app.tasks.objective import CrossEntropy
+from app.telemetry.augmentation import AugmentedSamples
 from app.tensors import TensorSpec
 from app.training.activity import Activity
 from app.training.data.batches import partners_of

@@ -6,8 +6,6 @@ from pydantic import BaseModel
 from upath import UPath
 
 from app.conditional import read
-from app.pages.content import Picture
-from app.pages.page import Page
 from app.storage import write_atomically
 
 _FILE = "augmentation.json"
@@ -20,11 +18,6 @@ class ShownInput(BaseModel):
     png_base64: str | None = None
     caption: str = ""
     """The share of each label, for a picture mixed from two."""
-
-    @property
-    def cell(self) -> str | Picture:
-        """The input in a table of the page."""
-        return Picture(self.png_base64, "a sample", self.caption) if self.png_base64 else self.text
 
 
 class AugmentedSamples(BaseModel):
@@ -43,13 +36,3 @@ class AugmentedSamples(BaseModel):
         """Return what ``save`` wrote; None for a run without ``train.augment``."""
         content = read(run_folder / _FILE)
         return None if content is None else cls.model_validate_json(content)
-
-    def add_to(self, page: Page) -> None:
-        """Add a table of the samples to a page."""
-        page.add_heading("Augmentation")
-        changes = [f"change {number}" for number in range(1, 1 + len(self.after[0]))]
-        rows = [
-            [sample.cell, *(shown.cell for shown in changed)]
-            for sample, changed in zip(self.before, self.after, strict=True)
-        ]
-        page.add_table(["sample", *changes], rows)
