@@ -7,13 +7,13 @@ from pathlib import Path
 from app.config.plan_rules import Setting
 from app.planner.cluster import cluster_of
 from app.planner.search import Problem, search
-from app.planner.transformer import TransformerShape, transformer_profile
 from benchmarks.machine import load_average, machine, today, versions
 from benchmarks.markdown import Goal, table, verdict
 from benchmarks.planning.accuracy import accuracy_goals, choice_section, later_section, memory_section, time_section
 from benchmarks.planning.fake_check import fake_world_section
 from benchmarks.planning.scaling import scaling_figures
 from benchmarks.planning.this_machine import machine_section
+from benchmarks.planning.transformer import TransformerShape, transformer_profile
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 _HEAD = """# What the planner predicts, and what was measured

@@ -18,8 +18,9 @@ from app.planner.profile import ModelProfile
 from app.planner.rates import Rates, rates_of
 from app.planner.stages import Stage, stages_of
 from app.planner.step_time import StepEstimate, step_time
-from app.planner.traffic import STACKS, Stack
-from app.planner.transformer import TransformerShape, transformer_profile
+from app.planner.traffic import Stack
+from benchmarks.planning.stacks import STACKS
+from benchmarks.planning.transformer import TransformerShape, transformer_profile
 
 TABLE = Path(__file__).parent / "published.csv"
 LATER_TABLE = Path(__file__).parent / "published_later.csv"

@@ -9,8 +9,9 @@ from app.planner.profile import LayerProfile, ModelProfile, SavedActivations, Wo
 from app.planner.rates import Rates
 from app.planner.stages import stages_of
 from app.planner.step_time import step_time
-from app.planner.traffic import STACKS, Stack
-from app.planner.transformer import TransformerShape, transformer_profile
+from app.planner.traffic import Stack
+from benchmarks.planning.stacks import STACKS
+from benchmarks.planning.transformer import TransformerShape, transformer_profile
 
 _P100 = Device("p100", "gpu", 16 * 2**30, 720e9, 21.2e12, 10.6e12, 10e-6, 56)
 _V100 = Device("v100", "gpu", 32 * 2**30, 900e9, 125e12, 15.7e12, 10e-6, 80)

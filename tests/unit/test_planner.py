@@ -20,10 +20,11 @@ from app.planner.plan import ParallelPlan
 from app.planner.profile import ModelProfile
 from app.planner.search import Findings, Problem, fewest_devices, search
 from app.planner.stages import balanced_cuts
-from app.planner.traffic import RAYLOOM, STACKS, traffic
-from app.planner.transformer import TransformerShape, transformer_profile
+from app.planner.traffic import RAYLOOM, traffic
 from app.planner.validation import validation_of
 from app.training.planning.report import PlanReport, report
+from benchmarks.planning.stacks import STACKS
+from benchmarks.planning.transformer import TransformerShape, transformer_profile
 from jobs._cluster import cluster_of_nodes
 from tests.helpers import ROOT
 
