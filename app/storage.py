@@ -14,7 +14,7 @@ from pydantic import AfterValidator
 from upath import UPath
 
 from app.errors import StorageError
-from app.uris import holds_secret, without_secrets
+from app.uris import PERCENT_ENCODE, holds_secret, without_secrets
 
 HOME = Path(os.environ.get("RAYLOOM_HOME", "~/.rayloom")).expanduser()
 """Rayloom's own folder on this machine: the local cluster's state and the default storage."""
@@ -51,7 +51,8 @@ def open_storage(location: str | None) -> UPath:
     if holds_secret(location):
         raise StorageError(
             f"storage {without_secrets(location)!r} was given with a secret, which would enter logs and results: give "
-            "it in the environment of the cluster's nodes, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            "it in the environment of the cluster's nodes, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. "
+            f"{PERCENT_ENCODE}"
         )
     if "://" not in location and not Path(location).is_absolute():
         raise StorageError(

@@ -3,6 +3,8 @@
 import re
 from urllib.parse import parse_qsl, urlsplit
 
+from fsspec import available_protocols
+
 _SECRET_NAME = re.compile(
     r"(?i)(^|[_-])(pass|auth|token)s?($|[_-])|passw|pass(phrase|code)?$|jwt$|pwd|secret|signature|^sig$|credential"
     r"|authorization|[a-z]token$|(^|[_-])key|[a-z]key$|keyid$"
@@ -16,8 +18,14 @@ _CHAIN = re.compile(r"::(?=[A-Za-z][\w+.-]*://)")
 """The separator of links in fsspec's chains. IPv6 addresses have colons, too."""
 
 
+_PATHS = frozenset(available_protocols()) - {"http", "https"}
+"""The protocols of file systems, whose paths may contain ``@``. The paths of other URIs are percent-encoded."""
+
+PERCENT_ENCODE = "If an @ behind the host ends no password, percent-encode it as %40"
+
+
 def holds_secret(text: str) -> bool:
-    """Return whether a URI has a password, a token or a signature, or has an ``@`` and cannot be parsed.
+    """Return whether a URI has a password, a token or a signature, or has an ``@`` that may end a password.
 
     In an fsspec chain, such as ``zip://rows.csv::s3://…``, every link is checked.
     """
@@ -28,9 +36,9 @@ def _link_holds_secret(link: str) -> bool:
     scheme, is_uri, rest = link.partition("://")
     if not is_uri:
         return False
-    login, protocol = _login_of(rest), re.split(r"[+.-]", scheme.lower())[-1]
-    # A web server accepts a token in place of the user. In fsspec's github:// this is the owner and the repository.
-    if login and protocol != "github" and (":" in login or protocol in ("http", "https")):
+    login, protocol = _login_of(scheme, rest), _protocol_of(scheme)
+    # Web servers and NATS accept a token in place of the user.
+    if login and (re.search("[:/?#]", login) or protocol in ("http", "https", "nats")):
         return True
     try:
         parts = urlsplit(link)
@@ -40,22 +48,35 @@ def _link_holds_secret(link: str) -> bool:
     return any(_SECRET_NAME.search(name) and name.lower() not in _OTHER_NAMES for name in names)
 
 
-def _login_of(rest: str) -> str:
-    """Return the user and the password at the start of a URI without its scheme; an empty string if there are none.
+def _login_of(scheme: str, rest: str) -> str:
+    """Return what may be the user and the password at the start of a URI; an empty string if there are none.
 
-    A password may contain slashes, unless it begins like a port.
+    A password that is not percent-encoded may contain any character, and begin like a port. So an ``@`` behind the host
+    ends a login, too, unless the protocol's paths may contain one.
     """
+    protocol = _protocol_of(scheme)
+    if protocol == "github":  # fsspec reads github://OWNER:REPOSITORY@REVISION
+        return ""
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    if "@" in authority:
-        return authority.rpartition("@")[0]
-    _, colon, password = authority.partition(":")
-    has_password = colon and not password.isdigit() and not authority.startswith("[")
-    return rest.rpartition("@")[0] if has_password else ""
+    may_go_on = authority and (":" in authority or protocol not in _PATHS)
+    return (rest if may_go_on else authority).rpartition("@")[0]
+
+
+def _protocol_of(scheme: str) -> str:
+    """Return the protocol of a scheme: ``https`` for ``dav+https``."""
+    return re.split(r"[^a-z0-9]", scheme.lower())[-1]
 
 
 def hide_secrets(text: str) -> str:
     """Return the text with every URI that holds a secret reduced to scheme, host and path."""
     return re.sub(r"[\w+.-]+://\S+", lambda uri: without_secrets(uri[0]) if holds_secret(uri[0]) else uri[0], text)
+
+
+def shown(value: object) -> str:
+    """Return the ``repr`` of a value for messages, without the secrets of its URIs."""
+    # A URI alone may contain spaces, which within a sentence end it.
+    is_secret = isinstance(value, str) and holds_secret(value)
+    return hide_secrets(repr(without_secrets(str(value)) if is_secret else value))
 
 
 def without_secrets(location: str) -> str:
@@ -67,6 +88,6 @@ def _link_without_secrets(link: str) -> str:
     scheme, is_uri, rest = link.partition("://")
     if not is_uri:
         return link
-    login = _login_of(rest)
+    login = _login_of(scheme, rest)
     shown = rest[len(login) :].removeprefix("@") if login else rest
     return scheme + is_uri + re.split(r"[?#]", shown, maxsplit=1)[0]

@@ -10,13 +10,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from app.config.alert_rules import TIMES
-from app.config.overrides import apply_overrides, parse_yaml, set_value
+from app.config.overrides import apply_overrides, parse_yaml, set_value, yaml_problem
 from app.config.reading import read_text, title_of
 from app.config.recipe import BUILT_IN_TASKS, Recipe
 from app.config.section import STORED
 from app.errors import RecipeError
 from app.import_string import did_you_mean
-from app.uris import hide_secrets, holds_secret, without_secrets
+from app.uris import hide_secrets, shown
 
 _PATTERNS = {
     "task": f"{', '.join(BUILT_IN_TASKS)}, or an import string, package.module:name",
@@ -61,7 +61,7 @@ def _read_tree(path: str | Path) -> dict[str, Any]:
     try:
         tree = parse_yaml(read_text(path))
     except yaml.YAMLError as error:
-        raise RecipeError(f"recipe {title!r} is not YAML: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"recipe {title!r} is not YAML: {yaml_problem(error)}") from None
     if not isinstance(tree, dict):
         raise RecipeError(f"recipe {title!r} holds {_show(tree)}: expected keys such as name, task and data")
     return tree
@@ -146,7 +146,5 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _show(value: Any) -> str:
-    # A URI alone may contain spaces, which within a sentence end it.
-    shown = without_secrets(value) if isinstance(value, str) and holds_secret(value) else value
-    text = hide_secrets(repr(shown))
+    text = shown(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -19,7 +19,11 @@ def is_reference(text: str) -> bool:
 def check_url(url: str) -> str:
     """Return ``url``, if notifications can be posted there. Raises ValueError, without showing what it may hide."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+    try:
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # its message quotes the port, which may be the start of a password
+        is_address = False
+    if not is_address:
         raise ValueError("expected a URL such as https://example.org/hook, or env:NAME or file:/PATH that holds it")
     if parts.username or parts.password:
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from app.errors import RecipeError
+from app.uris import shown
 
 
 class _Loader(yaml.SafeLoader):
@@ -26,6 +27,15 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
 
 
+def yaml_problem(error: yaml.YAMLError) -> str:
+    """Return what is wrong with a YAML text, and where. Quote none of its lines, because they may hold a secret."""
+    match error:
+        case yaml.MarkedYAMLError(problem=problem, problem_mark=yaml.Mark(line=line, column=column)):
+            return f"line {line + 1}, column {column + 1}: {problem}"
+        case _:
+            return "it has a character that YAML does not allow"
+
+
 def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Set each ``dotted.key=value`` in ``tree``, in place, and return it.
 
@@ -37,34 +47,31 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not all(key.split(".")):
-            raise RecipeError(f"override {override!r} is not key=value: write it like train.epochs=3")
+            raise RecipeError(f"override {shown(override)} is not key=value: write it like train.epochs=3")
         try:
             value = parse_yaml(text)
         except yaml.YAMLError as error:
-            raise RecipeError(f"override {override!r}: {text!r} is not a YAML value") from error
-        _set(tree, key.split("."), value, override)
+            raise RecipeError(f"override {key}: not a YAML value ({yaml_problem(error)}); put it in quotes") from None
+        set_value(tree, key, value)
     return tree
 
 
 def set_value(tree: dict[str, Any], key: str, value: Any) -> None:
     """Set the value of one dotted key in ``tree``, in place. Raise RecipeError past the end of a list."""
-    _set(tree, key.split("."), value, f"{key}={value}")
-
-
-def _set(tree: dict[str, Any], path: list[str], value: Any, override: str) -> None:
     node: Any = tree
+    path = key.split(".")
     for part, following in zip(path, [*path[1:], None], strict=True):
-        key: Any = _index(node, part, override) if isinstance(node, list) else part
+        position: Any = _index(node, part, key) if isinstance(node, list) else part
         if following is None:
-            node[key] = value
+            node[position] = value
         else:
-            child = node[key] if isinstance(node, list) else node.get(key)
+            child = node[position] if isinstance(node, list) else node.get(position)
             if not isinstance(child, dict | list):
-                child = node[key] = {}  # replace a word by a section: plan=auto, then plan.zero_stage=2
+                child = node[position] = {}  # replace a word by a section: plan=auto, then plan.zero_stage=2
             node = child
 
 
-def _index(items: list[Any], part: str, override: str) -> int:
+def _index(items: list[Any], part: str, key: str) -> int:
     if not part.isdecimal() or int(part) >= len(items):
-        raise RecipeError(f"override {override!r}: {part!r} is not an index into {items} (0 to {len(items) - 1})")
+        raise RecipeError(f"override {key}: {part!r} is not an index into its list (0 to {len(items) - 1})")
     return int(part)

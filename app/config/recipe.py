@@ -15,7 +15,7 @@ from app.config.serve import ServeConfig
 from app.config.tracking import TrackingConfig
 from app.config.train import TrainConfig
 from app.config.tune import TuneConfig
-from app.uris import holds_secret
+from app.uris import PERCENT_ENCODE, holds_secret
 
 ImportString = Annotated[str, Field(pattern=rf"^{IMPORT_STRING}$")]
 LANGUAGE_MODELING, CHAT = "language-modeling", "chat"
@@ -205,7 +205,7 @@ class Recipe(Section):
             raise ValueError(
                 f"{keys[0]} is a URI with a password, a token or a signature, and a recipe must not contain secrets: "
                 "where the key accepts it, give env:NAME or file:/PATH; else set the secret in the environment of the "
-                "cluster's nodes, in the variables that the protocol's driver reads"
+                f"cluster's nodes, in the variables that the protocol's driver reads. {PERCENT_ENCODE}"
             )
         return self
 

@@ -1,5 +1,6 @@
 """Secrets in URIs: every recipe key that takes a URI refuses them, and no message shows them."""
 
+import json
 import re
 from pathlib import Path
 
@@ -30,14 +31,25 @@ FORMS = [
     f"http://[::1]:8000/data.csv?token={SECRET}",
     f"dav+https://{SECRET}@example.org/data.csv",
     f"https://example.org/data.csv?userpass={SECRET}",
+    *(f"postgresql://user:123{mark}{SECRET}@host/db" for mark in "/?#\\@"),
+    *(f"https://123{mark}{SECRET}@example.org/data.csv" for mark in "/?#\\@"),
+    f"https://user:{SECRET}/{SECRET}@example.org/data.csv",
+    f"s3://KEY:123/{SECRET}@bucket/data.csv",
+    f"postgresql://us/er:{SECRET}@host/db",
+    f"postgresql://user:1@{SECRET}/{SECRET}@host/db",
+    f"nats://{SECRET}@host:4222/stream",
+    f"nats://host:4222/stream?subject={SECRET}@b",
 ]
 OPEN = [
     "s3://bucket/a@b/data.csv",
     "https://example.org/data.csv?version=2&subject=x",
     "postgresql://user@host/db?sslmode=require&sslkey=/etc/key.pem",
     "nats://host:4222/stream?subject=a.b",
-    "nats://host:4222/stream?subject=a@b",
-    "https://host:8080/data@2.csv",
+    "nats://host:4222/stream?subject=a%40b",
+    "https://host:8080/data%402.csv",
+    "s3://user@bucket/a:b@c/data.csv",
+    "sqlite:////data/a@b.db",
+    "hf://datasets/owner/name@main/data.csv",
     "zip://rows.csv::s3://bucket/rows.zip",
     "github://owner:repository@main/data.csv",
     "postgresql://user@host/db?passfile=/run/pgpass",
@@ -63,8 +75,8 @@ KEYS: dict[str, tuple[list[str], list[str]]] = {
 
 def load_with(key: str, uri: str) -> None:
     values = {
-        "data.sources": f'[{{"name": "a", "source": "{uri}"}}, {{"name": "b", "source": "/b.csv"}}]',
-        "model.args": f'{{"nested": {{"file": "{uri}"}}}}',
+        "data.sources": json.dumps([{"name": "a", "source": uri}, {"name": "b", "source": "/b.csv"}]),
+        "model.args": json.dumps({"nested": {"file": uri}}),
     }
     load_recipe(str(ROOT / "recipes/reviews.yaml"), [f"{key}={values.get(key, repr(uri))}", *KEYS[key][1]])
 
@@ -79,7 +91,31 @@ def test_every_key_refuses_a_uri_with_a_secret_and_does_not_show_it(key: str, ur
     with pytest.raises(RecipeError) as refused:
         load_with(key, uri)
     assert SECRET not in str(refused.value)
-    assert re.search("a recipe must not contain secrets|the URL carries a password", str(refused.value))
+    assert re.search(
+        "a recipe must not contain secrets|the URL carries a password|expected a URL such as", str(refused.value)
+    )
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"data.source='postgresql://user:my {SECRET}@host/db",
+        f'data.source="postgresql://user:\\{SECRET}@host/db"',
+        f"postgresql://user:my {SECRET}@host/db",
+        f"data.buckets.9=https://user:{SECRET}@host/db",
+    ],
+)
+def test_an_override_that_cannot_be_read_is_refused_without_its_value(override: str) -> None:
+    with pytest.raises(RecipeError, match=r"^override|a recipe must not") as refused:
+        load_recipe(str(ROOT / "recipes/reviews.yaml"), ["data.buckets=[8, 16]", override])
+    assert SECRET not in str(refused.value)
+
+
+def test_a_recipe_that_is_not_yaml_is_refused_without_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(f"name: r\ndata: {{source: 'postgresql://user:{SECRET}@h/db\n")
+    with pytest.raises(RecipeError, match=r"is not YAML: line 3, column 1: ") as refused:
+        load_recipe(tmp_path / "r.yaml")
+    assert SECRET not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +126,9 @@ def test_every_key_refuses_a_uri_with_a_secret_and_does_not_show_it(key: str, ur
         (f"s3://KEY:{SECRET}/{SECRET}@bucket/a b", "s3://bucket/a b"),
         (f"zip://rows.csv::https://{SECRET}@host/a.zip", "zip://rows.csv::https://host/a.zip"),
         ("/data/why?.csv", "/data/why?.csv"),
+        (f"postgresql://user:123/{SECRET}@host/db", "postgresql://host/db"),
+        ("github://owner:repository@main/a@b.csv", "github://owner:repository@main/a@b.csv"),
+        ("s3://user@bucket/a@b.csv", "s3://bucket/a@b.csv"),
     ],
 )
 def test_a_location_is_shown_without_its_secret(location: str, shown: str) -> None:
