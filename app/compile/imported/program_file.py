@@ -26,6 +26,9 @@ _RECORDS = re.compile(
     r"|data/sample_inputs/model\.pt|extra/.*|archive_format|archive_version|byteorder|\.data/\w+"
 )
 _NAME = re.compile(r"[\w.]*")
+_STATE_NAME = re.compile(r"[\w./:+ -]*")
+"""Names of parameters and buffers. torch writes such a name into code in double quotes, and escapes nothing."""
+
 _OPERATOR = re.compile(r"torch\.(ops|sym_\w+)(\.\w+)*|_operator\.[a-z_]+|math\.[a-z0-9]+")
 _ONLY_TENSORS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """torch's setting that limits unpickling to tensors and plain values."""
@@ -94,6 +97,10 @@ def _is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
+def _is_state_name(text: str) -> bool:
+    return _STATE_NAME.fullmatch(text) is not None
+
+
 def _is_anything(_: str) -> bool:
     return True
 
@@ -141,6 +148,10 @@ _CHECKS: dict[str, Callable[[str], bool]] = {
     "guards_code": _is_expression,
     "in_spec": _is_structure,
     "out_spec": _is_structure,
+    "parameter_name": _is_state_name,
+    "buffer_name": _is_state_name,
+    "tensor_constant_name": _is_state_name,
+    "fqn": _is_state_name,
     "as_string": _is_anything,
     "as_strings": _is_anything,
     "torch_version": _is_anything,
