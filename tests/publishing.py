@@ -46,6 +46,10 @@ def publish_and_promote(repository: Repository, files: str, count: str) -> None:
         repository.promote("toy", version, "production" if version % 2 else "canary")
 
 
+def export(repository: Repository, target: str) -> None:
+    repository.export_to_triton("toy", 1, UPath(target))
+
+
 def delete(repository: Repository, *versions: str) -> None:
     for version in versions:
         repository.delete("toy", int(version))

@@ -1,6 +1,5 @@
 """Versions of models in storage: ``models/<name>/<version>/``, each complete or absent."""
 
-import secrets
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from app.errors import StorageError
 from app.repository.aliases import ALIASES_FILE, Alias, Aliases
 from app.repository.manifest import Manifest, ModelCard
 from app.repository.triton import BACKENDS, CONFIG_FILE, config_of
-from app.repository.version import add_version, check_files, is_published, read_manifest, remove, withdraw
+from app.repository.version import add_version, check_files, is_published, read_manifest, staging, withdraw
 from app.storage import is_plain_name, list_names, write_atomically
 
 DAMAGED = f"damaged {ALIASES_FILE}"
@@ -235,17 +234,13 @@ class Repository:
                 f"model {name!r}, version {version}, is of engine {manifest.engine_key.engine}, which Triton does not "
                 f"run: export a version of {', '.join(BACKENDS)}"
             )
-        model, staged = target / name, target / f".{secrets.token_hex(4)}.tmp"
+        model = target / name
         if model.exists():
             raise StorageError(f"{str(model)!r} is there already: remove it, or give another folder")
-        try:
-            # Nobody sees a half-written model under its name.
+        with staging(target) as staged:
             self.fetch(name, version, staged / str(version))
             (staged / CONFIG_FILE).write_text(config, encoding="utf-8")
             staged.rename(model)
-        except BaseException:
-            remove(staged)
-            raise
         return model
 
     def _folder_of(self, name: str) -> UPath:

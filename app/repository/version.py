@@ -1,9 +1,10 @@
 """The folder of a version: its files, and the manifest without which it does not exist."""
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 
 from pydantic import ValidationError
@@ -24,6 +25,9 @@ CLAIM_FILE = ".claim"
 
 _ABANDONED_S = 3600.0
 """Time since the last write after which a temporary folder counts as abandoned. Writing a file in it renews it."""
+
+_TEMPORARY = re.compile(r"\.(.+\.)?[0-9a-f]{8}\.tmp")
+"""Names of temporary folders, and of the files of ``write_atomically``. Others' files are left alone."""
 
 _NOT_IN_MANIFEST = (MANIFEST_FILE, SEAL_FILE, CLAIM_FILE)
 
@@ -123,7 +127,7 @@ def _damages(folder: UPath, files: Mapping[str, str], read_from: UPath) -> Itera
 def withdraw(folder: UPath) -> None:
     """Remove a version. Readers stop seeing it at once, before its files are deleted."""
     if is_local(folder):
-        aside = folder.with_name(f".{secrets.token_hex(4)}.tmp")
+        aside = _temporary_in(folder.parent)
         try:
             folder.rename(aside)
         except FileNotFoundError:  # another process removes it
@@ -135,12 +139,30 @@ def withdraw(folder: UPath) -> None:
     remove(folder)
 
 
-def remove_abandoned(model: UPath) -> None:
+@contextmanager
+def staging(parent: UPath) -> Iterator[UPath]:
+    """Yield a path on a local disk for a folder that becomes visible in ``parent`` when the block renames it.
+
+    Remove it if the block fails, and remove what killed processes have left.
+    """
+    remove_abandoned(parent)
+    staged = _temporary_in(parent)
+    try:
+        yield staged
+    except BaseException:
+        remove(staged)
+        raise
+
+
+def _temporary_in(parent: UPath) -> UPath:
+    return parent / f".{secrets.token_hex(4)}.tmp"
+
+
+def remove_abandoned(parent: UPath) -> None:
     """Remove what killed processes left on a local disk: folders and files without a write for an hour."""
-    for left in model.glob(".*.tmp"):
+    for left in filter(lambda path: _TEMPORARY.fullmatch(path.name), parent.glob(".*.tmp")):
         with suppress(FileNotFoundError):  # another process has removed it, or its writer has finished
-            files = left.iterdir() if left.is_dir() else ()
-            newest = max(path.stat().st_mtime for path in (left, *files))
+            newest = max(path.stat().st_mtime for path in (left, *left.rglob("*")))
             if time.time() - newest > _ABANDONED_S:
                 remove(left)
 
@@ -170,18 +192,13 @@ def add_version(model: UPath, files: UPath, card: ModelCard, next_number: Callab
 
 
 def _add_by_rename(model: UPath, files: UPath, card: ModelCard, next_number: Callable[[], int]) -> Manifest:
-    remove_abandoned(model)
-    staged = model / f".{secrets.token_hex(4)}.tmp"
-    try:
+    with staging(model) as staged:
         copy_files(files, staged)
         while True:
             # The manifest has the number, so each attempt seals the version again.
             manifest = seal(staged, files, next_number(), model.name, card)
             if _rename(staged, model / str(manifest.version)):
                 return manifest
-    except BaseException:
-        remove(staged)
-        raise
 
 
 def _add_in_place(model: UPath, files: UPath, card: ModelCard, next_number: Callable[[], int]) -> Manifest:

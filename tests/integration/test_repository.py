@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
+from upath import UPath
 
 from app.repository.repository import Repository
 from app.storage import open_storage
@@ -91,6 +93,32 @@ def test_a_publisher_that_is_killed_leaves_nothing_that_a_reader_sees(
     version = repository.publish("toy", files_in(tmp_path / "small"), CARD).version
     assert repository.versions("toy") == [version]
     repository.verify("toy", version)
+
+
+@pytest.mark.parametrize("storage", ["local"], indirect=True)
+def test_a_later_export_removes_what_a_killed_one_left_and_nothing_else(
+    repository: Repository, storage: str, tmp_path: Path
+) -> None:
+    large, target = files_in(tmp_path / "large"), tmp_path / "triton"
+    os.truncate(tmp_path / "large/model.onnx", 2**29)
+    repository.publish("toy", large, CARD)
+    process = waiting(storage, "export", str(target))
+    assert process.stdin is not None
+    process.stdin.close()
+    wait_until(lambda: any(target.glob(".*.tmp/1/model.onnx")))
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+
+    (left,) = target.iterdir()
+    other, busy = target / ".notes.tmp", target / ".aaaaaaaa.tmp"
+    other.write_text("a user's own")
+    files_in(busy / "1")
+    long_ago = time.time() - 7200
+    for path in (*left.rglob("*"), left, other, busy, busy / "1"):
+        os.utime(path, (long_ago, long_ago))
+    repository.publish("toy", files_in(tmp_path / "small"), CARD)
+    repository.export_to_triton("toy", 2, UPath(target))
+    assert sorted(target.iterdir()) == sorted([other, busy, target / "toy"])
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)

@@ -82,10 +82,10 @@ def test_what_a_killed_publisher_left_is_removed_later(tmp_path: Path, act: str)
     repository, files = Repository(UPath(tmp_path)), files_in(tmp_path / "files")
     for _ in range(2):
         repository.publish("toy", files, CARD)
-    left, busy = (tmp_path / "models/toy" / name for name in (".aaaa.tmp", ".bbbb.tmp"))
+    left, busy = (tmp_path / "models/toy" / name for name in (".aaaaaaaa.tmp", ".bbbbbbbb.tmp"))
     for folder in (left, busy):
         files_in(folder, b"all weights")
-    torn, written = (tmp_path / "models/toy" / f".aliases.json.{name}.tmp" for name in "ab")
+    torn, written = (tmp_path / "models/toy" / f".aliases.json.{8 * name}.tmp" for name in "ab")
     for file in (torn, written):
         file.write_text("{")
     two_hours_ago = time.time() - 7200
