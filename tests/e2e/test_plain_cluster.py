@@ -1,5 +1,6 @@
 """A cluster of several nodes, started by plain ``ray start``, whose head has no CPUs for work."""
 
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,12 +90,41 @@ def address(ports: list[int]) -> list[str]:
     return ["serve.host=0.0.0.0", f"serve.port={ports[0]}", f"serve.grpc_port={ports[1]}"]
 
 
-def test_storage_that_a_node_does_not_see_ends_a_lifecycle_before_its_first_step(
-    cluster: PlainCluster, ports: list[int]
+FAULTS = {
+    "hangs": "time.sleep(3600)",
+    "refuses": "raise PermissionError(13, 'Permission denied', str(path))",
+    "dies": "os._exit(1)",
+}
+"""What a node does, instead of looking for the file that marks storage."""
+
+FAULTY = """
+import os, time
+look = os.stat
+def faulty(path, *others, **named):
+    if ".mark-" in str(path):
+        {fault}
+    return look(path, *others, **named)
+os.stat = faulty
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("sees another folder", r"the nodes do not share storage: .* cannot see"),
+        ("hangs", r"node [\d.]+ cannot read storage '{storage}' \(no answer within 60 s\): mend its mount"),
+        ("refuses", r"node [\d.]+ cannot read storage '{storage}' \(.*Permission denied.*\): mend its mount"),
+        ("dies", r"node [\d.]+ cannot read storage '{storage}' \(.*died.*\): mend its mount"),
+    ],
+)
+def test_storage_that_a_node_cannot_read_ends_a_lifecycle_before_its_first_step(
+    fault: str, reason: str, ports: list[int], tmp_path: Path
 ) -> None:
-    cluster.storage.mkdir(exist_ok=True)
-    before = {*cluster.storage.glob("runs/*/*")}
-    cluster.join("--num-cpus=2", before=f"mount -t tmpfs none {cluster.storage}")
-    refused = submit(cluster.environment, "lifecycle", *DIGITS, *address(ports), succeeds=False)
-    assert f"the nodes do not share storage: {socket.gethostname()} cannot see" in refused["error"]
-    assert {*cluster.storage.glob("runs/*/*")} == before, "something has run"
+    (tmp_path / "sitecustomize.py").write_text(FAULTY.format(fault=FAULTS.get(fault, "pass")), encoding="utf-8")
+    with plain_cluster() as cluster:
+        cluster.storage.mkdir()
+        faulty = f"export PYTHONPATH={tmp_path}"
+        cluster.join("--num-cpus=2", before=faulty if fault in FAULTS else f"mount -t tmpfs none {cluster.storage}")
+        refused = submit(cluster.environment, "lifecycle", *DIGITS, *address(ports), succeeds=False)
+        assert re.search(reason.format(storage=cluster.storage), refused["error"]), refused["error"]
+        assert not [*cluster.storage.glob("runs/*/*")], "something has run"
