@@ -1,7 +1,9 @@
 """A job's log as a person wants to see it: Rayloom's lines as they are, and Ray's own left out."""
 
+import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -41,6 +43,8 @@ class JobLog:
         self._blocks: dict[str, _Block] = {}
         self.has_result = False
         """Whether the job has printed its RESULT, which is the last line of its own."""
+        self.was_stopped = False
+        """Whether its RESULT says that it was paused or stopped. Ray counts such a job as one that succeeded."""
 
     def lines(self, piece: str) -> Iterator[str]:
         """Yield the lines that end in this piece."""
@@ -58,7 +62,10 @@ class JobLog:
         self._rest, self._blocks = "", {}
 
     def _shown(self, line: str) -> Iterator[str]:
-        self.has_result |= line.startswith("RESULT {")
+        if line.startswith("RESULT {"):
+            self.has_result = True
+            with suppress(ValueError):  # the line of another program
+                self.was_stopped = json.loads(line.removeprefix("RESULT ")).get("status") == "stopped"
         named = _PROCESS.match(line)
         process, text = (named["process"], line[named.end() :]) if named else ("", line)
         if _OF_RAY.match(text) or (process.startswith("(ServeController ") and _OF_SERVE_CONTROLLER.match(text)):

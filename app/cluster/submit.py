@@ -212,33 +212,30 @@ def _follow_to_end(submission_id: str, environment: Mapping[str, str]) -> int:
     If the cluster is lost meanwhile, go on with the job that its supervisor submits in place of this one.
     """
     api = JobsApi.of(environment)
-    job = _print_and_await(api, submission_id, environment)
+    job, was_stopped = _print_and_await(api, submission_id, environment)
     if not (job and job.has_ended):
         print("the cluster was lost while the job ran", file=sys.stderr)
         submission_id = _await_resubmission(api, submission_id)
-        job = _print_and_await(api, submission_id, environment)
-    return _exit_code(submission_id, job)
+        job, was_stopped = _print_and_await(api, submission_id, environment)
+    return _exit_code(submission_id, job, was_stopped)
 
 
-def _print_and_await(api: JobsApi, submission_id: str, environment: Mapping[str, str]) -> Job | None:
-    """Print the job's log and return the job, which has ended unless its cluster was lost. None: nobody answers.
+def _print_and_await(api: JobsApi, submission_id: str, environment: Mapping[str, str]) -> tuple[Job | None, bool]:
+    """Print the job's log. Return the job, and whether its RESULT says that it was paused or stopped.
 
-    Ray closes the log up to two seconds after the end of the job. So after the RESULT, ask Ray for the end.
+    The job has ended unless its cluster was lost. It is None if nobody answers. Ray closes the log up to two seconds
+    after the end of the job. So after the RESULT, ask Ray for the end.
     """
-    has_result = _print_log(submission_id, environment)
+    log = _print_log(submission_id, environment)
     attempts = Retrying(
-        retry=retry_if_result(lambda job: has_result and job is not None and not job.has_ended),
+        retry=retry_if_result(lambda job: log.has_result and job is not None and not job.has_ended),
         wait=wait_fixed(_EXIT_PERIOD_S),
     )
-    return attempts(_find_job, api, submission_id)
+    return attempts(_find_job, api, submission_id), log.was_stopped
 
 
-def _print_log(submission_id: str, environment: Mapping[str, str]) -> bool:
-    """Print the job's log until its RESULT, or else until the job ends or its cluster no longer answers.
-
-    Returns:
-        Whether the RESULT was printed.
-    """
+def _print_log(submission_id: str, environment: Mapping[str, str]) -> JobLog:
+    """Print and return the job's log, until its RESULT, or else until the job ends or its cluster does not answer."""
     log = JobLog()
 
     async def print_log(client: Any) -> None:
@@ -254,11 +251,11 @@ def _print_log(submission_id: str, environment: Mapping[str, str]) -> bool:
         print(f"the log of job {submission_id} ended: {_first_line(error)}", file=sys.stderr)
     for line in log.end():
         print(line, flush=True)
-    return log.has_result
+    return log
 
 
-def _exit_code(submission_id: str, job: Job | None) -> int:
-    """Return 0 for a job that succeeded; else print why and return 1. A stopped job also counts as a failure."""
+def _exit_code(submission_id: str, job: Job | None, was_stopped: bool) -> int:
+    """Return 0 for a job that succeeded; else print why and return 1. A paused or stopped job also counts as failed."""
     if job is None or not job.has_ended:
         print(f"the end of job {submission_id} is unknown: look at 'rayloom status'", file=sys.stderr)
         return 1
@@ -269,6 +266,9 @@ def _exit_code(submission_id: str, job: Job | None) -> int:
         return 1
     if job.status == "STOPPED":
         print(f"job {submission_id} was stopped before its end", file=sys.stderr)
+        return 1
+    if was_stopped:
+        print(f"job {submission_id} was paused or stopped before its end: its log says how to resume", file=sys.stderr)
         return 1
     return 0
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from app.config import load_recipe
 from tests.helpers import records_of, result_of, run, steps_of, train_alone, wait_until
-from tests.jobs import run_job
 from tests.launch import Cluster, newest_step
 from tests.receiver import HttpReceiver
 
@@ -47,12 +46,15 @@ def test_a_person_pauses_and_resumes(ray: Cluster) -> None:
     storage = Path(ray.environment["RAYLOOM_STORAGE"])
     recipe = ["recipes/digits.yaml", "name=paused", "train.epochs=60", "train.early_stopping=null", "train.workers=2"]
     with ThreadPoolExecutor(1) as thread:
-        job = thread.submit(run_job, ray.environment, "train", *recipe)
+        job = thread.submit(run, "rayloom", "submit", "train", *recipe, environment=ray.environment)
         wait_until(lambda: newest_step(storage, "paused") > 0 or job.done(), timeout_s=120)
         (folder,) = storage.glob("runs/train/*-paused-*")
         asked = run("rayloom", "pause", folder.name, environment=ray.environment)
         assert asked.returncode == 0, asked.stderr
-        paused = job.result()
+        submitted = job.result()
+    assert submitted.returncode == 1, "a compile job after '&&' would use older weights"
+    assert submitted.stderr.endswith("was paused or stopped before its end: its log says how to resume\n")
+    paused = result_of(submitted.stdout)
     assert (paused["status"], paused["metrics"]["paused"]) == ("stopped", True)
     assert f"rayloom resume {folder.name}" in asked.stdout
     wait_until(ray.is_idle)

@@ -51,6 +51,13 @@ class TalkativeClient(AcceptingClient):
         await asyncio.sleep(3600)
 
 
+class PausedClient(AcceptingClient):
+    """One whose job has saved its state and ended, as an alert or a person has asked."""
+
+    async def tail_job_logs(self, submission_id: str) -> AsyncIterator[str]:
+        yield 'RESULT {"job": "train", "run_id": "r", "status": "stopped"}\n'
+
+
 def job(submission_id: str, status: str, **fields: Any) -> Job:
     message = "its driver returned 1, last available logs (truncated to 20,000 chars):\nits log again"
     given = {"entrypoint": "", "start_time": 0, "metadata": {}, "message": message}
@@ -101,6 +108,14 @@ def test_submit_shows_the_log_of_a_job_and_returns_its_exit_code(
     assert ("the cluster was lost while the job ran\n" in shown.err) is lost
     assert shown.err.endswith("failed: its driver returned 1\n") is (status == "FAILED")
     assert shown.err.endswith("was stopped before its end\n") is (status == "STOPPED")
+
+
+def test_a_job_that_paused_ends_a_chain_of_commands(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", PausedClient)
+    assert submit("train", "recipes/digits.yaml", []) == 1
+    assert capsys.readouterr().err.endswith("was paused or stopped before its end: its log says how to resume\n")
 
 
 def test_a_log_that_cannot_be_shown_does_not_change_the_exit_code(
