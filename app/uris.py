@@ -48,6 +48,12 @@ def _link_holds_secret(link: str) -> bool:
     return any(_SECRET_NAME.search(name) and name.lower() not in _OTHER_NAMES for name in names)
 
 
+def has_split_login(uri: str) -> bool:
+    """Return whether a URI has an ``@`` after the one that ends its user and password for most programs."""
+    scheme, _, rest = uri.partition("://")
+    return "@" in _login_of(scheme, rest)
+
+
 def _login_of(scheme: str, rest: str) -> str:
     """Return what may be the user and the password at the start of a URI; an empty string if there are none.
 

@@ -58,6 +58,14 @@ class PostgresServer:
         self.stop()
         shutil.rmtree(self._folder)
 
+    def add_user(self, name: str, password: str) -> None:
+        """Unlike the other user, this one needs its password."""
+        rules = self._folder / "data/pg_hba.conf"
+        rules.write_text(f"local all {name} scram-sha-256\n{rules.read_text(encoding='utf-8')}", encoding="utf-8")
+        with self._connect() as connection:
+            connection.execute(f"CREATE ROLE {name} LOGIN PASSWORD '{password}'".encode())
+            connection.execute("SELECT pg_reload_conf()")
+
     def is_at_rest(self) -> bool:
         """Whether nobody has asked it anything for a moment."""
         with self._connect() as connection:

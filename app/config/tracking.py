@@ -10,11 +10,15 @@ from app.config.section import Section
 _SCHEMES = ("http", "https", "databricks")
 
 
+def is_mlflow_server(uri: str) -> bool:
+    """Return whether a URI names a server. MLflow would open others as databases or folders of this machine."""
+    return uri.partition(":")[0] in _SCHEMES
+
+
 def _check_uri(given: str) -> str:
-    scheme = given.partition(":")[0]
     if is_reference(given):
         return given
-    if scheme not in _SCHEMES:
+    if not is_mlflow_server(given):
         raise ValueError("expected a URI such as https://mlflow.example.org, or env:NAME or file:/PATH that holds it")
     return given
 

@@ -15,6 +15,7 @@ from upath import UPath
 
 from app.config import Recipe, load_stored_recipe
 from app.config.notify import is_reference
+from app.config.tracking import is_mlflow_server
 from app.errors import DeliveryError
 from app.storage import is_local, to_path
 from app.telemetry.alerts.receivers import read_secret
@@ -23,6 +24,7 @@ from app.tracking.process import FINISH_TIMEOUT_S
 from app.tracking.tracked_run import TrackedRun
 from app.tracking.tracker import Tracker
 from app.tracking.wandb_tracker import WandbTracker
+from app.uris import has_split_login
 from app.warnings import BestEffort, warn
 
 _INTERVAL_S = 5.0
@@ -94,7 +96,7 @@ def create_trackers(recipe: Recipe, folder: UPath) -> list[Tracker]:
     if config.mlflow:
         is_secret = is_reference(config.mlflow)
         try:
-            uri = read_secret("tracking.mlflow", config.mlflow) if is_secret else config.mlflow
+            uri = _address_of(config.mlflow) if is_secret else config.mlflow
         except DeliveryError as error:
             warn(f"tracking: {error}; the run is not copied to MLflow")
         else:
@@ -102,6 +104,17 @@ def create_trackers(recipe: Recipe, folder: UPath) -> list[Tracker]:
     if config.wandb:
         found.append(WandbTracker(config.wandb, folder.path if is_local(folder) else tempfile.gettempdir()))
     return found
+
+
+def _address_of(reference: str) -> str:
+    """Return the address of MLflow's server. Raise DeliveryError, which does not show it, if it is not valid."""
+    address = read_secret("tracking.mlflow", reference)
+    if not is_mlflow_server(address) or has_split_login(address):
+        raise DeliveryError(
+            f"tracking.mlflow is {reference}, which holds no URI such as https://mlflow.example.org: correct it, and "
+            "percent-encode each @ that ends no password, as %40"
+        )
+    return address
 
 
 def main() -> None:

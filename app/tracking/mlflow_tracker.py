@@ -1,5 +1,6 @@
 """Runs in an MLflow server, by its client."""
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -99,6 +100,9 @@ class MlflowTracker:
             os.environ.setdefault(name, value)
         from mlflow.tracking import MlflowClient
 
+        if self.has_secret_address:
+            for library in ("mlflow", "urllib3"):  # their warnings show parts of the address
+                logging.getLogger(library).setLevel(logging.CRITICAL)
         return MlflowClient(self._uri)
 
     @cached_property

@@ -25,7 +25,7 @@ from app.errors import DeliveryError, RecipeError, StorageError, TuningError
 from app.storage import is_local
 from app.telemetry.alerts.receivers import read_secret
 from app.tuning.optuna_internals import SingleWriterStorage
-from app.uris import without_secrets
+from app.uris import has_split_login, without_secrets
 
 LOCK_TIMEOUT_S = 60.0
 """Maximum wait for a SQLite file that another process has locked."""
@@ -97,7 +97,7 @@ def locate_study(storage: UPath, given: str | None, scratch: Path, run_id: str) 
     ``scratch`` is the local folder of the SQLite file if storage is an object store.
 
     Raises:
-        RecipeError: ``given`` is no URL, or a relative path.
+        RecipeError: ``given`` is no URL, has a password that is not percent-encoded, or is a relative path.
     """
     if given is None:
         name = f"{run_id}.db"
@@ -105,11 +105,17 @@ def locate_study(storage: UPath, given: str | None, scratch: Path, run_id: str) 
             return StudyLocation(URL.create("sqlite", database=str(Path(storage.path) / STUDIES / name)))
         return StudyLocation(URL.create("sqlite", database=str(scratch / name)), storage / STUDIES / name)
     try:
-        url = make_url(read_secret("tune.storage", given) if is_reference(given) else given)
+        text = read_secret("tune.storage", given) if is_reference(given) else given
+        url = make_url(text)
     except DeliveryError as error:
         raise RecipeError(str(error)) from None
-    except ArgumentError as error:
-        raise RecipeError(f"tune.storage {given!r} is no URL of SQLAlchemy: write dialect://host/database") from error
+    except (ArgumentError, ValueError):  # the second names a port, which may be a part of a password
+        raise RecipeError(
+            f"tune.storage {given!r} is no URL of SQLAlchemy: write dialect://host:port/database"
+        ) from None
+    # The driver would take the rest of the password for a host, and name it in its error.
+    if has_split_login(text):
+        raise RecipeError(f"tune.storage {given!r} has several @: percent-encode those that end no password, as %40")
     location = StudyLocation(url)
     if location.file and not location.file.is_absolute():
         raise RecipeError(f"tune.storage {given!r} is a relative path: write it as sqlite:////folder/studies.db")
