@@ -7,6 +7,7 @@ from http import HTTPStatus
 
 import httpx
 import ray
+from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import ActorAlreadyExistsError
 from ray.serve.config import BackpressureConfig
@@ -65,9 +66,20 @@ def _hold() -> ray.actor.ActorHandle | None:
 
 
 def desired_config() -> EndpointConfig:
-    """Return the last configuration that was given to Serve, loaded or not; an empty one if there was none."""
+    """Return the last configuration that was given to Serve, loaded or not; an empty one if there was none.
+
+    Raises:
+        ClusterError: another release of Rayloom has deployed the endpoint.
+    """
     config = deployed_user_config(APPLICATION, DEPLOYMENT)
-    return EndpointConfig() if config is None else EndpointConfig.model_validate(config)
+    try:
+        return EndpointConfig() if config is None else EndpointConfig.model_validate(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ClusterError(
+            f"another release of Rayloom has deployed the endpoint ({'.'.join(map(str, first['loc']))}: "
+            f"{first['msg']}): end it with 'serve shutdown', and deploy its models again"
+        ) from error
 
 
 def roll_out(before: EndpointConfig, after: EndpointConfig, timeout_s: float) -> None:

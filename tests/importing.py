@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto as Type
 from onnx import helper, numpy_helper
 from typer.testing import CliRunner
+from upath import UPath
 
 from app.cli.main import app
+from app.repository.repository import Repository
 from app.serving.batching.groups import BatchingPolicy
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.tensors import Tensors
@@ -67,7 +69,8 @@ def imported(storage: Path, *arguments: object, succeeds: bool = True) -> str:
 
 def served(storage: Path, name: str) -> EndpointConfig:
     policy = BatchingPolicy(max_batch_size=4, queue_limit=64)
-    version = VersionConfig(storage=str(storage), name=name, version=1, threads=1, policy=policy)
+    seal = Repository(UPath(storage)).manifest(name, 1).seal
+    version = VersionConfig(storage=str(storage), name=name, version=1, seal=seal, threads=1, policy=policy)
     return EndpointConfig(models={name: DeployedModel(production=version)})
 
 

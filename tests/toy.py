@@ -76,7 +76,8 @@ def publish_version(
 def version_config(storage: UPath, version: int, name: str = "toy", **knobs: Any) -> VersionConfig:
     """A version, batched by a policy with these knobs."""
     policy = BatchingPolicy(**{"max_batch_size": 8, "queue_limit": 64, **knobs})
-    return VersionConfig(storage=str(storage), name=name, version=version, threads=1, policy=policy)
+    seal = Repository(storage).manifest(name, version).seal
+    return VersionConfig(storage=str(storage), name=name, version=version, seal=seal, threads=1, policy=policy)
 
 
 def endpoint_config(toy: DeployedModel) -> EndpointConfig:

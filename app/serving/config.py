@@ -26,8 +26,8 @@ class VersionConfig(_Config):
     storage: str
     name: str
     version: PositiveInt
-    seal: str | None = None
-    """Its manifest's seal, because another version may get the number. None if a release before 0.2 deployed it."""
+    seal: str
+    """Its manifest's seal, because another version may get the number."""
 
     threads: PositiveInt
     """Threads of its engine."""

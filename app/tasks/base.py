@@ -1,7 +1,7 @@
 """The base classes of tasks. ``Task`` is trained. ``ServedTask`` is also compiled and served."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
@@ -17,7 +17,7 @@ from app.data.prepared import SHARDS_FILE, KeptSplit, PreparedData, SplitData
 from app.data.processor import Processor
 from app.data.targets import Answer, Classes, Outputs, Targets
 from app.errors import RecipeError
-from app.tasks.agreement import same_answer
+from app.tasks.agreement import SCORES, same_answer
 from app.tasks.metrics import Metric
 from app.tensors import OUTPUT, Tensors, TensorSpec
 
@@ -123,6 +123,9 @@ class ServedTask(Task):
     targets: ClassVar[type[Outputs]]
     """Turns labels into targets, and outputs into what ``predict`` answers."""
 
+    ignored: ClassVar[Collection[str]] = SCORES
+    """Keys of an answer, and of objects in it, that do not count when two answers are compared."""
+
     @property
     def gate(self) -> Metric | None:
         """The metric that compile keeps within ``compile.gates``. None: outputs are only compared with each other."""
@@ -151,7 +154,7 @@ class ServedTask(Task):
             theirs: the answer that the client got.
             targets: the targets of the version that answered the client.
         """
-        return same_answer(ours, theirs)
+        return same_answer(ours, theirs, ignored=self.ignored)
 
     @property
     def _targets(self) -> type[Targets]:

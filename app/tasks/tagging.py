@@ -72,6 +72,7 @@ class TokenClassification(ServedTask):
     targets = Tags
     metrics = (EntityF1(), Accuracy())
     learns_classes = True
+    ignored = ("score",)  # of each entity
 
     def output(self, targets: Outputs) -> TensorSpec:
         return TensorSpec(OUTPUT, np.dtype(np.float32), (-1, -1, targets.num_outputs))
@@ -86,15 +87,5 @@ class TokenClassification(ServedTask):
             for text, logits in zip(texts, outputs, strict=True)
         ]
 
-    def agrees(self, ours: Answer, theirs: Answer, targets: Outputs) -> bool:
-        """Compare types and positions of entities, or the class of each token."""
-        return super().agrees(_without_score(ours), _without_score(theirs), targets)
-
     def prepare(self, recipe: Recipe) -> TaggedData:
         return tagging.prepare(recipe.data, recipe.model.source)
-
-
-def _without_score(answer: Answer) -> Answer:
-    if (entities := answer.get("entities")) is None:  # of tensors
-        return answer
-    return {**answer, "entities": [{**entity, "score": None} for entity in entities]}

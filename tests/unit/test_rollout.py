@@ -64,8 +64,8 @@ def deploy(server: Server, storage: UPath, canary: int | None = None, shadow: in
     server.run(server.endpoint.update(endpoint_config(model)))
 
 
-def test_what_a_successor_drops_is_named() -> None:
-    version = version_config(UPath("storage"), 1)
+def test_what_a_successor_drops_is_named(storage: UPath) -> None:
+    version = version_config(storage, 1)
     candidate = CandidateConfig(version=version, percent=10)
     plain, trying = DeployedModel(production=version), DeployedModel(production=version, canary=candidate)
     assert trying.lost_in(plain) == ["canary"]

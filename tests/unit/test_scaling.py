@@ -6,10 +6,12 @@ import pytest
 from ray.serve.config import AutoscalingConfig
 
 from app.config import TensorParallelConfig
+from app.errors import ClusterError
 from app.serving.batching.groups import BatchingPolicy
 from app.serving.batching.statistics import RecentLatencies
 from app.serving.config import DeployedModel, EndpointConfig, Scaling, VersionConfig
 from app.serving.scaling import desired_replicas, target_ongoing_requests
+from jobs._endpoint import desired_config
 from serve_deployments.autoscaling import DIRECT, LATENCY, decide
 
 
@@ -94,10 +96,24 @@ def test_the_replicas_of_an_endpoint_that_an_earlier_release_deployed_are_read()
     assert Scaling.model_validate({"least": 2, "most": 5}) == Scaling(min_replicas=2, max_replicas=5)
 
 
+def test_an_endpoint_of_another_release_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = {"storage": "s", "name": "old", "version": 1, "threads": 1, "policy": {"max_batch_size": 8}}
+    deployed = {"models": {"old": {"production": version}}}
+    monkeypatch.setattr("jobs._endpoint.deployed_user_config", lambda *_: deployed)
+    with pytest.raises(ClusterError, match=r"models\.old\.production\.seal: Field required.*'serve shutdown'"):
+        desired_config()
+
+
 def test_processes_that_share_a_model_are_reserved_beside_its_replica() -> None:
     split = TensorParallelConfig(size=4, cpus_per_process=2, gpus_per_process=1)
     version = VersionConfig(
-        storage="s", name="large", version=1, threads=1, policy=BatchingPolicy(max_batch_size=8), tensor_parallel=split
+        storage="s",
+        name="large",
+        version=1,
+        seal="of its manifest",
+        threads=1,
+        policy=BatchingPolicy(max_batch_size=8),
+        tensor_parallel=split,
     )
     large = DeployedModel(production=version, scaling=Scaling(cpus=0.5))
     again = EndpointConfig.model_validate_json(EndpointConfig(models={"large": large}).model_dump_json())
