@@ -1,7 +1,6 @@
 """A local Ray cluster for what is measured as a job."""
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.process_state import sigterm_exits
 from app.runs import Result
 
 _ROOT = Path(__file__).parents[1]
@@ -48,23 +48,13 @@ class Cluster:
 @contextmanager
 def local_cluster(*options: str) -> Iterator[Cluster]:
     """A cluster with a home of its own, taken down however this ends. ``options`` are those of ``rayloom up``."""
-    with tempfile.TemporaryDirectory(prefix="bench-cluster-") as home, _ends_on_sigterm():
+    with tempfile.TemporaryDirectory(prefix="bench-cluster-") as home, sigterm_exits():
         environment = {**os.environ, "RAYLOOM_HOME": home, "RAYLOOM_STORAGE": f"{home}/storage", "OMP_NUM_THREADS": "1"}
         try:
             _shown("rayloom", ["up", *options], environment)
             yield Cluster(environment)
         finally:
             _shown("rayloom", ["down"], environment)
-
-
-@contextmanager
-def _ends_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit, as Ctrl-C raises KeyboardInterrupt, so that nothing is left behind."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _shown(program: str, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:

@@ -41,17 +41,17 @@ def may_grow() -> bool:
     return MARK not in os.environ
 
 
-def require(needed: Mapping[str, float], who: str, placement: Placement | None = None) -> None:
+def require(needed: Mapping[str, float], who: str, labels: Mapping[str, str] | None = None) -> None:
     """Check that the cluster has the resources that ``who`` needs. If it may grow, only print what it lacks.
 
-    Only the nodes that ``placement`` selects count.
+    Only nodes with the ``labels`` count, which are selectors as in a recipe.
 
     The local cluster never grows. Another cluster may have an autoscaler, and the job waits for its nodes.
 
     Raises:
         ClusterError: the local cluster has too little of a resource.
     """
-    selection = placement or Placement({})
+    selection = Placement({}, labels or {})
     nodes = [node["Resources"] for node in ray.nodes() if selection.selects(node)]
     shown = ", ".join(f"{key}: {selector}" for key, selector in selection.labels.items())
     where = f"the {len(nodes)} nodes with the labels {shown} have" if shown else "the cluster has"

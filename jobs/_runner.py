@@ -1,14 +1,13 @@
 """The main function of every job: read the recipe, keep a run, and end with a RESULT line."""
 
 import argparse
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from app.config import Recipe, load_job_recipe, title_of
 from app.errors import RayloomError
+from app.process_state import sigterm_calls
 from app.runs import JSON_HELP, Result, Run, Step, execute
 
 
@@ -38,19 +37,14 @@ def main(
     return int(result.status == "failed")
 
 
-@contextmanager
-def on_sigterm(request_stop: Callable[[], None], consequence: str) -> Iterator[None]:
+def on_sigterm(request_stop: Callable[[], None], consequence: str) -> AbstractContextManager[None]:
     """On SIGTERM inside the block, print ``consequence`` and call ``request_stop`` instead of ending the job.
 
     ``ray job stop`` sends this signal.
     """
 
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    def stop() -> None:
         print(f"asked to stop: {consequence}", flush=True)
         request_stop()
 
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return sigterm_calls(stop)

@@ -49,7 +49,7 @@ def train(run: Run, prepared: UPath | None = None) -> Outcome:
 def require_train_room(config: TrainConfig) -> None:
     """Check that the cluster has what the smallest number of workers reserves, as ``require`` does."""
     min_workers = config.worker_counts[0]
-    require(resources_of(config, min_workers), f"train.workers, of which there are {min_workers},", config.placement)
+    require(resources_of(config, min_workers), f"train.workers, of which there are {min_workers},", config.labels)
 
 
 def _set_timeouts(config: TrainConfig) -> None:

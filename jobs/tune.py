@@ -46,13 +46,13 @@ def tune(run: Run) -> Outcome:
     space = add_plans(space, own_trial, data, config, training_cluster(own_trial.train))
     connect()
     workers = own_trial.train.workers_range[1]
-    require(resources_of(own_trial.train, workers), "a trial's workers", own_trial.train.placement)
+    require(resources_of(own_trial.train, workers), "a trial's workers", own_trial.train.labels)
     if workers > 1:
         require_dashboard("a trial's workers")
     # It compares trials that run at the same time.
     if config.scheduler == "pbt":
         smallest = "the two trials of the smallest population"
-        require(resources_of(own_trial.train, 2 * workers), smallest, own_trial.train.placement)
+        require(resources_of(own_trial.train, 2 * workers), smallest, own_trial.train.labels)
     study = _study(run, locate, space, config)
     budget = SearchBudget(config.stop, config.objectives[0], study.epochs_trained, study.seconds)
     search = Search(recipe, config, study, run.folder, budget, may_grow())

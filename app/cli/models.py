@@ -1,7 +1,5 @@
 """The commands ``rayloom models``: list versions, import, promote, roll back, verify, export and delete them."""
 
-import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +14,7 @@ from app.cli.versions import description_of, table_of
 from app.cluster.state import read_state
 from app.config import recipe_of_model
 from app.errors import ClusterError, RequestError, StorageError
+from app.process_state import sigterm_exits
 from app.repository.aliases import Alias
 from app.repository.repository import Repository
 from app.runs import JSON_HELP, Run, execute
@@ -152,12 +151,8 @@ def import_command(
     root = chosen_storage(storage)
     recipe = recipe_of_model(name, "compile", [*(overrides or []), f"storage={root}"])
     given = Given(source, samples, labels, processor, scores, dict(map(_parse_size, size or [])))
-    # The default handler would end the process at once, and leave the model's copy in the temporary folder.
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
+    with sigterm_exits():  # otherwise the model's copy would stay in the temporary folder
         result = execute(Run.start("compile", recipe), partial(import_model, given=given))
-    finally:
-        signal.signal(signal.SIGTERM, before)
     print(result.to_line(as_json))
     if result.status == "failed":
         raise typer.Exit(1)

@@ -242,11 +242,11 @@ class EndpointConfig(_Config):
 
     def demand_with(self, name: str, serve: ServeConfig) -> Demand:
         """Return the resources that replicas need if they also serve a recipe's model, which has no version yet."""
-        others = EndpointConfig(models={key: model for key, model in self.models.items() if key != name}).demand
-        scalings = [model.scaling for key, model in self.models.items() if key != name]
+        others = EndpointConfig(models={key: model for key, model in self.models.items() if key != name})
+        scalings = [model.scaling for model in others.models.values()]
         return Demand(
             scaling=Scaling.combined([*scalings, Scaling.of(serve, measured=1)]),
-            sharded=(*others.sharded, *filter(None, [serve.tensor_parallel])),
+            sharded=(*others.demand.sharded, *filter(None, [serve.tensor_parallel])),
         )
 
     @cached_property

@@ -7,10 +7,8 @@ hold only tensors.
 
 import ast
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.pt2_archive import PT2ArchiveReader
 
 from app.errors import CompileError
+from app.process_state import environment_variable
 from app.torch_internals import is_symbolic_function, load_pt2
 
 _PROGRAM = "models/model.json"
@@ -54,7 +53,7 @@ def read_program(path: Path) -> ExportedProgram:
     for key, text in _texts(json.loads(archive.read_bytes(_PROGRAM))):
         if not _CHECKS.get(key, _is_name)(text):
             raise _refusal(path, f"{text[:80]!r} as {key or 'a name'}", "letters, digits, dots and arithmetic")
-    with _only_tensors():
+    with environment_variable(_ONLY_TENSORS, "1"):
         # Unlike this, torch.export.load falls back to other formats.
         return load_pt2(path)
 
@@ -64,18 +63,6 @@ def _refusal(path: Path, given: str, expected: str) -> CompileError:
         f"{str(path)!r} has {given}, which can run code when it is read: expected {expected}; export it again with "
         "torch.export.save, or import an ONNX file"
     )
-
-
-@contextmanager
-def _only_tensors() -> Iterator[None]:
-    before = os.environ.get(_ONLY_TENSORS)
-    os.environ[_ONLY_TENSORS] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(_ONLY_TENSORS)
-        if before is not None:
-            os.environ[_ONLY_TENSORS] = before
 
 
 def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -4,8 +4,7 @@ import os
 import shutil
 import sysconfig
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import psutil
 from filelock import FileLock
 
+from app.process_state import environment_variable
 from app.torch_internals import extension_folder
 from app.training.engine.deepspeed_internals import is_prebuilt
 
@@ -45,15 +45,10 @@ def load_extension(builder: ExtensionBuilder) -> Any:
         return builder.load()
 
 
-@contextmanager
-def _scripts_on_path() -> Iterator[None]:
+def _scripts_on_path() -> AbstractContextManager[None]:
     """Let torch find ``ninja``, which is beside Python and on the path only in an activated environment."""
-    before = os.environ.get("PATH", os.defpath)
-    os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), before])
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = before
+    folders = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
+    return environment_variable("PATH", os.pathsep.join(folders))
 
 
 def _remove_killed_build(folder: Path) -> None:
