@@ -1,7 +1,7 @@
 """URIs in recipes and messages: finding and hiding the secrets in them."""
 
 import re
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import unquote_plus
 
 from fsspec import available_protocols
 
@@ -14,8 +14,8 @@ _SECRET_NAME = re.compile(
 _OTHER_NAMES = ("sslkey", "sslcert", "sslrootcert", "ssl_key", "ssl_cert", "ssl_ca", "partition_key", "sort_key")
 """Names that only look like secrets: key files, and columns."""
 
-_CHAIN = re.compile(r"::(?=[A-Za-z][\w+.-]*://)")
-"""The separator of links in fsspec's chains. IPv6 addresses have colons, too."""
+_CHAIN = re.compile(r"(::|[,\s]+)(?=[A-Za-z][\w+.-]*://)")
+"""The separator of links in fsspec's chains, or of several URIs. IPv6 addresses have colons, too."""
 
 
 _PATHS = frozenset(available_protocols()) - {"http", "https"}
@@ -40,11 +40,7 @@ def _link_holds_secret(link: str) -> bool:
     # Web servers and NATS accept a token in place of the user.
     if login and (re.search("[:/?#]", login) or protocol in ("http", "https", "nats")):
         return True
-    try:
-        parts = urlsplit(link)
-    except ValueError:  # such as an unclosed bracket
-        return "@" in link
-    names = [name for part in (parts.query, parts.fragment) for name, _ in parse_qsl(part, keep_blank_values=True)]
+    names = map(unquote_plus, re.findall("[?#&;]([^?#&;=]+)", rest))
     return any(_SECRET_NAME.search(name) and name.lower() not in _OTHER_NAMES for name in names)
 
 
@@ -87,7 +83,7 @@ def shown(value: object) -> str:
 
 def without_secrets(location: str) -> str:
     """Return a location, which may contain spaces, reduced to scheme, host and path. A path stays as it is."""
-    return "::".join(map(_link_without_secrets, _CHAIN.split(location)))
+    return "".join(map(_link_without_secrets, _CHAIN.split(location)))
 
 
 def _link_without_secrets(link: str) -> str:
@@ -96,4 +92,4 @@ def _link_without_secrets(link: str) -> str:
         return link
     login = _login_of(scheme, rest)
     shown = rest[len(login) :].removeprefix("@") if login else rest
-    return scheme + is_uri + re.split(r"[?#]", shown, maxsplit=1)[0]
+    return scheme + is_uri + re.split("[?#;]", shown, maxsplit=1)[0]

@@ -12,7 +12,7 @@ _SCHEMES = ("http", "https", "databricks")
 
 def is_mlflow_server(uri: str) -> bool:
     """Return whether a URI names a server. MLflow would open others as databases or folders of this machine."""
-    return uri.partition(":")[0] in _SCHEMES
+    return uri.partition("://")[0] in _SCHEMES
 
 
 def _check_uri(given: str) -> str:

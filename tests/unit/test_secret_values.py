@@ -80,6 +80,7 @@ UNREACHED, NO_SERVER = "mlflow cannot be reached", "is env:SERVER, which holds n
         (f"http://user:p@{SECRET}/x@{{server}}", NO_SERVER),
         (f"postgresql+psycopg://user:p@{SECRET}@127.0.0.1:9/db", NO_SERVER),
         (f"ftp://{SECRET}@127.0.0.1", NO_SERVER),
+        (f"http:/{SECRET}@127.0.0.1", NO_SERVER),
     ],
 )
 def test_a_run_whose_tracking_server_refuses_it_shows_no_secret(

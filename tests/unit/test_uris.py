@@ -38,6 +38,10 @@ FORMS = [
     f"postgresql://us/er:{SECRET}@host/db",
     f"postgresql://user:1@{SECRET}/{SECRET}@host/db",
     f"nats://{SECRET}@host:4222/stream",
+    f"https://example.org/data.csv;password={SECRET}",
+    f"https://example.org/data.csv?pass%77ord={SECRET}",
+    f"s3://bucket/data.csv,s3://KEY:{SECRET}@bucket/data.csv",
+    f"see https://{SECRET}@example.org/data.csv",
     f"nats://host:4222/stream?subject={SECRET}@b",
 ]
 OPEN = [
