@@ -1,6 +1,8 @@
 """Drivers that are given an address of the environment: their errors show no secret in it."""
 
-import threading
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from upath import UPath
 from app.config import load_recipe
 from app.runs import Outcome, Run, execute
 from app.tracking import __main__ as tracking
+from app.tracking.tracked_run import TrackedRun
 from app.tuning.storage import locate_study, open_storage
 from tests.helpers import ROOT
 from tests.postgres import PostgresServer
@@ -67,38 +70,74 @@ def test_a_search_whose_database_refuses_it_shows_no_secret(
     assert SECRET not in "".join(capfd.readouterr()) + stored(tmp_path) + result.to_line()
 
 
-UNREACHED, NO_SERVER = "mlflow cannot be reached", "is env:SERVER, which holds no URI such as"
+@pytest.fixture
+def copied(tmp_path: Path) -> UPath:
+    """The folder of a run whose recipe takes the address of MLflow's server from the environment."""
+    return write_run(UPath(tmp_path), "20260101-000000-digits-aaaa", "tracking.mlflow=env:SERVER", losses=[2.0, 1.0])
 
 
 @pytest.mark.parametrize(
-    ("address", "reason"),
+    "address",
     [
-        (f"http://user:{SECRET}@{{server}}", UNREACHED),
-        (f"http://{{server}}/?token={SECRET}", UNREACHED),
-        (f"http://127.0.0.1:9/?token={SECRET}", UNREACHED),
-        (f"http://127.0.0.1:{SECRET}", UNREACHED),
-        (f"http://user:p@{SECRET}/x@{{server}}", NO_SERVER),
-        (f"postgresql+psycopg://user:p@{SECRET}@127.0.0.1:9/db", NO_SERVER),
-        (f"ftp://{SECRET}@127.0.0.1", NO_SERVER),
-        (f"http:/{SECRET}@127.0.0.1", NO_SERVER),
+        f"http://user:{SECRET}@{{server}}",
+        f"http://{{server}}/?token={SECRET}",
+        f"http://127.0.0.1:9/?token={SECRET}",
+        f"http://127.0.0.1:{SECRET}",
     ],
 )
-def test_a_run_whose_tracking_server_refuses_it_shows_no_secret(
+def test_clients_of_a_tracking_server_that_refuses_them_log_no_secret(
     address: str,
-    reason: str,
-    tmp_path: Path,
+    copied: UPath,
     http: Callable[..., HttpReceiver],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    folder = write_run(UPath(tmp_path), "20260101-000000-digits-aaaa", "tracking.mlflow=env:SERVER", losses=[2.0, 1.0])
     server = http(401).url.removeprefix("http://").partition("/")[0]
     monkeypatch.setenv("SERVER", address.format(server=server))
-    ended = threading.Event()
-    ended.set()
-    trackers = tracking.create_trackers(load_recipe(str(folder / "config.yaml")), folder)
-    tracking.copy_run(folder, trackers, ended, timeout_s=2.0)
-    shown = "".join(capfd.readouterr())
-    assert reason in shown
-    assert SECRET not in shown + caplog.text + stored(tmp_path)
+    (tracker,) = tracking.create_trackers(load_recipe(str(copied / "config.yaml")), copied)
+    with pytest.raises(Exception):  # noqa: B017, PT011 - MLflow's, urllib3's and requests' own
+        TrackedRun(copied, tracker).finish()
+    assert tracker.has_secret_address
+    assert SECRET not in "".join(capfd.readouterr()) + caplog.text + stored(Path(copied.path))
+
+
+def test_the_process_that_copies_a_run_shows_no_secret(copied: UPath) -> None:
+    address = f"http://127.0.0.1:9/?token={SECRET}"
+    command = [sys.executable, "-m", "app.tracking", copied.path]
+    environment = {**os.environ, "SERVER": address}
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "SERVER": address},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write("ended\n")
+        process.stdin.flush()
+        shown = process.stderr.readline()
+        process.kill()
+    assert shown.endswith("mlflow cannot be reached, and is tried again (MlflowException); the run goes on\n")
+    assert SECRET not in shown
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"http://user:p@{SECRET}/x@127.0.0.1:9",
+        f"postgresql+psycopg://user:p@{SECRET}@127.0.0.1:9/db",
+        f"ftp://{SECRET}@127.0.0.1",
+        f"http:/{SECRET}@127.0.0.1",
+    ],
+)
+def test_an_address_that_is_no_tracking_server_is_refused_without_it(
+    address: str, copied: UPath, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SERVER", address)
+    assert not tracking.create_trackers(load_recipe(str(copied / "config.yaml")), copied)
+    shown = capfd.readouterr().err
+    assert "tracking.mlflow is env:SERVER, which holds no URI such as https" in shown
+    assert SECRET not in shown
