@@ -112,7 +112,7 @@ def test_the_process_that_copies_a_run_shows_no_secret(copied: UPath) -> None:
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "SERVER": address},
+        env=environment,
     ) as process:
         assert process.stdin is not None
         assert process.stderr is not None
