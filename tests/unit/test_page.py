@@ -98,7 +98,7 @@ def test_a_version_that_is_tried_is_shown_and_not_asked_by_name(
     page: WebDriver, server: Server, config: EndpointConfig
 ) -> None:
     production = config.models["reviews"].production
-    canary = CandidateConfig(version=production.model_copy(update={"version": 2}), percent=10)
+    canary = CandidateConfig(version=version_config(UPath(production.storage), 2, "reviews"), percent=10)
     tried = {**config.models, "reviews": DeployedModel(production=production, canary=canary)}
     server.run(server.endpoint.update(EndpointConfig(models=tried)))
     try:
