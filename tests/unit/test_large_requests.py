@@ -1,9 +1,12 @@
 """Large requests, which are read outside the event loop and do not block others."""
 
 import asyncio
+import json
+import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import grpc
@@ -16,11 +19,17 @@ from app.serving import reading
 from app.serving.reading import ON_LOOP_BYTES, Reader
 from tests import bombs
 from tests.calls import SERVICE, exchange
+from tests.engine_contract import rows
+from tests.helpers import wait_until
 from tests.serving import Server
+from tests.toy import body
 from tests.unary import toy_server
 from tests.wire import exchange as ask
+from tests.wire import message
 
 MAX_PAUSE_S, TRIES = 0.15, 5
+MAX_TURN_S = 1.5
+"""Time until a large request is answered: its own work, and what is being read when it arrives."""
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +151,48 @@ def test_a_turn_ends_with_its_work_whether_it_fails_or_nobody_waits_for_it() -> 
         assert await reader.read(ON_LOOP_BYTES + 1, lambda: "next") == "next"
 
     asyncio.run(run())
+
+
+@contextmanager
+def flooded(address: str, packed: bytes, clients: int) -> Iterator[list[int]]:
+    """Send a request again and again from so many connections; yield the statuses of its answers."""
+    statuses: list[int] = []
+    until = threading.Event()
+
+    def client() -> None:
+        while not until.is_set():
+            statuses.append(ask(address, packed, patience_s=60).status)
+
+    with ThreadPoolExecutor(clients) as pool:
+        for _ in range(clients):
+            pool.submit(client)
+        try:
+            yield statuses
+        finally:
+            until.set()
+
+
+def request(request_id: str = "a") -> bytes:
+    return json.dumps({**body(rows(1)), "id": request_id}).encode()
+
+
+@pytest.mark.parametrize(
+    "honest",
+    [
+        message("POST", bombs.INFER, request("x" * 4 * bombs.MIB)),
+        bombs.squeezed(bombs.INFER, request()),
+        bombs.squeezed(bombs.INFER, request(random.Random(0).randbytes(5000).hex() * 30)),
+    ],
+    ids=["large", "compressed", "large and compressed"],
+)
+def test_compressed_requests_that_become_large_do_not_delay_the_large_ones_of_others(
+    server: Server, honest: bytes
+) -> None:
+    with flooded(server.http, bombs.HTTP["data of numbers"], clients=12) as statuses:
+        wait_until(lambda: len(statuses) >= 3)
+        began_s = time.monotonic()
+        answered = ask(server.http, honest, patience_s=60).status
+        took_s = time.monotonic() - began_s
+    assert answered == 200
+    assert set(statuses) == {400}
+    assert took_s < MAX_TURN_S

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from app.errors import RequestError, RequestTooLargeError
-from app.serving.protocol.infer import (
-    Limits,
-)
+from app.serving.protocol.compression import decompress
+from app.serving.protocol.infer import LIMITS, Limits
 from app.serving.protocol.rest import JSON_LENGTH, read_infer
 from app.tensors import TensorSpec
 from tests.protocol import SPEC, asked, given, sent, x
@@ -29,7 +28,7 @@ from tests.protocol import SPEC, asked, given, sent, x
 )
 def test_what_cannot_be_decompressed_is_refused(content: bytes, encoding: str, words: str) -> None:
     with pytest.raises(RequestError, match=words):
-        read_infer(content, {"content-encoding": encoding}, "m")
+        decompress(content, encoding, LIMITS.json_bytes)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
@@ -39,7 +38,7 @@ def test_a_bomb_does_not_go_off(encoding: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(RequestTooLargeError, match="larger than 10000 bytes"):
-            read_infer(bomb, {"content-encoding": encoding}, "m", limits=Limits(json_bytes=10_000))
+            decompress(bomb, encoding, 10_000)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()

@@ -98,6 +98,16 @@ def require_readable(message: bytes, limits: Limits = LIMITS) -> int:
     return len(message) - raw
 
 
+def bytes_to_read(request: pb.ModelInferRequest, num_bytes: int, inputs: Sequence[TensorSpec]) -> int:
+    """Return how many of the ``num_bytes`` of a parsed message take time to read.
+
+    Args:
+        inputs: the model's inputs. Their tensors become views of the message's bytes, except strings.
+    """
+    has_strings = any(spec.dtype.hasobject for spec in inputs)
+    return num_bytes if has_strings else num_bytes - sum(map(len, request.raw_input_contents))
+
+
 def read_infer(
     request: pb.ModelInferRequest, inputs: Sequence[TensorSpec] = (), limits: Limits = LIMITS
 ) -> InferRequest:

@@ -13,7 +13,7 @@ import orjson
 from numpy.typing import NDArray
 
 from app.errors import RequestError, RequestTooLargeError, short_repr
-from app.serving.protocol.compression import compress, decompress, is_compressed, too_large
+from app.serving.protocol.compression import compress, too_large
 from app.serving.protocol.infer import (
     LIMITS,
     InferRequest,
@@ -60,13 +60,11 @@ def max_body_bytes(headers: Headers, limits: Limits = LIMITS) -> int:
 
 
 def bytes_to_read(body: Body, headers: Headers, inputs: Sequence[TensorSpec]) -> int:
-    """Return how many bytes of a body take time to read: JSON, strings, and everything in a compressed body.
+    """Return how many bytes of a decompressed body take time to read: JSON and strings.
 
     Args:
         inputs: the model's inputs. Their tensors become views of the body, except strings.
     """
-    if "content-encoding" in headers and is_compressed(headers["content-encoding"]):
-        return max_body_bytes(headers)
     length = headers.get(JSON_LENGTH, "")
     if any(spec.dtype.hasobject for spec in inputs) or not length.isdecimal() or len(length) > _MAX_DIGITS:
         return len(body)
@@ -81,7 +79,7 @@ def read_infer(
     inputs: Sequence[TensorSpec] = (),
     limits: Limits = LIMITS,
 ) -> InferRequest:
-    """Read the body of ``infer``. Tensors that were sent as bytes become views of ``body``.
+    """Read the decompressed body of ``infer``. Tensors that were sent as bytes become views of ``body``.
 
     Args:
         headers: of the request, by their names in lower case.
@@ -90,13 +88,10 @@ def read_infer(
             that is a single tensor.
 
     Raises:
-        RequestTooLargeError: the decompressed body or its JSON is larger than ``limits`` allow, or a tensor has too
-            many strings.
+        RequestTooLargeError: the body or its JSON is larger than ``limits`` allow, or a tensor has too many strings.
         RequestError: anything else is wrong; the tensor or parameter is named.
     """
-    if encoding := headers.get("content-encoding"):
-        body = decompress(body, encoding, max_body_bytes(headers, limits))
-    elif len(body) > limits.body_bytes:
+    if len(body) > limits.body_bytes:
         raise too_large(limits.body_bytes)
 
     # The header decides between three forms: JSON alone, JSON and bytes, or bytes alone.

@@ -17,7 +17,14 @@ from tritonclient.grpc import service_pb2 as pb
 from app.errors import OverloadError, RequestError, UnauthorizedError
 from app.serving.access import Caller, combine
 from app.serving.endpoint import Endpoint
-from app.serving.protocol.grpc import read_infer, require_readable, write_infer, write_stream_error, write_stream_infer
+from app.serving.protocol.grpc import (
+    bytes_to_read,
+    read_infer,
+    require_readable,
+    write_infer,
+    write_stream_error,
+    write_stream_infer,
+)
 from app.serving.protocol.grpc_management import (
     read_index,
     read_load,
@@ -66,6 +73,8 @@ class Context(Protocol):
 
 _traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
 """The client's span of the call that the running task answers."""
+received_bytes: ContextVar[int | None] = ContextVar("received_bytes", default=None)
+"""The size of that call's message as it was sent. None: gRPC's own server does not tell it."""
 
 Given = TypeVar("Given", bound=Message)
 Answer = TypeVar("Answer", bound=Message)
@@ -249,15 +258,14 @@ class GrpcMethods:
 
     async def _infer(self, message: pb.ModelInferRequest) -> InferResponse:
         with self._endpoint.traffic.counted("grpc", _traceparent.get()) as asked:
-            asked.received = message.ByteSize()
+            size = message.ByteSize()
+            received = received_bytes.get()
+            asked.received = size if received is None else received
             name, version = message.model_name, message.model_version or None
             found = self._endpoint.find(name, version)
             asked.model, asked.version = name, found.version
-            # Tensors sent as bytes become views, except strings.
-            has_strings = any(spec.dtype.hasobject for spec in found.inputs)
-            tensors = 0 if has_strings else sum(map(len, message.raw_input_contents))
             request = await self._endpoint.reader.read(
-                asked.received - tensors, lambda: read_infer(message, found.inputs)
+                bytes_to_read(message, size, found.inputs), lambda: read_infer(message, found.inputs), received
             )
             # Looked up only now, because a version can be replaced while a message is read.
             target = self._endpoint.route(name, version)

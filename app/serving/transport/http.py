@@ -14,7 +14,6 @@ from app.serving.endpoint import Endpoint
 from app.serving.protocol.compression import MAX_INFLATION, is_compressed
 from app.serving.protocol.infer import LIMITS, InferRequest, InferResponse
 from app.serving.protocol.rest import bytes_to_read, max_body_bytes, read_infer, write_infer
-from app.serving.reading import ON_LOOP_BYTES
 from app.serving.traffic import Asked, outcome_of
 from app.serving.transport.asgi import AwaitedBodies, close_if_unread, has_body, read_body, unless_gone
 from app.serving.transport.errors import error_response
@@ -102,15 +101,14 @@ class HttpApi:
         self, name: str, version: str | None, headers: Mapping[str, str], body: bytes, asked: Asked
     ) -> tuple[InferRequest, InferResponse]:
         """Read a body, and return the request and its response. Raises the endpoint's errors."""
-        found = self._endpoint.find(name, version)
+        found, reader = self._endpoint.find(name, version), self._endpoint.reader
         asked.model, asked.version = name, found.version
-
-        def read() -> InferRequest:
-            return read_infer(body, headers, name, version, found.inputs)
-
-        # Most requests are small, and take the shortest path.
-        num_bytes = bytes_to_read(body, headers, found.inputs)
-        request = read() if num_bytes <= ON_LOOP_BYTES else await self._endpoint.reader.read(num_bytes, read)
+        content = await reader.inflate(body, headers.get("content-encoding", ""), max_body_bytes(headers))
+        request = await reader.read(
+            bytes_to_read(content, headers, found.inputs),
+            lambda: read_infer(content, headers, name, version, found.inputs),
+            len(body),
+        )
         # Looked up only now, because a version can be replaced while a body arrives and is read.
         target = self._endpoint.route(name, version)
         asked.version = target.version

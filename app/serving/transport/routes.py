@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 from app.errors import RayloomError
 from app.pages.assets import STYLE, page_headers
 from app.serving.endpoint import Endpoint
-from app.serving.protocol.compression import decompress, is_compressed
 from app.serving.protocol.embeddings import EmbeddingsRequest, EmbeddingsResponse
 from app.serving.protocol.infer import LIMITS
 from app.serving.protocol.management import (
@@ -120,8 +119,7 @@ def _natural(endpoint: Endpoint) -> APIRouter:
             if asked.traceparent:
                 response.headers["traceparent"] = request.state.traceparent = asked.traceparent
             asked.model, asked.version = name, endpoint.find(name, version).version  # refused before the body is read
-            given = await _read_predict(endpoint, request)
-            asked.received = given.num_bytes
+            given, asked.received = await _read_predict(endpoint, request)
             # A version can be replaced while the body arrives, and would refuse the request once it is unloaded.
             target = endpoint.route(name, version)
             asked.version = target.version
@@ -139,9 +137,8 @@ def _embeddings(endpoint: Endpoint) -> APIRouter:
         with endpoint.traffic.counted("natural", request.headers.get("traceparent")) as asked:
             if asked.traceparent:
                 response.headers["traceparent"] = request.state.traceparent = asked.traceparent
-            given = await _read_json(endpoint, request, EmbeddingsRequest)
+            given, asked.received = await _read_json(endpoint, request, EmbeddingsRequest)
             texts = given.as_predict()
-            asked.received = texts.num_bytes
             target = endpoint.route(given.model)
             asked.model, asked.version = given.model, target.version
             answered = await _unless_gone(request, target.predict(texts), asked)
@@ -158,23 +155,23 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result], aske
     return result
 
 
-async def _read_predict(endpoint: Endpoint, request: Request) -> PredictRequest:
-    """Read an image or JSON. Raises RequestError."""
+async def _read_predict(endpoint: Endpoint, request: Request) -> tuple[PredictRequest, int]:
+    """Read an image or JSON, as ``_read``."""
     if request.headers.get("content-type", "").lower().startswith("image/"):
         return await _read(endpoint, request, lambda content: PredictRequest(inputs=content))
     return await _read_json(endpoint, request, PredictRequest)
 
 
-async def _read_json(endpoint: Endpoint, request: Request, model: type[Body]) -> Body:
-    """Read a JSON body. Raises RequestError."""
+async def _read_json(endpoint: Endpoint, request: Request, model: type[Body]) -> tuple[Body, int]:
+    """Read a JSON body, as ``_read``."""
     return await _read(endpoint, request, partial(parse_body, model))
 
 
-async def _read(endpoint: Endpoint, request: Request, parse: Callable[[bytes], Result]) -> Result:
-    """Read, decompress and parse a body. Raises RequestError."""
+async def _read(endpoint: Endpoint, request: Request, parse: Callable[[bytes], Result]) -> tuple[Result, int]:
+    """Read, decompress and parse a body. Return it, and its size as it was sent. Raises RequestError."""
     body, encoding = await read_body(request.headers, request.receive), request.headers.get("content-encoding", "")
-    size = LIMITS.json_bytes if is_compressed(encoding) else len(body)
-    return await endpoint.reader.read(size, lambda: parse(decompress(body, encoding, LIMITS.json_bytes)))
+    content = await endpoint.reader.inflate(body, encoding, LIMITS.json_bytes)
+    return await endpoint.reader.read(len(content), lambda: parse(content), len(body)), len(body)
 
 
 def _server(endpoint: Endpoint) -> APIRouter:

@@ -16,7 +16,7 @@ from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
 from app.errors import DeadlineError, OverloadError, RequestError, RequestTooLargeError, UnauthorizedError, short_repr
-from app.serving.protocol.compression import MAX_INFLATION, decompress, is_compressed
+from app.serving.protocol.compression import MAX_INFLATION, is_compressed
 from app.serving.protocol.grpc import require_readable
 from app.serving.protocol.infer import LIMITS
 from app.serving.reading import ON_LOOP_BYTES
@@ -24,7 +24,7 @@ from app.serving.traffic import Outcome, outcome_of
 from app.serving.transport.call_head import ENCODINGS, CallHead
 from app.serving.transport.errors import refusal
 from app.serving.transport.exchange import Exchange
-from app.serving.transport.grpc import OPEN_CALLS, SERVICE, GrpcMethods, traceparent_of
+from app.serving.transport.grpc import OPEN_CALLS, SERVICE, GrpcMethods, received_bytes, traceparent_of
 from app.serving.transport.http import DirectInference
 from app.serving.transport.prepared_calls import PreparedCall, PreparedCalls
 from app.tensors import Tensors
@@ -133,7 +133,7 @@ class UnaryCall(Exchange):
 
     __slots__ = (
         "_answers", "_code", "_data", "_deadline", "_details", "_has_entered", "_held", "_id", "_is_over", "_method",
-        "_prepared", "_service", "_task", "_trailing", "head",
+        "_prepared", "_received", "_service", "_task", "_trailing", "head",
     )  # fmt: skip
 
     def __init__(self, service: UnaryService, answers: Answers, head: CallHead, method: _Method | None) -> None:
@@ -144,6 +144,7 @@ class UnaryCall(Exchange):
         self._method = method
         self._data: bytes | bytearray = b""
         self._held = 0  # bytes that the service counts for this call
+        self._received = 0  # bytes of the message as it was sent
         self._has_entered = self._is_over = False
         self._prepared: PreparedCall | None = None
         self._id: str | None = None
@@ -271,7 +272,7 @@ class UnaryCall(Exchange):
         """
         prefix, message = self._data[:_PREFIX_BYTES], bytes(memoryview(self._data)[_PREFIX_BYTES:])
         self._data = b""
-        size = int.from_bytes(prefix[1:], "big")
+        size, self._received = int.from_bytes(prefix[1:], "big"), len(message)
         if len(prefix) < _PREFIX_BYTES or len(message) != size:
             raise RequestError(f"the call has {len(message)} of {size} bytes of a message: send one whole message")
         if prefix[0] > 1:
@@ -283,9 +284,7 @@ class UnaryCall(Exchange):
     async def _inflate(self, method: _Method, message: bytes) -> None:
         """Decompress the message outside the event loop, and proceed with its content."""
         try:
-            content = await self._service.reader.read(
-                method.max_bytes, lambda: decompress(message, self.head.encoding, method.max_bytes)
-            )
+            content = await self._service.reader.inflate(message, self.head.encoding, method.max_bytes)
             self._hold(len(content) - self._held)
             self._proceed(method, content)
         except Exception as error:
@@ -329,7 +328,10 @@ class UnaryCall(Exchange):
 
     async def _run(self, method: _Method, content: bytes, num_bytes: int) -> None:
         try:
-            request = await self._service.reader.read(num_bytes, lambda: _parsed(method.request, content))
+            received_bytes.set(self._received)
+            request = await self._service.reader.read(
+                num_bytes, lambda: _parsed(method.request, content), self._received
+            )
             message = await method.call(request, self)
             if self._code is StatusCode.OK:
                 self._respond(message.SerializeToString())
@@ -365,7 +367,7 @@ class UnaryCall(Exchange):
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             model, version = prepared.prepared.request.model, prepared.prepared.served.version
-            self._service.traffic.add(model, version, "grpc", outcome, self._held, sent)
+            self._service.traffic.add(model, version, "grpc", outcome, self._received, sent)
             if self.trace:
                 self.trace.end(model, version, outcome)
 
