@@ -130,8 +130,13 @@ def test_clients_that_send_no_body_do_not_keep_others_out(storage: UPath) -> Non
         assert b"connection: close\r\n" in given_up
         assert len(awaited) == most
         slow = binary(rows(1), "X: 1", "X: 2")
-        for said in converse(server, [PLAIN["bytes"], slow[:-10], slow[-10:]], 2, pause_s=0.1):
+        for said in converse(server, [PLAIN["bytes"], slow, slow], 3, pause_s=0.1):
             assert said.startswith(b"HTTP/1.1 200 ")
+        assert len(awaited) == most, "no body is given up for one that is here"
+        idle[1].sendall(b"{")
+        for said in converse(server, [slow[:-10], slow[-10:]], 1, pause_s=0.1):
+            assert said.startswith(b"HTTP/1.1 200 ")
+        assert read_reply(idle[1]).startswith(b"HTTP/1.1 503 "), "the oldest, although it drips"
 
 
 @pytest.mark.parametrize("stops", ["keep-alive", "shutdown"])

@@ -1,5 +1,6 @@
 """Unary calls over the direct route: answers, as the gRPC server gives them."""
 
+import gzip
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,9 @@ from app.serving.protocol.infer import InferRequest
 from app.serving.transport import hot, prepared_calls
 from app.serving.transport.calls import CallConnection
 from app.serving.transport.prepared_calls import PreparedCalls
+from app.telemetry.catalog import RECEIVED_BYTES
 from app.tensors import OUTPUT
-from tests.calls import SERVICE, Line, ask, call, exchange, prefixed
+from tests.calls import SERVICE, Line, ask, call, exchange, prefixed, sized
 from tests.engine_contract import rows
 from tests.serving import Server, serving
 from tests.toy import answering, asked, config, expected, publish
@@ -180,3 +182,19 @@ def test_a_large_message_is_not_taken_apart(server: Server, monkeypatch: pytest.
         }
         assert (message.id, len(calls._known)) == (kept_id, num_known)
         assert exchange(server.http, call(content))[0].status == "0"
+
+
+def test_received_bytes_are_counted_as_they_were_sent(server: Server) -> None:
+    def received() -> float:
+        samples = server.endpoint.traffic.samples()
+        return sum(sample.value for sample in samples if (sample.metric, sample.labels[2]) == (RECEIVED_BYTES, "grpc"))
+
+    # The second has an id, so its response is no template; the third is not plain, because it is large.
+    sent = received()
+    for message in (GOOD, infer(2, id="a"), infer(2, id="a" * 100_000)):
+        packed = gzip.compress(message)
+        (answer,) = exchange(server.http, sized(prefixed(message)))
+        (packed_answer,) = exchange(server.http, sized(prefixed(packed, is_compressed=True), "grpc-encoding: gzip"))
+        assert (answer.status, packed_answer.status) == ("0", "0")
+        sent += len(message) + len(packed)
+        assert received() == sent

@@ -240,3 +240,18 @@ def test_too_many_calls_and_too_large_ones_are_refused(storage: UPath) -> None:
         for answer in (many, large):
             assert (answer.code, answer.trailing["retry-after"]) == ("UNAVAILABLE", "1")
         assert (direct.ongoing, direct._bytes) == (0, 0)
+
+
+def test_calls_that_send_no_message_do_not_keep_others_out(storage: UPath) -> None:
+    with serving() as server, ExitStack() as stack:
+        server.run(server.endpoint.update(config(storage, queue_limit=1)))
+        most, awaited = server.endpoint.config.max_requests, server.route.direct.awaited
+        idle = [stack.enter_context(Line(server.http)) for _ in range(most + 1)]
+        for line in idle:
+            line.send(head("content-length: 500"), prefixed(GOOD)[:10])
+        (given_up,) = idle[0].read(1)
+        assert given_up.status == "14"
+        assert "send it faster" in given_up.lines["grpc-message"]
+        assert len(awaited) == most
+        assert [exchange(server.http, call(GOOD))[0].status for _ in range(2)] == ["0", "0"]
+        assert len(awaited) == most, "no message is given up for one that is here"

@@ -4,7 +4,8 @@ https://asgi.readthedocs.io/en/latest/specs/www.html
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+import itertools
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
@@ -18,6 +19,8 @@ _RECEIVE_TIMEOUT_S = 30.0
 """Time to receive a body. A slower client would occupy a place that others wait for."""
 _REST_TIMEOUT_S = 1.0
 """Time to receive the rest of an unused body, before the response."""
+_GRACE_S = 0.05
+"""Time to read what has arrived before a body is given up."""
 _UNWATCHED_S = 0.05
 """Delay before the client is watched. Watching from the start would double the cost of a small request."""
 
@@ -68,35 +71,56 @@ async def read_body(headers: Mapping[str, str], receive: Receive, max_bytes: int
 
 
 class AwaitedBodies:
-    """Bodies whose next part has not arrived. Their number is limited, and a new body replaces the slowest."""
+    """Bodies whose next part has not arrived. Their number is limited, and a new body replaces the oldest."""
 
     def __init__(self) -> None:
-        self._waits: dict[asyncio.Timeout, None] = {}  # in order of arrival
+        self._waits: dict[int, Callable[[], None]] = {}
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._waits)
 
-    async def next_part(self, receive: Receive, limit: int) -> Message:
-        """Wait for the next part of a body. If ``limit`` bodies already wait, drop the one that has waited longest.
+    def number(self) -> int:
+        """Return the number of a new request. The body with the lowest is given up first."""
+        return next(self._numbers)
 
-        So clients that send nothing cannot block those that send.
+    def add(self, number: int, give_up: Callable[[], None], limit: int) -> None:
+        """Note that a body is awaited. If more than ``limit`` stay so, give up the oldest.
+
+        So clients that send nothing cannot block those that send. What has arrived is read first.
+        """
+        self._waits[number] = give_up
+        if len(self._waits) > limit:
+            asyncio.get_running_loop().call_later(_GRACE_S, self._shrink, limit)
+
+    def discard(self, number: int) -> None:
+        """Note that a body is not awaited any more."""
+        self._waits.pop(number, None)
+
+    async def next_part(self, number: int, receive: Receive, limit: int) -> Message:
+        """Wait for the next part of a body, as one of ``limit``.
 
         Raises:
-            OverloadError: this body was dropped.
+            OverloadError: this body was given up.
         """
-        if len(self._waits) >= limit:
-            slowest = next(iter(self._waits))
-            del self._waits[slowest]
-            slowest.reschedule(0)  # at once
         wait = asyncio.timeout(None)
         try:
             async with wait:
-                self._waits[wait] = None
+                self.add(number, lambda: wait.reschedule(0), limit)
                 return await receive()
         except TimeoutError:
-            raise OverloadError(f"the body arrived too slowly while {limit} others waited: send it faster") from None
+            raise too_slow(limit) from None
         finally:
-            self._waits.pop(wait, None)
+            self.discard(number)
+
+    def _shrink(self, limit: int) -> None:
+        for number in sorted(self._waits)[: max(0, len(self._waits) - limit)]:
+            self._waits.pop(number)()
+
+
+def too_slow(limit: int) -> OverloadError:
+    """Return the error of a body that was given up for one of ``limit`` others."""
+    return OverloadError(f"the body arrived too slowly while {limit} others waited: send it faster")
 
 
 def close_if_unread(scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send]:

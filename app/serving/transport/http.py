@@ -4,7 +4,8 @@ https://github.com/kserve/open-inference-protocol/blob/main/specification/protoc
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,6 +15,7 @@ from app.serving.endpoint import Endpoint
 from app.serving.protocol.compression import MAX_INFLATION, is_compressed
 from app.serving.protocol.infer import LIMITS, InferRequest, InferResponse
 from app.serving.protocol.rest import bytes_to_read, max_body_bytes, read_infer, write_infer
+from app.serving.reading import ON_LOOP_BYTES
 from app.serving.traffic import Asked, outcome_of
 from app.serving.transport.asgi import AwaitedBodies, close_if_unread, has_body, read_body, unless_gone
 from app.serving.transport.errors import error_response
@@ -103,12 +105,15 @@ class HttpApi:
         """Read a body, and return the request and its response. Raises the endpoint's errors."""
         found, reader = self._endpoint.find(name, version), self._endpoint.reader
         asked.model, asked.version = name, found.version
-        content = await reader.inflate(body, headers.get("content-encoding", ""), max_body_bytes(headers))
-        request = await reader.read(
-            bytes_to_read(content, headers, found.inputs),
-            lambda: read_infer(content, headers, name, version, found.inputs),
-            len(body),
-        )
+        encoding = headers.get("content-encoding")
+        content = await reader.inflate(body, encoding, max_body_bytes(headers)) if encoding else body
+
+        def read() -> InferRequest:
+            return read_infer(content, headers, name, version, found.inputs)
+
+        # Most requests are small, and take the shortest path.
+        num_bytes = bytes_to_read(content, headers, found.inputs)
+        request = read() if num_bytes <= ON_LOOP_BYTES else await reader.read(num_bytes, read, len(body))
         # Looked up only now, because a version can be replaced while a body arrives and is read.
         target = self._endpoint.route(name, version)
         asked.version = target.version
@@ -169,32 +174,8 @@ class DirectInference:
             await error_response(refusal)(scope, receive, send)
             return
         headers = headers_of(scope)
-        max_bytes = max_body_bytes(headers)
-        factor = _inflation(headers)
-        held, has_entered = 0, False
-
-        async def receive_counted() -> Message:
-            nonlocal held, has_entered
-            # The body has arrived, so this waits for the client to disconnect.
-            if has_entered:
-                return await receive()
-            message = await self.awaited.next_part(receive, self.endpoint.config.max_requests)
-            # No more than the limit at which reading would stop anyway.
-            more = min(held + len(message.get("body", b"")), max_bytes) - held
-            self.hold(more)
-            held += more
-            if message["type"] == "http.request" and not message.get("more_body"):
-                inflated = min(held * factor, max_bytes) - held
-                self.enter(inflated)
-                held += inflated
-                has_entered = True
-            return message
-
-        try:
-            await self._api.infer(path, headers, scope, receive_counted, send)
-        finally:
-            self.release(held)
-            self.ongoing -= has_entered
+        with self._arriving(headers, receive, max_body_bytes(headers), takes_slot=True) as receive:
+            await self._api.infer(path, headers, scope, receive, send)
 
     async def _receive(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Receive the body of a request that is not for ``infer``, then pass the request to ``app``."""
@@ -203,34 +184,53 @@ class DirectInference:
             await error_response(refusal)(scope, receive, send)
             return
         headers = headers_of(scope)
-        factor = _inflation(headers)
-        held = 0
+        with self._arriving(headers, receive, LIMITS.json_bytes) as receive_counted:
+            try:
+                body = await read_body(headers, receive_counted)
+            except (RayloomError, TimeoutError) as error:
+                if scope["path"].startswith(_NATURAL):
+                    self.endpoint.traffic.add("", "", "natural", outcome_of(error))
+                await error_response(error)(scope, receive, send)
+                return
+            whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive_again() -> Message:
+                return whole.pop() if whole else await receive()
+
+            await app(scope, receive_again, send)
+
+    @contextmanager
+    def _arriving(
+        self, headers: Mapping[str, str], receive: Receive, max_bytes: int, takes_slot: bool = False
+    ) -> Iterator[Receive]:
+        """Yield a ``receive`` that counts a body's bytes until the block ends, at most ``max_bytes``.
+
+        A body that has arrived counts as the largest size that it may inflate to, and then may take a slot.
+        """
+        number, factor = self.awaited.number(), _inflation(headers)
+        received, held, has_arrived, has_entered = 0, 0, False, False
 
         async def receive_counted() -> Message:
-            nonlocal held
-            message = await self.awaited.next_part(receive, self.endpoint.config.max_requests)
-            size = held + len(message.get("body", b""))
-            if message["type"] == "http.request" and not message.get("more_body"):
-                size *= factor
-            more = min(size, LIMITS.json_bytes) - held
-            self.hold(more)
-            held += more
+            nonlocal received, held, has_arrived, has_entered
+            # The body has arrived, so this waits for the client to disconnect.
+            if has_arrived:
+                return await receive()
+            message = await self.awaited.next_part(number, receive, self.endpoint.config.max_requests)
+            received += len(message.get("body", b""))
+            has_arrived = message["type"] == "http.request" and not message.get("more_body")
+            size = min(received * (factor if has_arrived else 1), max_bytes)
+            self.hold(size - held)
+            held = size
+            if has_arrived and takes_slot:
+                self.enter()
+                has_entered = True
             return message
 
-        async def receive_again() -> Message:
-            return whole.pop() if whole else await receive()
-
         try:
-            body = await read_body(headers, receive_counted)
-            whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        except (RayloomError, TimeoutError) as error:
-            if scope["path"].startswith(_NATURAL):
-                self.endpoint.traffic.add("", "", "natural", outcome_of(error))
-            await error_response(error)(scope, receive, send)
-        else:
-            await app(scope, receive_again, send)
+            yield receive_counted
         finally:
             self.release(held)
+            self.ongoing -= has_entered
 
     def enter(self, num_bytes: int = 0) -> None:
         """Count a request until it leaves, and its bytes. Raises OverloadError if there are too many."""

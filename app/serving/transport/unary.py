@@ -21,6 +21,7 @@ from app.serving.protocol.grpc import require_readable
 from app.serving.protocol.infer import LIMITS
 from app.serving.reading import ON_LOOP_BYTES
 from app.serving.traffic import Outcome, outcome_of
+from app.serving.transport.asgi import too_slow
 from app.serving.transport.call_head import ENCODINGS, CallHead
 from app.serving.transport.errors import refusal
 from app.serving.transport.exchange import Exchange
@@ -133,7 +134,7 @@ class UnaryCall(Exchange):
 
     __slots__ = (
         "_answers", "_code", "_data", "_deadline", "_details", "_has_entered", "_held", "_id", "_is_over", "_method",
-        "_prepared", "_received", "_service", "_task", "_trailing", "head",
+        "_number", "_prepared", "_received", "_service", "_task", "_trailing", "head",
     )  # fmt: skip
 
     def __init__(self, service: UnaryService, answers: Answers, head: CallHead, method: _Method | None) -> None:
@@ -145,6 +146,7 @@ class UnaryCall(Exchange):
         self._data: bytes | bytearray = b""
         self._held = 0  # bytes that the service counts for this call
         self._received = 0  # bytes of the message as it was sent
+        self._number = -1  # of its body, while it is awaited
         self._has_entered = self._is_over = False
         self._prepared: PreparedCall | None = None
         self._id: str | None = None
@@ -174,6 +176,9 @@ class UnaryCall(Exchange):
         except (UnauthorizedError, RequestError) as error:
             self._refuse_early(error)
             return
+        limit = self._service.direct.endpoint.config.max_requests
+        self._number = self._service.direct.awaited.number()
+        self._service.direct.awaited.add(self._number, lambda: self.refuse(too_slow(limit)), limit)
         if self.head.timeout_s is not None:
             self._deadline = asyncio.get_running_loop().call_later(self.head.timeout_s, self._expire_deadline)
 
@@ -200,6 +205,7 @@ class UnaryCall(Exchange):
         """Answer the call."""
         if self._is_over or self._method is None:
             return
+        self._service.direct.awaited.discard(self._number)
         try:
             is_compressed, message = self._message()
             if self._method.is_inference:
@@ -220,6 +226,7 @@ class UnaryCall(Exchange):
 
     def end(self) -> None:
         """Free the call's room, and stop waiting."""
+        self._service.direct.awaited.discard(self._number)
         self._stop()
         if self._has_entered:
             self._service.direct.leave(self._held)
