@@ -54,11 +54,7 @@ def deployed_model(
 
     in_production = config_of(production)
     if serve.tensor_parallel:
-        from app.serving.model.shard import require_shardable  # imports torch, which takes seconds
-
-        # Checked without weights, so that the job fails here and not in the shards.
-        with local_copy(repository.folder(recipe.name, production.version)) as files:
-            require_shardable(files, serve.tensor_parallel.size)
+        _require_shards(repository.folder(recipe.name, production.version), serve.tensor_parallel.size)
     return DeployedModel(
         production=in_production,
         canary=candidate_of("canary"),
@@ -66,6 +62,14 @@ def deployed_model(
         cascade=build_cascade(serve.cascade, in_production, serve, storage, cores) if serve.cascade else None,
         scaling=Scaling.of(serve, production.served(serve).replicas),
     )
+
+
+def _require_shards(version: UPath, size: int) -> None:
+    """Check without weights that a version can be split, so that the job fails here and not in the shards."""
+    from app.serving.model.shard import require_shardable  # imports torch, which takes seconds
+
+    with local_copy(version) as files:
+        require_shardable(files, size)
 
 
 def verified_candidates(recipe: Recipe, storage: UPath) -> dict[Alias, Manifest]:
