@@ -78,6 +78,9 @@ class ImageConfig(Section):
 
     size: PositiveInt = Field(default=32, description="height and width in pixels")
     channels: Literal[1, 3] = Field(default=3, description="1: grey, 3: RGB")
+    background: Literal["white", "black", "grey"] = Field(
+        default="white", description="colour behind the transparent parts of an image"
+    )
 
 
 class AudioConfig(Section):

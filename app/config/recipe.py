@@ -7,7 +7,7 @@ from pydantic import Field, PositiveInt, ValidationInfo, model_validator
 
 from app.config.alerts import AlertConfig
 from app.config.compile import CompileConfig
-from app.config.data import DataConfig
+from app.config.data import DataConfig, ImageConfig
 from app.config.notify import NotifyConfig
 from app.config.plan import PlanConfig
 from app.config.section import IMPORT_STRING, NAME, Fraction, Section, is_stored
@@ -351,8 +351,9 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _pretrained_brings_its_processor(self) -> Self:
         if self.model.pretrained is not None and ":" not in self.task:
-            for key in ("tokenizer", "image"):
-                if getattr(self.data, key) != DataConfig.model_fields[key].default:
+            shape = self.data.image.model_copy(update={"background": ImageConfig().background})
+            for key, given in (("tokenizer", self.data.tokenizer), ("image", shape)):
+                if given != DataConfig.model_fields[key].default:
                     raise ValueError(f"data.{key} is what model.pretrained brings: leave one of them out")
         return self
 

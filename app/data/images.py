@@ -1,13 +1,15 @@
 """Images as normalised arrays, decoded and resized by Pillow."""
 
 import io
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from pydantic import BaseModel
 from upath import UPath
 
@@ -17,16 +19,36 @@ from app.errors import DataError, RecipeError
 from app.pretrained import IMAGE_FILE, PretrainedFolder
 from app.storage import write_atomically
 from app.tensors import Tensors, TensorSpec
+from app.warnings import warn
 
 SETTINGS_FILE = "image.json"
 ImageChange = Callable[[Image.Image], Image.Image]
-FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
+FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
 _MAX_PIXELS = 2**26
-"""Maximum pixels of one picture, and of all pictures of a request. Decoding takes eight bytes of memory per pixel."""
+"""Maximum pixels of one picture, and of all pictures of a request. Decoding takes up to 16 bytes of memory per pixel."""
 _MAX_ENLARGEMENT, _MIN_PIXELS = 1024, 2**20
 """Limit on a request's picture as a multiple of the model's pixels, and its lower bound. A camera's picture of 48
 million pixels is 958 times one of 224 x 224.
 """
+_DEFAULTS = ImageConfig()
+_MODES = {1: "L", 3: "RGB"}
+"""Pillow's mode by the number of channels."""
+_BITS, _PHOTOMETRIC, _TILE_WIDTH, _TILE_HEIGHT = 258, 262, 322, 323
+"""Tags of a TIFF file."""
+_PNG_BITS = 24
+"""Place of the bits per sample in a PNG file."""
+_WHITE = {"I;16": 65_535, "I;16B": 65_535, "I": 65_535, "F": 1}
+"""The value that is white, in the modes of Pillow with more than 8 bits. 0 is black."""
+_TURNS = (
+    Image.Transpose.FLIP_LEFT_RIGHT,
+    Image.Transpose.ROTATE_180,
+    Image.Transpose.FLIP_TOP_BOTTOM,
+    Image.Transpose.TRANSPOSE,
+    Image.Transpose.ROTATE_270,
+    Image.Transpose.TRANSVERSE,
+    Image.Transpose.ROTATE_90,
+)
+"""What makes a picture upright, by its EXIF orientation from 2 to 8."""
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 """Returns an uninitialized array of a shape."""
 
@@ -41,9 +63,79 @@ def encode_png(levels: NDArray[np.uint8]) -> bytes:
 
 
 def require_picture(content: bytes) -> None:
-    """Decode a picture. Raises DataError if it cannot be decoded, or is too large."""
+    """Decode a picture. Raises DataError if it cannot be decoded, is too large, or has values without a meaning."""
+    read_picture(content)
+
+
+def read_picture(content: Input, config: ImageConfig = _DEFAULTS) -> Image.Image:
+    """Return a grey or RGB picture of 8 bits: the first frame, upright, with a background where it is transparent.
+
+    Raises:
+        DataError: it cannot be decoded, is too large, or has values without a meaning.
+    """
     with _opened(content) as image:
+        if getattr(image, "is_animated", False):
+            _warn_of_frames()
         image.load()
+        _scale_transparent_level(image, content)
+        levels, mode = _without_transparency(_in_8_bits(image), config.background), _MODES[config.channels]
+        try:
+            levels = levels if levels.mode == mode else levels.convert(mode)
+        except ValueError as error:
+            raise DataError(f"an image has the mode {image.mode}: convert it to RGB") from error
+        # Pillow's function writes the other EXIF tags again, and fails if one of them is damaged.
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+        return levels.transpose(_TURNS[orientation - 2]) if orientation in range(2, 9) else levels
+
+
+@cache
+def _warn_of_frames() -> None:
+    """Warn once in a process."""
+    warn("an image has several frames: only the first frame of such images is read")
+
+
+def _in_8_bits(image: Image.Image) -> Image.Image:
+    """Return a picture of more bits in 8 bits. Raises DataError for values that are not between black and white."""
+    if (white := _WHITE.get(image.mode)) is None:
+        return image
+    tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+    if tags.get(_BITS) == (12,):
+        white = 4095
+    values = np.asarray(image)
+    low, high = values.min(), values.max()
+    if not 0 <= low <= high <= white:
+        raise DataError(
+            f"an image of mode {image.mode} has values from {low:g} to {high:g}: expected 0 (black) to {white:g} "
+            "(white), so scale it"
+        )
+    if image.mode == "I" and 0 < high < 256:
+        raise DataError(
+            f"an image of mode I has values up to {high}, and white may be 255 or {white:,}: save it with 8 or 16 bits"
+        )
+    levels = image.point(lambda value: value * (255 / white) + 0.5).convert("L")
+    # 0 is white in such a file. Pillow knows this for 8 bits alone.
+    return ImageOps.invert(levels) if tags.get(_PHOTOMETRIC) == 0 else levels
+
+
+def _scale_transparent_level(image: Image.Image, content: Input) -> None:
+    """Scale the transparent level of a grey PNG, which Pillow leaves in the bits of the file. Raises DataError for 16."""
+    level = image.info.get("transparency")
+    if image.format != "PNG" or level is None:
+        return
+    bits = int(content[_PNG_BITS])
+    if bits == 16:
+        raise DataError("an image has 16 bits and a transparent colour: save it with 8 bits, or with an alpha channel")
+    if image.mode == "L":
+        image.info["transparency"] = level * (255 // (2**bits - 1))
+
+
+def _without_transparency(image: Image.Image, background: str) -> Image.Image:
+    if not image.has_transparency_data:
+        return image
+    layer = image if image.mode == "RGBA" else image.convert("RGBA")
+    canvas = Image.new("RGB", image.size, background)
+    canvas.paste(layer, mask=layer)
+    return canvas
 
 
 def allocate_with(allocate: Allocate) -> None:
@@ -63,14 +155,26 @@ def _opened(content: Input) -> Iterator[Image.Image]:
         assert isinstance(content, bytes)
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             # Opening reads the header only, so nothing is decoded yet.
-            if image.width * image.height > _MAX_PIXELS:
-                raise Image.DecompressionBombError(f"{image.width} x {image.height} pixels")
+            for width, height in (image.size, _tile_size(image)):
+                if width * height > _MAX_PIXELS:
+                    raise Image.DecompressionBombError(f"{width} x {height} pixels")
+            # Pillow decodes these in Python, a hundred times more slowly.
+            if any(tile.codec_name.startswith("ppm") for tile in image.tile):
+                raise DataError("an image is a PPM file in text, or not of 8 or 16 bits: save it as PNG")
             yield image
+    except DataError:
+        raise
     except Image.DecompressionBombError as error:  # Pillow's own limit is higher
         raise DataError(f"an image is too large ({error}): scale it down to {_MAX_PIXELS} pixels") from error
     except Exception as error:
         # Pillow's decoders raise many kinds of errors for damaged files.
         raise DataError(f"an image of {len(content)} bytes cannot be read: expected a PNG or JPEG file") from error
+
+
+def _tile_size(image: Image.Image) -> tuple[int, int]:
+    """Return the size of a TIFF's tiles, which are decoded whole and may be larger than the picture."""
+    tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+    return tags.get(_TILE_WIDTH, 0), tags.get(_TILE_HEIGHT, 0)
 
 
 def is_readable(content: bytes) -> bool:
@@ -119,7 +223,7 @@ class ImageProcessor:
         return cls(config.image)
 
     @classmethod
-    def from_pretrained(cls, folder: PretrainedFolder, config: DataConfig) -> Self:  # noqa: ARG003
+    def from_pretrained(cls, folder: PretrainedFolder, config: DataConfig) -> Self:
         """Return the folder's image processor. Raises RecipeError if it has none, or none that Rayloom can follow."""
         given = folder.read_json(IMAGE_FILE)
         if given is None:
@@ -127,7 +231,9 @@ class ImageProcessor:
                 f"{folder} has no image processor: expected {IMAGE_FILE}; write it with save_pretrained of the model's "
                 "image processor"
             )
-        return cls(*_read_preprocessing(folder, given), folder.companions[IMAGE_FILE])
+        shape, preprocessing = _read_preprocessing(folder, given)
+        shape = shape.model_copy(update={"background": config.image.background})
+        return cls(shape, preprocessing, folder.companions[IMAGE_FILE])
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -146,7 +252,7 @@ class ImageProcessor:
         """
         limit = min(max(_MIN_PIXELS, _MAX_ENLARGEMENT * self._config.size**2), _MAX_PIXELS)
         with _opened(item) as image:
-            width, height = image.size
+            width, height = max(image.size, _tile_size(image), key=math.prod)
         if width * height > limit:
             raise DataError(
                 f"an image has {width} x {height} pixels: expected {limit} at most for a model of "
@@ -165,9 +271,8 @@ class ImageProcessor:
     def _decode(self, item: Input, change: ImageChange | None = None) -> NDArray[np.float32]:
         """Return one image, float32 of shape (channels, size, size)."""
         size = (self._config.size, self._config.size)
-        with _opened(item) as image:
-            converted = image.convert("L" if self._config.channels == 1 else "RGB")
-            pixels = self._resized(change(converted) if change else converted)
+        picture = read_picture(item, self._config)
+        pixels = self._resized(change(picture) if change else picture)
         values = np.asarray(pixels, np.float32).reshape(*size, self._config.channels)
         return self._scaled(values).transpose(2, 0, 1)
 
@@ -202,7 +307,8 @@ class ImageProcessor:
     def load(cls, folder: UPath) -> Self:
         settings = _ImageSettings.model_validate_json((folder / SETTINGS_FILE).read_bytes())
         given = (folder / IMAGE_FILE).read_bytes() if settings.preprocessing else None
-        return cls(ImageConfig(size=settings.size, channels=settings.channels), settings.preprocessing, given)
+        shape = ImageConfig.model_validate(settings.model_dump(include=set(ImageConfig.model_fields)))
+        return cls(shape, settings.preprocessing, given)
 
 
 def _sizes(given: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
@@ -235,6 +341,10 @@ def _read_preprocessing(folder: PretrainedFolder, given: Mapping[str, Any]) -> t
     mean, std = given.get("image_mean") or [0.0], given.get("image_std") or [1.0]
     if not given.get("do_normalize", True):
         mean, std = [0.0] * len(mean), [1.0] * len(mean)
+    if len(std) != len(mean) or not all(0.0 < value < math.inf for value in std):
+        raise RecipeError(
+            f"{folder}: {IMAGE_FILE} has image_std {std}: expected a positive number for each of image_mean {mean}"
+        )
     return ImageConfig(size=final["height"], channels=1 if len(mean) == 1 else 3), Preprocessing(
         shortest_edge=edge,
         resample=given.get("resample", int(Image.Resampling.BILINEAR)),

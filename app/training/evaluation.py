@@ -293,11 +293,9 @@ def shorten(text: str) -> str:
 
 def _to_png(content: bytes) -> str:
     """Return an image, made small, as PNG in base64."""
-    from PIL import Image
+    from app.data.images import read_picture  # most tasks have no images
 
-    with Image.open(io.BytesIO(content)) as image:
-        # PNG cannot hold all modes that images have, such as CMYK.
-        return small_png(image.convert("L" if image.mode in ("1", "L") else "RGB"))
+    return small_png(read_picture(content))
 
 
 def small_png(image: "Image.Image") -> str:
