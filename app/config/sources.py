@@ -16,7 +16,7 @@ class FieldConfig(Section):
     """A field of samples that have several, such as a text with a picture."""
 
     kind: Annotated[str, Field(pattern=rf"^(text|image|audio|row|{IMPORT_STRING})$")] = Field(
-        description="text; image, or audio (a wav file): the column has the path or URI of a file; row: numbers and "
+        description="text; image, or audio: the column has the path or URI of a file; row: numbers and "
         "categories of several columns; or the import path of a processor of your own, whose column has the path or "
         "URI of a file"
     )

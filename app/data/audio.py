@@ -1,12 +1,13 @@
-"""Log-mel spectrograms of audio clips: wav files, read by Python's ``wave`` and transformed with NumPy."""
+"""Log-mel spectrograms of audio clips, read by libsndfile, resampled by soxr and transformed with NumPy."""
 
 import io
 import math
-import wave
+import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -19,14 +20,25 @@ from app.errors import DataError, RecipeError
 from app.storage import write_atomically
 from app.tensors import Tensors, TensorSpec
 
+if TYPE_CHECKING:
+    from soundfile import SoundFile
+
 SETTINGS_FILE = "audio.json"
+FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
 _FRAMES_PER_S, _WINDOW_S = 100, 0.025
 _FLOOR = 1e-6
 """Added to the power, because silence has no logarithm."""
 _MAX_MEASURED = 1000
 """Maximum number of clips from which the mean and the standard deviation are measured."""
-_UNKNOWN_BYTES = 0x7FFF_0000
-"""Streaming writers do not know the data size, and put this or more into the header."""
+_UNKNOWN_BYTES, _UNKNOWN_FRAMES = 0x7FFF_0000, 2**62
+"""Streaming writers do not know the data size. Such a header of a wav or flac file has this or more."""
+_MAX_SECONDS = 600.0
+"""The highest ``data.audio.seconds``. No more of a clip is decoded, because a small file may last for hours."""
+_MAX_SAMPLES_PER_S = 64 * 48_000
+_BLOCK_FRAMES = 4096
+"""Frames that are decoded at once: those of a FLAC block, so that few are lost where one is damaged."""
+_MAX_SAMPLE = 2.0**31
+"""Files of floats may have any values. Larger ones, whose power would overflow, are no sound."""
 Samples = NDArray[np.float32]
 
 
@@ -39,8 +51,8 @@ class _Settings(AudioConfig):
 class AudioProcessor:
     """``log_mel``, float32 of shape (batch, bins, frames), scaled to mean 0 and standard deviation 1.
 
-    A frame covers 10 ms. A clip is a wav file of 16-bit PCM. Its channels are averaged, and it is cut or padded with
-    silence.
+    A frame covers 10 ms. A clip is a wav, flac, ogg or mp3 file. Its channels are averaged, and it is cut or padded
+    with silence.
     """
 
     modality: ClassVar[Modality] = "audio"
@@ -93,8 +105,10 @@ class AudioProcessor:
 
 
 def require_recording(content: bytes) -> None:
-    """Read a whole audio clip. Raises DataError if it cannot be read or ends too early."""
-    _read_frames(content)
+    """Decode an audio clip. Raises DataError if it cannot be read or ends too early."""
+    with _opened(content) as file:
+        for _ in _blocks(file, content, _MAX_SECONDS):
+            pass
 
 
 def _frames(config: AudioConfig) -> int:
@@ -103,7 +117,7 @@ def _frames(config: AudioConfig) -> int:
 
 def _log_mel(item: Input, config: AudioConfig) -> NDArray[np.float64]:
     """Return the log-mel spectrogram of a clip, of shape (bins, frames)."""
-    samples = _resampled(*_read_wav(item, config.seconds), config.rate)
+    samples = _read(item, config)
     width, frames = round(_WINDOW_S * config.rate), _frames(config)
     starts = np.arange(frames) * config.rate // _FRAMES_PER_S
     # Windows are centred on their frames.
@@ -149,47 +163,82 @@ def _require_filters(config: AudioConfig) -> None:
         )
 
 
-def _read_wav(item: Input, seconds: float) -> tuple[Samples, int]:
-    """Return the first samples of a wav file, from -1 to 1 of shape (samples,), and the sample rate in Hz."""
-    content, channels, rate = _read_frames(item, seconds)
-    whole = len(content) // (2 * channels) * 2 * channels
-    samples = np.frombuffer(content[:whole], "<i2").reshape(-1, channels).mean(1, dtype=np.float32) / 2**15
-    return samples.astype(np.float32), rate
+def _read(item: Input, config: AudioConfig) -> Samples:
+    """Return the first samples of a clip at the configured rate, of shape (samples,). Full scale is -1 to 1."""
+    import soxr  # most endpoints have no audio
+
+    with _opened(item) as file:
+        stream = soxr.ResampleStream(file.samplerate, config.rate, 1, dtype="float32")
+        parts = [stream.resample_chunk(block) for block in _blocks(file, item, config.seconds)]
+    samples: Samples = np.concatenate([*parts, stream.resample_chunk(np.zeros(0, np.float32), last=True)])
+    return samples
 
 
-def _read_frames(item: Input, seconds: float | None = None) -> tuple[bytes, int, int]:
-    """Return the first frames of a wav file (default: all), its number of channels, and its sample rate in Hz."""
+@contextmanager
+def _opened(item: Input) -> "Iterator[SoundFile]":
+    """Open a clip. Errors of libsndfile inside the context become a DataError."""
+    import soundfile
+
     assert isinstance(item, bytes)
     try:
-        with wave.open(io.BytesIO(item)) as file:
-            channels, width, rate, promised = file.getparams()[:4]
-            wanted = promised if seconds is None else min(promised, round(seconds * rate))
-            content = file.readframes(wanted)
-    # A size that is beyond the end is a RuntimeError without words.
-    except (wave.Error, EOFError, RuntimeError) as error:
+        with soundfile.SoundFile(io.BytesIO(item)) as file:
+            if file.format not in FORMATS:
+                raise DataError(f"a recording is a {file.format} file: convert it to wav, flac, ogg or mp3")
+            if file.samplerate * file.channels > _MAX_SAMPLES_PER_S:
+                raise DataError(
+                    f"a recording has {file.channels:,} channels at {file.samplerate:,} Hz: expected at most "
+                    f"{_MAX_SAMPLES_PER_S:,} samples a second, so convert it to a lower rate or fewer channels"
+                )
+            yield file
+    except soundfile.SoundFileError as error:
         raise DataError(
-            f"a recording of {len(item):,} bytes cannot be read ({str(error) or 'it ends too early'}): expected a wav "
-            "file of 16-bit PCM"
+            f"a recording of {len(item):,} bytes cannot be read ({getattr(error, 'error_string', error)}): expected a "
+            "wav, flac, ogg or mp3 file"
         ) from error
-    if width != 2 or not rate:
-        raise DataError(
-            f"a recording has {8 * width}-bit samples at {rate:,} Hz: expected 16 bits, so convert it to 16-bit PCM"
-        )
-    frame_bytes = width * channels
-    if (found := len(content) // frame_bytes) < wanted and promised * frame_bytes < _UNKNOWN_BYTES:
-        raise DataError(
-            f"a recording ends too early: it promises {promised:,} frames, of which {found:,} were found; record or "
-            "copy it again"
-        )
-    return content, channels, rate
 
 
-def _resampled(samples: Samples, rate: int, wanted: int) -> Samples:
-    """Return samples at another rate. Frequencies that both rates can represent are kept."""
-    if rate == wanted or not len(samples):
-        return samples
-    count = max(1, round(len(samples) * wanted / rate))
-    # ``irfft`` truncates the spectrum, or pads it with zeros.
-    spectrum = np.fft.rfft(samples)[: count // 2 + 1]
-    resampled: Samples = (np.fft.irfft(spectrum, count) * count / len(samples)).astype(np.float32)
-    return resampled
+def _blocks(file: "SoundFile", content: Input, seconds: float) -> Iterator[Samples]:
+    """Yield the first samples, with the channels averaged. Raises DataError if the clip ends too early."""
+    promised = _promised(file)
+    needed = round(seconds * file.samplerate)
+    found = 0
+    while found < min(needed, promised):
+        block = _read_block(file, min(needed, promised) - found)
+        if not len(block):
+            raise DataError(
+                f"a recording ends too early: it promises {promised:,} frames, of which {found:,} were found; record "
+                "or copy it again"
+            )
+        if not (np.abs(block) <= _MAX_SAMPLE).all():
+            raise DataError("a recording has samples that are no numbers, or far from -1 to 1: write it again")
+        found += len(block)
+        yield block.mean(1, dtype=np.float32)
+    if found < needed and file.format == "OGG" and _lacks_last_page(content):
+        raise DataError(f"a recording ends too early: after {found:,} frames its last page is missing; copy it again")
+
+
+def _read_block(file: "SoundFile", frames: int) -> NDArray[np.float32]:
+    """Return the next samples, of shape (frames, channels): empty at the end, or where a frame is damaged."""
+    from soundfile import LibsndfileError
+
+    try:
+        return file.read(min(frames, _BLOCK_FRAMES), dtype="float32", always_2d=True)
+    except LibsndfileError:
+        return np.zeros((0, file.channels), np.float32)
+
+
+def _promised(file: "SoundFile") -> int:
+    """Return the number of frames in the header. libsndfile cuts that of a wav file, and only its log has both."""
+    if file.frames >= _UNKNOWN_FRAMES:
+        raise DataError("a recording does not tell its length, as a stream: convert it again, into a file")
+    cut = re.search(r"Block Align +: (\d+).*^data : (\d+) \(should be \d+\)", file.extra_info, re.DOTALL | re.MULTILINE)
+    size = int(cut[2]) if cut else _UNKNOWN_BYTES
+    return size // max(1, int(cut[1])) if cut and size < _UNKNOWN_BYTES else file.frames
+
+
+def _lacks_last_page(ogg: Input) -> bool:
+    """Return whether an Ogg file has no complete page that ends its stream (RFC 3533)."""
+    assert isinstance(ogg, bytes)
+    start = ogg.rfind(b"OggS")
+    flags, sizes = ogg[start + 5 : start + 6], ogg[start + 27 :][: int.from_bytes(ogg[start + 26 : start + 27])]
+    return not (flags and flags[0] & 4) or start + 27 + len(sizes) + sum(sizes) > len(ogg)

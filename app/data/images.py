@@ -25,7 +25,7 @@ SETTINGS_FILE = "image.json"
 ImageChange = Callable[[Image.Image], Image.Image]
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
 _MAX_PIXELS = 2**26
-"""Maximum pixels of one picture, and of all pictures of a request. Decoding takes up to 16 bytes of memory per pixel."""
+"""Maximum pixels of one picture, and of all pictures of a request. Decoding takes up to 16 bytes of memory a pixel."""
 _MAX_ENLARGEMENT, _MIN_PIXELS = 1024, 2**20
 """Limit on a request's picture as a multiple of the model's pixels, and its lower bound. A camera's picture of 48
 million pixels is 958 times one of 224 x 224.
@@ -118,7 +118,11 @@ def _in_8_bits(image: Image.Image) -> Image.Image:
 
 
 def _scale_transparent_level(image: Image.Image, content: Input) -> None:
-    """Scale the transparent level of a grey PNG, which Pillow leaves in the bits of the file. Raises DataError for 16."""
+    """Scale the transparent level of a grey PNG, which Pillow leaves in the bits of the file.
+
+    Raises:
+        DataError: the file has 16 bits, of which Pillow keeps 8 only.
+    """
     level = image.info.get("transparency")
     if image.format != "PNG" or level is None:
         return

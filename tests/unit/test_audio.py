@@ -1,8 +1,13 @@
 """Log-mel spectrograms of audio clips, also as a field of samples."""
 
 import base64
+import io
 import json
+import resource
 import struct
+import subprocess
+import sys
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -10,17 +15,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import soundfile
 from numpy.typing import NDArray
 from pyarrow import parquet
+from scipy.signal import resample_poly
 from upath import UPath
 
 from app.config import AudioConfig, DataConfig
-from app.data.audio import AudioProcessor
+from app.data.audio import AudioProcessor, require_recording
 from app.data.records import RecordProcessor
 from app.errors import DataError, RecipeError
 from app.tasks import prepare
 from tests.records import recipe_of, with_data
-from tests.wavs import SOUND_FIELDS, tone, wav, write_sounds
+from tests.wavs import RATE, SOUND_FIELDS, tone, wav, write_sounds
 
 
 def processor_of(*recordings: bytes, **audio: Any) -> AudioProcessor:
@@ -75,8 +82,7 @@ def test_a_recording_may_be_a_field(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"RIFF", r"row 2: the file '1\.wav' cannot be read .*expected a wav file of 16-bit PCM"),
-        (wav(tone(300), width=1), r"row 2: .* 8-bit samples at 16,000 Hz: expected 16 bits"),
+        (b"RIFF", r"row 2: the file '1\.wav' cannot be read .*expected a wav, flac, ogg or mp3 file"),
         (wav(tone(300))[:20_044], r"row 2: .* promises 16,000 frames, of which 10,000 were found; record or copy it"),
     ],
 )
@@ -107,7 +113,7 @@ def test_a_recording_that_ends_too_early_is_refused() -> None:
             processor.encode([whole[:end]])
     # The spectrogram needs no more.
     np.testing.assert_array_equal(log_mel(processor, whole[: 44 + 16_000]), log_mel(processor, whole))
-    with pytest.raises(DataError, match=r"of 32,044 bytes cannot be read \(it ends too early\): expected a wav file"):
+    with pytest.raises(DataError, match=r"of 32,044 bytes cannot be read \(.*'fmt ' chunk.*\): expected a wav, flac"):
         processor.encode([with_size(whole, 16, 0xFFFFFFFF)])
 
 
@@ -118,6 +124,106 @@ def test_a_stream_of_unknown_size_is_read_to_its_end() -> None:
         streamed = with_size(with_size(short, 4, 0xFFFFFFFF), 40, size)
         np.testing.assert_array_equal(log_mel(processor, streamed), log_mel(processor, short))
     assert np.isfinite(log_mel(processor, with_size(short, 40, 0))).all()
+
+
+def written(samples: NDArray[Any], form: str, subtype: str | None = None, rate: int = RATE) -> bytes:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, rate, format=form, subtype=subtype)
+    return buffer.getvalue()
+
+
+FORMATS = [("WAV", subtype) for subtype in ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE")]
+FORMATS += [("FLAC", "PCM_24"), ("OGG", "VORBIS"), ("OGG", "OPUS"), ("MP3", "MPEG_LAYER_III")]
+
+
+@pytest.mark.parametrize(("form", "subtype"), FORMATS)
+def test_a_clip_is_the_same_in_every_format(form: str, subtype: str) -> None:
+    processor, samples = processor_of(wav(tone(300)), wav(tone(3000))), tone(500)
+    stereo = np.stack([samples, samples], axis=1)
+    expected = log_mel(processor, written(samples, "WAV", "DOUBLE"))
+    found = log_mel(processor, written(stereo, form, subtype))
+    # Fewer bits and lossy encoders change the quietest bins.
+    lossy = subtype in ("VORBIS", "OPUS", "MPEG_LAYER_III", "PCM_U8", "PCM_16")
+    loud = expected > expected.max() - 1.0 if lossy else expected > -np.inf
+    assert np.abs(found - expected)[loud].max() < (0.2 if lossy else 0.01)
+
+
+@pytest.mark.parametrize("rate", [8000, 22_050, 44_100, 48_000])
+def test_clips_are_resampled_as_by_a_reference(rate: int) -> None:
+    times = np.arange(rate) / rate
+    samples = 0.3 * np.sin(2 * np.pi * 440 * times) + 0.2 * np.sin(2 * np.pi * 2500 * times)
+    reference = resample_poly(samples, RATE, rate, window=("kaiser", 12.0))
+    processor = processor_of(wav(tone(300)), wav(tone(3000)))
+    found = log_mel(processor, written(samples, "WAV", "FLOAT", rate))[:, 5:-5]
+    expected = log_mel(processor, written(reference, "WAV", "FLOAT"))[:, 5:-5]
+    # What is left at other frequencies depends on the filter.
+    loud = expected > expected.max() - 1.5
+    assert loud.sum() > 400
+    assert np.abs(found - expected)[loud].max() < 0.005
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("WAV", r"promises 480,000 frames, of which \d+,\d+ were found; record or copy it again"),
+        ("FLAC", r"promises 480,000 frames, of which \d+,\d+ were found"),
+        ("MP3", r"promises 480,000 frames, of which \d+,\d+ were found"),
+        ("OGG", r"after \d+,\d+ frames its last page is missing; copy it again"),
+    ],
+)
+def test_a_file_that_was_copied_in_part_is_refused(form: str, words: str) -> None:
+    content = written(np.random.default_rng(0).normal(0.0, 0.1, 30 * RATE), form)
+    require_recording(content)
+    for end in (len(content) // 2, len(content) - 100):
+        with pytest.raises(DataError, match=words):
+            require_recording(content[:end])
+
+
+def test_an_ogg_file_without_its_only_page_is_no_silence() -> None:
+    with pytest.raises(DataError, match="after 0 frames its last page is missing"):
+        processor_of(written(tone(500), "OGG")[:-1])
+
+
+def test_a_flac_stream_of_unknown_length_is_refused() -> None:
+    content = bytearray(written(tone(500), "FLAC"))
+    content[21:26] = bytes([content[21] & 0xF0, 0, 0, 0, 0])
+    with pytest.raises(DataError, match="does not tell its length, as a stream: convert it again, into a file"):
+        processor_of(bytes(content))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e38])
+def test_samples_that_are_no_sound_are_refused(value: float) -> None:
+    samples = tone(500)
+    samples[100] = value
+    with pytest.raises(DataError, match="samples that are no numbers, or far from -1 to 1"):
+        processor_of(written(samples, "WAV", "DOUBLE" if value == 1e38 else "FLOAT"))
+
+
+def test_other_formats_and_impossible_rates_are_refused() -> None:
+    with pytest.raises(DataError, match="a recording is a AIFF file: convert it to wav, flac, ogg or mp3"):
+        processor_of(written(tone(500), "AIFF"))
+    with pytest.raises(DataError, match=r"has 2 channels at 4,000,000 Hz: expected at most 3,072,000 samples a second"):
+        processor_of(wav(np.zeros(8), 4_000_000, channels=2))
+
+
+def test_a_small_file_that_lasts_for_hours_is_read_for_seconds() -> None:
+    buffer = io.BytesIO()
+    with soundfile.SoundFile(buffer, "w", 48_000, 2, format="FLAC") as file:
+        for _ in range(360):
+            file.write(np.zeros((480_000, 2), np.int16))
+    content = buffer.getvalue()
+    assert len(content) < 2**20, "an hour"
+    processor = processor_of(wav(tone(500)))
+    began_s, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert np.isfinite(log_mel(processor, content)).all()
+    require_recording(content)
+    assert time.monotonic() - began_s < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 64 * 1024, "ten minutes take 230 MB"
+
+
+def test_an_endpoint_without_audio_does_not_load_its_libraries() -> None:
+    code = "import sys, app.data.records; print([name for name in ('soundfile', 'soxr') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_recordings_are_measured_in_memory_that_their_number_does_not_change() -> None:

@@ -83,7 +83,10 @@ def test_a_tiff_of_12_bits_is_scaled() -> None:
 @pytest.mark.parametrize(
     ("picture", "words"),
     [
-        (np.full((4, 4), 255, np.float32), r"mode F has values from 255 to 255: expected 0 \(black\) to 1 \(white\), so"),
+        (
+            np.full((4, 4), 255, np.float32),
+            r"mode F has values from 255 to 255: expected 0 \(black\) to 1 \(white\), so",
+        ),
         (np.array([[0, np.nan]], np.float32), "mode F has values from nan to nan"),
         (np.full((4, 4), 70_000, np.int32), r"mode I has values from 70000 to 70000: expected 0 \(black\) to 65535"),
         (np.full((4, 4), -1, np.int32), r"mode I has values from -1 to -1"),
