@@ -12,20 +12,24 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import Input, Modality
+from app.data.targets import Scale
 from app.errors import DataError
 from app.storage import write_atomically
 from app.tensors import Tensors, TensorSpec
 
 SETTINGS_FILE = "table.json"
 NUMBERS, CATEGORIES = "numbers", "categories"
+_MAX_SCALED = float(np.finfo(np.float32).max)
 
 
-class NumberColumn(BaseModel):
+class NumberColumn(Scale):
     """A column of numbers, with the mean and the standard deviation of the training rows."""
 
     name: str
-    mean: float
-    std: float
+
+    def scaled(self, number: float) -> float:
+        """Return a number as a multiple of the deviation. A column without one says nothing, so it is always 0."""
+        return (number - self.mean) / self.std if self.std else 0.0
 
 
 class CategoryColumn(BaseModel):
@@ -74,8 +78,7 @@ class TabularProcessor:
             if parsed is None:
                 categories.append(CategoryColumn(name=name, values=sorted({_category(value) for value in values})))
             else:
-                std = float(np.std(parsed)) or 1.0
-                numbers.append(NumberColumn(name=name, mean=float(np.mean(parsed)), std=std))
+                numbers.append(NumberColumn(name=name, **Scale.of(parsed).model_dump()))
         return cls(numbers, categories)
 
     @property
@@ -122,7 +125,12 @@ class TabularProcessor:
         (number,) = _parse_numbers([value]) or (math.nan,)
         if not math.isfinite(number):
             raise DataError(f"a row has {value!r} for {column.name!r}: expected a number, or null if it is unknown")
-        return (number - column.mean) / column.std
+        if abs(scaled := column.scaled(number)) > _MAX_SCALED:
+            raise DataError(
+                f"a row has {value!r} for {column.name!r}, and the training rows have {column.mean:g} with a deviation "
+                f"of {column.std:g}: expected a number of their size"
+            )
+        return scaled
 
     def _row_categories(self, row: Mapping[str, Any]) -> list[int]:
         columns = zip(self._categories, self._indices, self._unknown, strict=True)
@@ -155,7 +163,7 @@ def _parse_numbers(values: Sequence[Any]) -> list[float] | None:
     """Return the values as finite numbers; None if one is none, or there are none."""
     try:
         numbers = [float(value) for value in values if not isinstance(value, bool)]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return numbers if numbers and len(numbers) == len(values) and all(map(math.isfinite, numbers)) else None
 

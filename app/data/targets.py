@@ -211,11 +211,27 @@ class LabelSets:
         return cls(load_labels(folder))
 
 
+ROUNDING = 1e-12
+"""A standard deviation below this share of the largest number comes from rounding: all numbers are the same."""
+
+
 class Scale(BaseModel):
     """The mean and the standard deviation of the training split's numbers."""
 
     mean: float = 0.0
     std: float = 1.0
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "Scale":
+        """Measure finite numbers. The deviation is 0 if all are the same."""
+        values = np.asarray(numbers, np.float64)
+        # A power of 2 scales exactly, and no square overflows or vanishes.
+        exponent = int(np.frexp(np.abs(values).max())[1])
+        scaled = np.ldexp(values, -exponent)
+        std = float(scaled.std())
+        return Scale(
+            mean=math.ldexp(float(scaled.mean()), exponent), std=math.ldexp(std, exponent) if std > ROUNDING else 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -242,7 +258,9 @@ class Numbers:
         return None
 
     def fitted(self, values: Sequence[float]) -> Self:
-        return replace(self, scale=Scale(mean=float(np.mean(values)), std=float(np.std(values)) or 1.0))
+        scale = Scale.of(values)
+        # Answers are scaled back, and other numbers may follow, so no deviation is 0.
+        return replace(self, scale=scale if scale.std else Scale(mean=scale.mean))
 
     def batch(self, values: Sequence[float]) -> NDArray[np.float32]:
         """Return scaled numbers, of shape (rows,)."""

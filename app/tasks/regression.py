@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Self
 
 from app.data.records import RecordProcessor
 from app.data.tabular import TabularProcessor
-from app.data.targets import Answer, Numbers, Outputs
+from app.data.targets import ROUNDING, Answer, Numbers, Outputs
 from app.data.text import TextProcessor
 from app.tasks.agreement import same_answer
 from app.tasks.base import ServedTask
@@ -73,7 +73,7 @@ class RSquared(Metric):
     def value(self, sums: "Tensor") -> float:
         error, count, total, squares = sums.tolist()
         variance = squares - total**2 / count if count else 0.0
-        return 1.0 - error / variance if variance else math.nan
+        return 1.0 - error / variance if variance > ROUNDING * squares else math.nan
 
 
 class Regression(ServedTask):

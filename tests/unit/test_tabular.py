@@ -71,6 +71,52 @@ def test_a_csv_becomes_numbers_and_categories_and_is_read_as_it_was_written(tabl
     assert np.array_equal(loaded.train.batch([3]).targets, batch.targets[3:4])
 
 
+@pytest.mark.parametrize("number", [0.1, -1e300, 3e-310, 0.0, 1e9])
+def test_a_constant_column_is_0_whatever_comes_later(number: float) -> None:
+    processor = TabularProcessor.fit([row(number)] * 99, CONFIG)
+    assert np.std([0.1] * 99) > 0.0, "rounding gives it a deviation"
+    for later in (number, 0.2, -1e308):
+        assert processor.encode([row(later)])["numbers"].tolist() == [[0.0]]
+
+
+def test_a_deviation_of_rounding_is_none() -> None:
+    processor = TabularProcessor.fit([row(0.3), row(0.1 + 0.2)], CONFIG)
+    assert processor.encode([row(5)])["numbers"].tolist() == [[0.0]]
+    # Seconds since 1970 differ by little, too.
+    times = TabularProcessor.fit([row(1.7e9), row(1.7e9 + 1)], CONFIG)
+    assert times.encode([row(1.7e9 + 1)])["numbers"].tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize("size", [1e-200, 1.0, 1e200])
+def test_numbers_of_any_size_are_scaled(size: float) -> None:
+    processor = TabularProcessor.fit([row(-size), row(size), row(size)], CONFIG)
+    (found,) = processor.encode([row(size)])["numbers"].tolist()
+    assert found == pytest.approx([1 / np.sqrt(2)])
+    fitted = Numbers(Scale()).fitted([-size, size, size])
+    assert fitted.batch([size]).tolist() == pytest.approx(found)
+
+
+@pytest.mark.parametrize("number", [1e300, -1e300])
+def test_a_number_far_from_those_of_training_is_refused(number: float) -> None:
+    processor = TabularProcessor.fit([row(1), row(2)], CONFIG)
+    with pytest.raises(DataError, match=r"a row has -?1e\+300 for 'age', and the training rows have 1.5 with a dev"):
+        processor.encode([row(number)])
+    with pytest.raises(DataError, match="expected a number, or null if it is unknown"):
+        processor.encode([row(10**400)])
+
+
+def test_targets_that_are_all_the_same_stay_finite() -> None:
+    targets = Numbers(Scale()).fitted([0.1] * 99)
+    assert targets.batch([0.1, 1.1]) == pytest.approx([0.0, 1.0])
+    (answer,) = targets.decode(np.array([[1.0]], np.float32))
+    assert answer["value"] == pytest.approx(1.1)
+
+
+def test_r2_of_targets_that_are_all_the_same_is_no_number() -> None:
+    given, same = torch.rand(1001, 1), torch.full((1001,), 0.7)
+    assert np.isnan(RSquared().value(RSquared().sums(given, same)))
+
+
 def test_unknown_values_are_the_mean_or_a_category_of_their_own() -> None:
     processor = TabularProcessor.fit([row(age, colour, code) for age, colour, code, _ in ROWS], CONFIG)
     assert processor.columns == ["age", "colour", "code"]
