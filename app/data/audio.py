@@ -217,14 +217,15 @@ def _blocks(file: "SoundFile", content: Input, seconds: float) -> Iterator[Sampl
         raise DataError(f"a recording ends too early: after {found:,} frames its last page is missing; copy it again")
 
 
-def _read_block(file: "SoundFile", frames: int) -> NDArray[np.float32]:
+def _read_block(file: "SoundFile", frames: int) -> Samples:
     """Return the next samples, of shape (frames, channels): empty at the end, or where a frame is damaged."""
     from soundfile import LibsndfileError
 
     try:
-        return file.read(min(frames, _BLOCK_FRAMES), dtype="float32", always_2d=True)
+        block: Samples = file.read(min(frames, _BLOCK_FRAMES), dtype="float32", always_2d=True)
     except LibsndfileError:
-        return np.zeros((0, file.channels), np.float32)
+        block = np.zeros((0, file.channels), np.float32)
+    return block
 
 
 def _promised(file: "SoundFile") -> int:

@@ -39,16 +39,16 @@ _PNG_BITS = 24
 """Place of the bits per sample in a PNG file."""
 _WHITE = {"I;16": 65_535, "I;16B": 65_535, "I": 65_535, "F": 1}
 """The value that is white, in the modes of Pillow with more than 8 bits. 0 is black."""
-_TURNS = (
-    Image.Transpose.FLIP_LEFT_RIGHT,
-    Image.Transpose.ROTATE_180,
-    Image.Transpose.FLIP_TOP_BOTTOM,
-    Image.Transpose.TRANSPOSE,
-    Image.Transpose.ROTATE_270,
-    Image.Transpose.TRANSVERSE,
-    Image.Transpose.ROTATE_90,
-)
-"""What makes a picture upright, by its EXIF orientation from 2 to 8."""
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What makes a picture upright, by its EXIF orientation."""
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 """Returns an uninitialized array of a shape."""
 
@@ -84,8 +84,8 @@ def read_picture(content: Input, config: ImageConfig = _DEFAULTS) -> Image.Image
         except ValueError as error:
             raise DataError(f"an image has the mode {image.mode}: convert it to RGB") from error
         # Pillow's function writes the other EXIF tags again, and fails if one of them is damaged.
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
-        return levels.transpose(_TURNS[orientation - 2]) if orientation in range(2, 9) else levels
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+        return levels if turn is None else levels.transpose(turn)
 
 
 @cache

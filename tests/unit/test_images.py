@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from pydantic import ValidationError
 from upath import UPath
 
-from app.config import DataConfig, ImageConfig
+from app.config import DataConfig, ImageConfig, Recipe
 from app.data.images import ImageProcessor, read_picture
 from app.errors import DataError, RecipeError
 from app.pretrained import IMAGE_FILE, PretrainedFolder
@@ -142,6 +143,17 @@ def test_the_background_is_kept_with_the_model(tmp_path: Path) -> None:
     (tmp_path / "image.json").write_text('{"size": 4, "channels": 3}')
     (values,) = ImageProcessor.load(UPath(tmp_path)).encode([TRANSPARENT["RGBA"]])["pixel_values"]
     assert values[0, 0, 0] == 1.0
+
+
+def test_a_pretrained_model_leaves_the_background_to_the_recipe() -> None:
+    def recipe(**image: Any) -> Recipe:
+        model = {"factory": "a:b", "pretrained": "/models/vit"}
+        given = {"name": "r", "task": "image-classification", "data": {"source": "-", "image": image}, "model": model}
+        return Recipe.model_validate(given)
+
+    assert recipe(background="black").data.image.background == "black"
+    with pytest.raises(ValidationError, match=r"data\.image is what model\.pretrained brings"):
+        recipe(background="black", size=8)
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
