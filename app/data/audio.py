@@ -232,9 +232,14 @@ def _promised(file: "SoundFile") -> int:
     """Return the number of frames in the header. libsndfile cuts that of a wav file, and only its log has both."""
     if file.frames >= _UNKNOWN_FRAMES:
         raise DataError("a recording does not tell its length, as a stream: convert it again, into a file")
-    cut = re.search(r"Block Align +: (\d+).*^data : (\d+) \(should be \d+\)", file.extra_info, re.DOTALL | re.MULTILINE)
-    size = int(cut[2]) if cut else _UNKNOWN_BYTES
-    return size // max(1, int(cut[1])) if cut and size < _UNKNOWN_BYTES else file.frames
+    cut = re.search(
+        r"Block Align +: (\d+).*^data : (\d+) \(should be (\d+)\)", file.extra_info, re.DOTALL | re.MULTILINE
+    )
+    if not cut or int(cut[2]) >= _UNKNOWN_BYTES:
+        return file.frames
+    block, promised, found = map(int, cut.groups())
+    # A block is a frame, or many frames of a compressed wav file.
+    return max(promised // max(1, block), file.frames * promised // max(1, found))
 
 
 def _lacks_last_page(ogg: Input) -> bool:

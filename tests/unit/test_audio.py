@@ -165,6 +165,7 @@ def test_clips_are_resampled_as_by_a_reference(rate: int) -> None:
 @pytest.mark.parametrize(
     ("form", "words"),
     [
+        ("WAV IMA_ADPCM", r"promises 480,\d+ frames, of which \d+,\d+ were found"),
         ("WAV", r"promises 480,000 frames, of which \d+,\d+ were found; record or copy it again"),
         ("FLAC", r"promises 480,000 frames, of which \d+,\d+ were found"),
         ("MP3", r"promises 480,000 frames, of which \d+,\d+ were found"),
@@ -172,7 +173,7 @@ def test_clips_are_resampled_as_by_a_reference(rate: int) -> None:
     ],
 )
 def test_a_file_that_was_copied_in_part_is_refused(form: str, words: str) -> None:
-    content = written(np.random.default_rng(0).normal(0.0, 0.1, 30 * RATE), form)
+    content = written(np.random.default_rng(0).normal(0.0, 0.1, 30 * RATE), *form.split())
     require_recording(content)
     for end in (len(content) // 2, len(content) - 100):
         with pytest.raises(DataError, match=words):
@@ -197,6 +198,11 @@ def test_samples_that_are_no_sound_are_refused(value: float) -> None:
     samples[100] = value
     with pytest.raises(DataError, match="samples that are no numbers, or far from -1 to 1"):
         processor_of(written(samples, "WAV", "DOUBLE" if value == 1e38 else "FLOAT"))
+
+
+@pytest.mark.parametrize("rate", [1, 50, 1_000_000, 3_000_000])
+def test_rates_far_from_the_models_are_resampled(rate: int) -> None:
+    assert np.isfinite(log_mel(processor_of(wav(tone(300))), wav(np.full(min(rate, 10**6), 0.5), rate))).all()
 
 
 def test_other_formats_and_impossible_rates_are_refused() -> None:
