@@ -235,11 +235,12 @@ def _promised(file: "SoundFile") -> int:
     cut = re.search(
         r"Block Align +: (\d+).*^data : (\d+) \(should be (\d+)\)", file.extra_info, re.DOTALL | re.MULTILINE
     )
+    frames: int = file.frames
     if not cut or int(cut[2]) >= _UNKNOWN_BYTES:
-        return file.frames
+        return frames
     block, promised, found = map(int, cut.groups())
     # A block is a frame, or many frames of a compressed wav file.
-    return max(promised // max(1, block), file.frames * promised // max(1, found))
+    return max(promised // max(1, block), frames * promised // max(1, found))
 
 
 def _lacks_last_page(ogg: Input) -> bool:

@@ -84,7 +84,7 @@ def read_picture(content: Input, config: ImageConfig = _DEFAULTS) -> Image.Image
         except ValueError as error:
             raise DataError(f"an image has the mode {image.mode}: convert it to RGB") from error
         # Pillow's function writes the other EXIF tags again, and fails if one of them is damaged.
-        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
         return levels if turn is None else levels.transpose(turn)
 
 
