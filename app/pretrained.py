@@ -15,7 +15,7 @@ from upath import UPath
 
 from app.checksums import checksum_lines, checksums_of, sha256_of
 from app.errors import RecipeError
-from app.storage import HOME, ProgressCallback, is_local, is_plain_name, no_op, to_path
+from app.storage import HOME, ProgressCallback, is_local, is_plain_name, no_op, to_path, version_of
 
 CONFIG_FILE, TOKENIZER_FILE, IMAGE_FILE = "config.json", "tokenizer.json", "preprocessor_config.json"
 _ONE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -164,9 +164,14 @@ def _in_package(location: str) -> Path:
 def _copied(location: str, source: UPath) -> Path:
     """Return a copy of a remote folder, under a name that depends on its files. Workers of a machine share it."""
     try:
-        listing = sorted((entry["name"], entry["size"], str(entry.get("ETag"))) for entry in source.fs.ls(source.path))
+        listing = sorted((entry["name"], entry["size"], version_of(entry)) for entry in source.fs.ls(source.path))
     except Exception as error:  # each protocol's driver has errors of its own
         raise RecipeError(f"model.pretrained {location!r} cannot be read ({error}): check the URI") from error
+    if unversioned := next((name for name, _, version in listing if version is None), None):
+        raise RecipeError(
+            f"model.pretrained {location!r}: the driver lists neither an ETag nor a time of the last change of "
+            f"{unversioned!r}, so a changed model would not be noticed; copy the folder to a disk or to S3"
+        )
     folder = HOME / "pretrained" / sha256_of(json.dumps([location, listing]).encode())[:16]
     with _only_one(folder) as is_there:
         if not is_there:

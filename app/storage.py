@@ -4,7 +4,7 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Self, cast
@@ -27,6 +27,10 @@ ProgressCallback = Callable[[], None]
 """Called after each piece that is read or written, so that slow storage is not taken for a hang."""
 
 
+_VERSION_KEYS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
+"""What drivers of fsspec call the version of a file, or the time of its last change."""
+
+
 def no_op(*_: object) -> None:
     """Do nothing: the default of optional callbacks."""
 
@@ -38,6 +42,12 @@ def to_path(location: str | Path) -> UPath:
     """
     path = UPath(location)
     return UPath(location, use_listings_cache=False) if path.protocol in _CACHE_LISTINGS else path
+
+
+def version_of(entry: Mapping[str, Any]) -> str | None:
+    """Return what changes with a file, from a driver's metadata. None: the driver lists nothing of the kind."""
+    found = next((value for key in _VERSION_KEYS if (value := entry.get(key))), None)
+    return None if found is None else str(found)
 
 
 def open_storage(location: str | None) -> UPath:

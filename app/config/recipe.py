@@ -244,7 +244,7 @@ class Recipe(Section):
             unread += [(data.columns, "data.columns.anchor"), (data.columns, "data.columns.positive")]
             unread += [(self.train, "train.temperature")]
         if self.task != TOKEN_CLASSIFICATION and ":" not in self.task:
-            unread += [(data.columns, f"data.columns.{key}") for key in ("tokens", "tags", "spans")]
+            unread += [(data.columns, f"data.columns.{key}") for key in ("tokens", "tags", "tag_names", "spans")]
         if self.task != "text-classification" and ":" not in self.task:
             unread.append((data.clean, "data.clean.label_noise"))
         if self.task != CHAT:

@@ -63,6 +63,11 @@ class ColumnsConfig(Section):
     )
     tokens: str = Field(default="tokens", description="for token-classification: field of a text's words, a list")
     tags: str = Field(default="tags", description="for token-classification: field of the class of each of these words")
+    tag_names: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None,
+        description="for token-classification with tags that are numbers: the name of each, in the order of the "
+        "numbers, such as [O, B-PER, I-PER]",
+    )
     spans: str = Field(
         default="spans",
         description="for token-classification, in place of tokens and tags: field of a list of {start, end, label}, in "

@@ -4,15 +4,17 @@ import ast
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from app.config import DataConfig
 from app.data.builtin import BUILTIN_DOCUMENTS
-from app.data.sources import Source, find_builtin, open_source
+from app.data.sources.cells import Column, Columns
+from app.data.sources.source import Source, find_builtin
+from app.data.sources.units import read_source
 from app.errors import DataError, RecipeError
 from app.pretrained import PretrainedFolder
 from app.storage import to_path
@@ -35,8 +37,8 @@ class Message(BaseModel):
         return self.train if self.train is not None else self.role == _ASSISTANT
 
 
-class _Row(BaseModel):
-    messages: list[Message] = Field(min_length=1)
+_TURNS = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
+_MESSAGES = Column("a row", "messages", "nested")
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class EncodedChat:
 
 
 def read_conversations(config: DataConfig) -> Iterator[Conversation]:
-    """Yield the conversations of ``data.source``: a jsonl file, or a folder of them, whose rows have ``messages``.
+    """Yield the conversations of ``data.source``: rows of tables that have a list of ``messages``.
 
     Raises:
         DataError: the source does not exist, or a row is no conversation with an answer. File and row are named.
@@ -69,33 +71,27 @@ def read_conversations(config: DataConfig) -> Iterator[Conversation]:
     if (builtin := find_builtin(source, {"stdlib": _documented_functions})) is not None:
         yield from builtin()
         return
-    root = open_source(source)
-    files = sorted(root.rglob("*.jsonl"), key=str) if root.is_dir() else [root]
-    if not files or files[0].suffix != ".jsonl":
-        raise DataError(f"{source} has no jsonl: expected a file, or a folder of files, with messages in each row")
-    for file in files:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse(line, f"{file}, row {number}")
+    for rows in read_source(source, Columns("row", (_MESSAGES,))):
+        for number, cell in enumerate(rows.cells[_MESSAGES.key].to_pylist()):
+            yield _parse(cell or "null", rows.place(number))
 
 
-def _parse(line: bytes, place: str) -> Conversation:
+def _parse(cell: str, place: str) -> Conversation:
     try:
-        row = _Row.model_validate_json(line)
+        messages = _TURNS.validate_json(cell)
     except ValidationError as error:
         problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"])) or "the row"
+        key = ".".join(map(str, (_MESSAGES.name, *problem["loc"])))
         raise DataError(
             f"{place}: {key}: {problem['msg']}; expected "
             '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
         ) from error
-    if not any(message.is_learned for message in row.messages):
-        roles = ", ".join(message.role for message in row.messages)
+    if not any(message.is_learned for message in messages):
+        roles = ", ".join(message.role for message in messages)
         raise DataError(
             f"{place}: no turn to learn (the roles are {roles}): add an assistant's turn, or train: true to a message"
         )
-    return Conversation(tuple(row.messages), place)
+    return Conversation(tuple(messages), place)
 
 
 def _documented_functions() -> Iterator[Conversation]:

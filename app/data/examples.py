@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel
@@ -22,21 +22,6 @@ Natural = Input | Mapping[str, Any]
 """An input as a request has it: a file may be in base64, and a row or record is an object."""
 
 
-@dataclass(frozen=True)
-class Examples:
-    """Inputs with the label of each, in the order of the source."""
-
-    modality: Modality
-    inputs: list[Input]
-    labels: list[str]
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __iter__(self) -> Iterator[tuple[Input, str]]:
-        return zip(self.inputs, self.labels, strict=True)
-
-
 _REPORT_FILE = "cleaning.json"
 MAX_EXAMPLES = 10
 """Dropped items of each reason that are shown."""
@@ -46,6 +31,41 @@ Reason = Literal[
     "language", "in_validation", "label_noise",
 ]  # fmt: skip
 REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Inputs with the label of each, in the order of the source."""
+
+    modality: Modality
+    inputs: list[Input]
+    labels: list[str]
+    left_out: dict[Reason, list[str]] = field(default_factory=dict)
+    """Where those lie that cannot be read, by reason."""
+
+    @property
+    def given(self) -> int:
+        """The number of rows of the source."""
+        return len(self) + sum(map(len, self.left_out.values()))
+
+    def extend(self, more: "Examples") -> None:
+        """Append the rows of another source."""
+        self.inputs.extend(more.inputs)
+        self.labels.extend(more.labels)
+        for reason, places in more.left_out.items():
+            self.left_out.setdefault(reason, []).extend(places)
+
+    def leave_out(self, reason: Reason, place: str) -> None:
+        """Count a row that cannot be read."""
+        self.left_out.setdefault(reason, []).append(place)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __iter__(self) -> Iterator[tuple[Input, str]]:
+        return zip(self.inputs, self.labels, strict=True)
+
+
 _WORDS: dict[Reason, str] = {
     "not_text": "not text in UTF-8",
     "empty": "empty",
@@ -164,7 +184,8 @@ def clean(
         # An unlabelled example is dropped, so a labelled copy that comes later is no duplicate.
         if label:
             seen.add(example)
-    report = CleaningReport(what="examples", given=len(examples), kept=len(inputs), dropped=dropped)
+    dropped.update({reason: len(places) for reason, places in examples.left_out.items()})
+    report = CleaningReport(what="examples", given=examples.given, kept=len(inputs), dropped=dropped)
     return Examples(examples.modality, inputs, labels), report
 
 

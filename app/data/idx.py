@@ -38,6 +38,11 @@ def holds_idx(folder: UPath, files: IdxFiles) -> bool:
     return any(_find(folder, name) for name in files)
 
 
+def find_idx_files(folder: UPath, files: IdxFiles) -> list[UPath]:
+    """Return the two files; none if the folder has neither. Raises DataError if one of them is missing."""
+    return [_require(folder, name, files) for name in files] if holds_idx(folder, files) else []
+
+
 def read_idx_folder(folder: UPath, files: IdxFiles) -> Examples:
     """Return the grey pictures of the files, plain or in gzip, each with its number as the label.
 

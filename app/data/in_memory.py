@@ -8,7 +8,7 @@ from app.data.examples import MAX_EXAMPLES, CleaningReport, Examples, Input, cle
 from app.data.labelled import LabelledData, LabelledDataset, Split
 from app.data.origins import Origins
 from app.data.processor import Processor, fit_processor
-from app.data.sources import load_examples, load_test_examples
+from app.data.sources.labelled import load_examples
 from app.data.targets import Classes, Targets
 from app.errors import DataError
 
@@ -27,7 +27,7 @@ def prepare(
         DataError: the source cannot be read, has inputs or labels of a kind that the task does not take, or has too few
             examples.
     """
-    examples, origin_of = _load_sources(config, processor_type)
+    examples, origin_of = _load_sources(config, processor_type, targets_type)
     # The test inputs come first, because cleaning drops the examples that are among them.
     test_examples = _load_test_source(config, processor_type, targets_type) if config.test_source else None
     data = prepare_examples(examples, config, processor_type, targets_type, pretrained, test_examples)
@@ -102,21 +102,21 @@ def _judge_labels(
     return left, report.model_copy(update={"kept": report.kept - len(doubts), "dropped": dropped})
 
 
-def _load_sources(config: DataConfig, processor_type: type[Processor]) -> tuple[Examples, dict[Input, int]]:
+def _load_sources(
+    config: DataConfig, processor_type: type[Processor], targets_type: type[Targets]
+) -> tuple[Examples, dict[Input, int]]:
     """Return the examples of all sources, and the index of each input's source if there are several."""
-    inputs: list[Input] = []
-    labels: list[str] = []
+    whole = Examples(processor_type.modality, [], [])
     origin_of: dict[Input, int] = {}
     for place, one in enumerate(config.each_source()):
-        examples = load_examples(one, processor_type.modality)
+        examples = load_examples(one, processor_type.modality, label_kind=targets_type.label_kind)
         _require_modality(examples, processor_type, f"data.source {one.source!r}")
-        inputs += examples.inputs
-        labels += examples.labels
+        whole.extend(examples)
         if config.sources:
             for item in examples.inputs:
                 # Cleaning keeps the first of equal inputs, without the white space around texts.
                 origin_of.setdefault(item.strip() if isinstance(item, str) else item, place)
-    return Examples(processor_type.modality, inputs, labels), origin_of
+    return whole, origin_of
 
 
 def split(examples: Examples, targets: Targets, config: DataConfig) -> tuple[Split, Split]:
@@ -167,7 +167,7 @@ def _split_off(whole: Split, size: float, targets: Targets, seed: int, failure: 
 
 def _load_test_source(config: DataConfig, processor_type: type[Processor], targets_type: type[Targets]) -> Examples:
     """Load the examples of ``data.test_source``, cleaned on their own."""
-    examples = load_test_examples(config, processor_type.modality)
+    examples = load_examples(config, processor_type.modality, "data.test_source", targets_type.label_kind)
     _require_modality(examples, processor_type, f"data.test_source {config.test_source!r}")
     return clean(examples, config.clean, labels_agree=_labels_agree(processor_type, targets_type))[0]
 

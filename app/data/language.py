@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import DataConfig
-from app.data.documents import load_documents
 from app.data.examples import CleaningReport
 from app.data.origins import Origins
 from app.data.prepared import TRAIN, VALIDATION, Batch, Dataset, finish_saving
+from app.data.sources.documents import load_documents
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 from app.pretrained import open_pretrained

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 from app.config import DataConfig
 from app.data.builtin import BUILTIN_PAIRS
 from app.data.examples import CleaningReport, Reason, refuse
-from app.data.prepared import TRAIN, Batch, Columns, KeptSplit, SplitData
+from app.data.prepared import TRAIN, Batch, KeptSplit, SplitData
 from app.data.processor import Processor, fit_processor
-from app.data.sources import TABLE_SUFFIXES, Source, find_builtin, open_source
+from app.data.sources.source import Source, find_builtin
 from app.data.targets import Outputs
 from app.data.vectors import Vectors
 from app.errors import DataError
+
+if TYPE_CHECKING:  # it imports pyarrow
+    from app.data.sources.cells import Rows
 
 Pair = tuple[str, str]
 """An anchor, such as a question, and its positive, such as the answer."""
@@ -108,7 +111,7 @@ class PairData(SplitData):
     def open_split(
         cls,
         name: str,
-        columns: Columns,
+        columns: Mapping[str, list[Any]],
         processor: Processor,
         targets: Outputs,  # noqa: ARG003
     ) -> PairDataset | HeldOutTexts:
@@ -163,13 +166,19 @@ def _read(source: Source, config: DataConfig) -> list[Pair]:
     """Return all pairs of a source."""
     if (builtin := find_builtin(source, BUILTIN_PAIRS)) is not None:
         return list(builtin())
-    from app.data.tables import read_table  # pandas takes a quarter of a second
+    from app.data.sources.cells import Column, Columns  # an endpoint reads no sources
+    from app.data.sources.units import read_source
 
-    path = open_source(source)
-    if path.suffix not in TABLE_SUFFIXES:
-        raise DataError(f"{source} ends in {path.suffix!r}: pairs are in a table, {', '.join(TABLE_SUFFIXES)}")
-    columns = {"anchor": config.columns.anchor, "positive": config.columns.positive}
-    return list(zip(*read_table(path, columns), strict=True))
+    names = {"data.columns.anchor": config.columns.anchor, "data.columns.positive": config.columns.positive}
+    columns = Columns("row", tuple(Column(key, name, "text") for key, name in names.items()))
+    return [pair for rows in read_source(source, columns) for pair in _pairs_of(rows)]
+
+
+def _pairs_of(rows: "Rows") -> Iterator[Pair]:
+    for number, pair in enumerate(zip(*(cells.to_pylist() for cells in rows.cells.values()), strict=True)):
+        if None in pair:
+            raise DataError(f"{rows.place(number)}: a text is not UTF-8: repair or remove it")
+        yield pair
 
 
 def _clean(given: Sequence[Pair], config: DataConfig) -> tuple[list[Pair], CleaningReport]:

@@ -16,8 +16,8 @@ from app.data.builtin import BUILTIN_SPANS
 from app.data.examples import CleaningReport, Reason, refuse
 from app.data.prepared import IGNORED, Batch, Columns, KeptSplit, SplitData
 from app.data.processor import Processor, fit_processor
-from app.data.sources import Source, find_builtin, open_source
-from app.data.tagged_texts import TaggedText, read_jsonl, tagged_by_spans
+from app.data.sources.source import Source, find_builtin
+from app.data.tagged_texts import TaggedText, tagged_by_spans
 from app.data.tags import Tags, Word, WordRule, first_tokens
 from app.data.targets import Outputs
 from app.data.text import TextProcessor
@@ -156,10 +156,9 @@ def _read(source: Source, config: DataConfig) -> tuple[list[TaggedText], WordRul
     """Return all texts of a source, and how they are split into words."""
     if (builtin := find_builtin(source, BUILTIN_SPANS)) is not None:
         return [tagged_by_spans(text, spans, str(source)) for text, spans in builtin()], "letters"
-    path = open_source(source)
-    if path.suffix != ".jsonl":
-        raise DataError(f"{source} ends in {path.suffix!r}: tokens with tags, or texts with spans, are in .jsonl")
-    return read_jsonl(path, str(source), config.columns)
+    from app.data.sources.tagged import read_tagged  # an endpoint reads no sources
+
+    return read_tagged(source, config.columns)
 
 
 def _clean(given: Sequence[TaggedText], config: DataConfig) -> tuple[list[TaggedText], CleaningReport]:

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,9 @@ class Outputs(Protocol):
 class Targets(Outputs, Protocol):
     """Turns the labels of examples into targets, and outputs into answers."""
 
+    label_kind: ClassVar[Literal["label", "labels"]] = "labels"
+    """Whether a row has one label, or may have a list of them."""
+
     labels_agree: ClassVar[bool]
     """Whether equal inputs have equal labels. Cleaning then drops inputs with several, which have no right answer."""
 
@@ -98,6 +101,7 @@ class HasTargets(Protocol):
 class Classes:
     """Each row has one of several labels. The output has a logit for each, of shape (rows, labels)."""
 
+    label_kind: ClassVar[Literal["label", "labels"]] = "label"
     labels_agree: ClassVar[bool] = True
     labels: list[str]
 
@@ -156,6 +160,7 @@ class LabelSets:
     Labels are given as a list, or as one text in which ``data.columns.separator`` is between them.
     """
 
+    label_kind: ClassVar[Literal["label", "labels"]] = "labels"
     labels_agree: ClassVar[bool] = True
     labels: list[str]
     separator: str = "|"
@@ -238,6 +243,7 @@ class Scale(BaseModel):
 class Numbers:
     """Each row has a number. The output is that number, scaled to mean 0 and deviation 1, of shape (rows, 1)."""
 
+    label_kind: ClassVar[Literal["label", "labels"]] = "label"
     labels_agree: ClassVar[bool] = False
     labels: ClassVar[list[str]] = []
     num_outputs: ClassVar[int] = 1

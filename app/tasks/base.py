@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import Recipe, TrainConfig
-from app.data import in_memory
 from app.data.examples import Natural
 from app.data.labelled import LabelledData
 from app.data.prepared import SHARDS_FILE, KeptSplit, PreparedData, SplitData
@@ -162,6 +161,8 @@ class ServedTask(Task):
         return cast(type[Targets], self.targets)
 
     def prepare(self, recipe: Recipe) -> PreparedData:
+        from app.data import in_memory  # an endpoint reads no sources
+
         return in_memory.prepare(recipe.data, self.processor, recipe.model.source, self._targets)
 
     def prepare_shards(self, recipe: Recipe, run_units: "RunUnits") -> PreparedData:

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 from upath import UPath
 
 from app.config import Recipe
-from app.data import language
-from app.data.language import LanguageData
 from app.data.prepared import SHARDS_FILE, PreparedData
 from app.tasks.base import Task
 from app.tasks.metrics import Accuracy, Metric
@@ -46,6 +44,8 @@ class LanguageModeling(Task):
     learns_classes = True
 
     def prepare(self, recipe: Recipe) -> PreparedData:
+        from app.data import language  # an endpoint reads no sources
+
         return language.prepare(recipe.data, recipe.model.source)
 
     def prepare_shards(self, recipe: Recipe, run_units: "RunUnits") -> PreparedData:
@@ -60,6 +60,8 @@ class LanguageModeling(Task):
 
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
         if not (folder / SHARDS_FILE).exists():
+            from app.data.language import LanguageData
+
             return LanguageData.load(folder)
         from app.data.sharded_data import ShardedLanguageData
 

@@ -12,7 +12,6 @@ from upath import UPath
 from app.config import Recipe
 from app.data.labelled import LabelledData
 from app.data.prepared import PreparedData
-from app.data.sources import TABLE_SUFFIXES, Source, open_source
 from app.data.targets import Classes
 from app.errors import DataError, RecipeError
 from app.storage import ProgressCallback, no_op, open_storage, stream_atomically
@@ -89,18 +88,26 @@ def _labelled(recipe: Recipe, data: PreparedData) -> LabelledData:
 
 def _by_column(recipe: Recipe, data: LabelledData, column: str) -> NDArray[np.float32]:
     """Return the numbers of a column, found by the text of each sample."""
-    from app.data.tables import read_table  # pandas takes a quarter of a second
+    from app.data.sources.cells import Column, Columns  # other curricula do not read the source
+    from app.data.sources.source import Source
+    from app.data.sources.units import read_source
 
     source = Source(recipe.data.source)
-    is_table = data.processor.modality == "text" and not source.uri.startswith("builtin:")
-    path = open_source(source) if is_table else None
-    if path is None or path.suffix not in TABLE_SUFFIXES:
+    if data.processor.modality != "text" or source.uri.startswith("builtin:"):
         raise RecipeError(f"train.curriculum.column is for texts in a table, and {source} is not one: set by to length")
-    texts, cells = read_table(path, {"input": recipe.data.columns.input, "train.curriculum.column": column})
+    columns = Columns(
+        "row",
+        (
+            Column("data.columns.input", recipe.data.columns.input, "text"),
+            Column("train.curriculum.column", column, "label"),
+        ),
+    )
     numbers: dict[str, float] = {}
-    for row, (text, cell) in enumerate(zip(texts, cells, strict=True)):
-        # Cleaning keeps the first of equal texts, without white space around it.
-        numbers.setdefault(text.strip(), _number(cell, column, f"{path}, row {row + 1}"))
+    for rows in read_source(source, columns):
+        texts, cells = (found.to_pylist() for found in rows.cells.values())
+        for row, (text, cell) in enumerate(zip(texts, cells, strict=True)):
+            # Cleaning keeps the first of equal texts, without white space around it.
+            numbers.setdefault((text or "").strip(), _number(cell, column, rows.place(row)))
     return np.array([numbers[str(text)] for text in data.train.split.inputs], np.float32)
 
 

@@ -10,7 +10,7 @@ from app.config import DataConfig
 from app.data.images import ImageProcessor
 from app.data.labelled import LabelledDataset, Split
 from app.data.processor import Processor
-from app.data.sources import load_examples
+from app.data.sources.labelled import load_examples
 from app.data.targets import Classes
 from app.data.text import TextProcessor
 from app.engines.base import Signature
@@ -54,7 +54,7 @@ def read_natural(path: Path, processor: Processor, labels: Sequence[str]) -> Lab
     Raises:
         DataError: the rows cannot be read, are of another kind than the processor's, or have an unknown label.
     """
-    examples = load_examples(DataConfig(source=str(path)))
+    examples = load_examples(DataConfig(source=str(path)), processor.modality)
     if examples.modality != processor.modality:
         raise DataError(f"--samples {str(path)!r} holds {examples.modality}s, the model takes {processor.modality}s")
     classes = {label: index for index, label in enumerate(labels)}

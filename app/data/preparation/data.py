@@ -7,12 +7,12 @@ from app.data.examples import CleaningReport
 from app.data.origins import Origins
 from app.data.preparation.prepare import Preparer, RunUnits
 from app.data.preparation.sample import SAMPLE_FILE, Sample
-from app.data.preparation.units import Contents
 from app.data.prepared import TRAIN, VALIDATION, PreparedData
 from app.data.processor import Processor, fit_processor
 from app.data.sharded import ShardReference
 from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData, test_split
 from app.data.shards import ShardIndex
+from app.data.sources.units import Contents
 from app.data.targets import Classes
 from app.data.tokenizer import LanguageTokenizer
 from app.storage import open_storage

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from app.config import DataConfig
 from app.data.examples import REASONS, CleaningReport, Reason
 from app.data.preparation.near_duplicates import NearDuplicates
-from app.data.preparation.rows import merge_types
 from app.data.preparation.stratify import stratify
 from app.data.preparation.survey import KEPT, SPLITS
 from app.data.preparation.surveys import Surveys, resolve
@@ -25,7 +24,6 @@ def decide(work: UnitWork, judge_units: Callable[[], None]) -> tuple[CleaningRep
     ``judge_units`` looks for suspect labels in each unit. It is called if ``data.clean.label_noise`` is set.
     """
     facts = [work.facts(unit.number) for unit in work.units]
-    merge_types(unit.types for unit in facts)
     surveys = Surveys(
         paths=[work.survey_file(unit.number) for unit in work.units],
         label_names=[unit.label_names for unit in facts],

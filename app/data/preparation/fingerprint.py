@@ -7,8 +7,9 @@ from typing import Any
 
 from app.checksums import checksum_lines, sha256_of
 from app.config import ColumnsConfig, DataConfig, Recipe
-from app.data.preparation.units import Contents, SourceFile
 from app.data.shards import FORMAT
+from app.data.sources.formats.base import SourceFile
+from app.data.sources.units import Contents
 from app.data.tokenizer import read_tokenizer
 from app.pretrained import PretrainedFolder, open_pretrained
 

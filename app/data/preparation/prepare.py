@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from upath import UPath
@@ -17,19 +17,14 @@ from app.data.preparation.fingerprint import fingerprint_of, settings_of
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.sample import SAMPLE_FILE, Sample, SampleBuilder, fraction_for
 from app.data.preparation.survey import IN_TRAIN, KEPT, SPLITS
-from app.data.preparation.units import (
-    TABLE_KINDS,
-    Contents,
-    SourceFile,
-    Unit,
-    cut_sources,
-    list_files,
-    list_unread,
-)
 from app.data.preparation.work import UnitResult, UnitWork
 from app.data.preparation.writers import block_schema, labelled_schema
 from app.data.prepared import TRAIN, VALIDATION
 from app.data.shards import Shard, ShardIndex
+from app.data.sources.formats import FORMATS
+from app.data.sources.formats.base import SourceFile
+from app.data.sources.source import Source
+from app.data.sources.units import Contents, Unit, cut_sources, list_files, tell_unread
 from app.data.targets import save_labels
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError, RecipeError
@@ -42,7 +37,6 @@ SHARDS = "data"
 _OF_TEXTS = ("near_duplicates", "label_noise", "min_length", "max_length", "max_symbol_share", "languages")
 _UNIT_SHARDS = 8
 
-Listed = TypeVar("Listed", SourceFile, str)
 RunUnits = Callable[[Callable[[int], int], Sequence[int]], Iterable[int]]
 """Calls a function with the number of each unit, and yields each number when that unit is done."""
 
@@ -80,7 +74,8 @@ class Preparer:
     def _require_keys(self, files: list[SourceFile]) -> None:
         """Raise RecipeError or DataError if the recipe has keys that do not suit its source."""
         config, is_image = self.recipe.data, self.contents == "image"
-        if config.group_column and (file := next((file for file in files if file.kind not in TABLE_KINDS), None)):
+        has_columns = {name for name, one in FORMATS.items() if one.has_columns}
+        if config.group_column and (file := next((file for file in files if file.format not in has_columns), None)):
             raise DataError(
                 f"data.group_column is {config.group_column!r}, and {file.path!r} is not a table: leave it out"
             )
@@ -94,10 +89,8 @@ class Preparer:
         """Make the shards, or go on where an earlier job was interrupted."""
         config = self.recipe.data
         assert config.shards is not None
-        if unread := [path for one in config.each_source() for path in self._listed(one, list_unread)]:
-            print(
-                f"data.source {config.source!r}: {len(unread):,} files are not read, such as {unread[0]!r}", flush=True
-            )
+        for one, files in zip(config.each_source(), sources, strict=True):
+            tell_unread(Source(one.source), files, partial(self._is_data, one))
         units = cut_sources(sources, _UNIT_SHARDS * config.shards.size)
         _require_memory(units, config.shards.memory)
         fraction = fraction_for(sum(unit.bytes for unit in units))
@@ -116,16 +109,18 @@ class Preparer:
 
     def _sources(self) -> list[list[SourceFile]]:
         """Return the files of each source. Files of a storage inside a source are left out."""
-        return [self._listed(one, list_files) for one in self.recipe.data.each_source()]
+        return [self._listed(one) for one in self.recipe.data.each_source()]
 
-    def _listed(self, one: DataConfig, list_them: Callable[[DataConfig, Contents], list[Listed]]) -> list[Listed]:
-        """List files of one source, without those of the storage if it lies in the source."""
-        found = list_them(one, self.contents)
+    def _listed(self, one: DataConfig) -> list[SourceFile]:
+        """List the files of one source, without those of the storage if it lies in the source."""
+        return [file for file in list_files(Source(one.source), self.contents) if self._is_data(one, file.path)]
+
+    def _is_data(self, one: DataConfig, path: str) -> bool:
+        """Return whether a file of a source is none of the storage, which may lie in the source."""
         source, root = (f"{absolute_location(str(place)).rstrip('/')}/" for place in (one.source, self.storage))
         if not root.startswith(source):
-            return found
-        stored = f"{root}{SHARDS}/" if root == source else root
-        return [file for file in found if not absolute_location(str(file)).startswith(stored)]
+            return True
+        return not absolute_location(path).startswith(f"{root}{SHARDS}/" if root == source else root)
 
     def _require_unchanged(self, sources: list[list[SourceFile]]) -> None:
         """List the source again. Raises DataError if it is not as it was: its fingerprint would tell a lie."""
@@ -226,7 +221,7 @@ class Preparer:
 
 def _require_memory(units: Sequence[Unit], max_bytes: int) -> None:
     """Raise DataError for an Arrow file whose record batches, which are read one by one, are too large."""
-    for piece in (piece for unit in units for piece in unit.pieces if piece.kind == "arrow"):
+    for piece in (piece for unit in units for piece in unit.pieces if piece.format == "arrow"):
         if piece.bytes > max_bytes:
             raise DataError(
                 f"{piece.path!r} has record batches of about {piece.bytes:,} bytes, and data.shards.memory is "

@@ -7,7 +7,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +17,11 @@ from upath import UPath
 from app.config import CleanConfig
 from app.data.examples import REASONS, Input, Reason, refuse
 from app.data.images import is_readable
-from app.data.preparation.rows import Rows
 from app.data.preparation.sample import Hashes, SampleBuilder, fractions_of
 from app.data.preparation.slices import Arrays, Slices
 from app.data.prepared import TEST, TRAIN, VALIDATION
+from app.data.sources.cells import Rows
+from app.data.sources.labelled import GROUP, INPUT, LABEL
 from app.errors import DataError
 
 _MAX_LABELS = 100_000
@@ -97,22 +98,15 @@ class Cleaner:
     """Whether white space around a text is dropped, as in labelled examples."""
     is_image: bool
 
-    def clean(self, item: Input) -> Input | None:
+    def clean(self, item: Input | None) -> Input | None:
         """Return an input as training sees it; None if it is not a text in UTF-8, or not a picture."""
         if self.is_image and not (isinstance(item, bytes) and is_readable(item)):
             return None
         return self.convert(item)
 
-    def convert(self, item: Input) -> Input | None:
+    def convert(self, item: Input | None) -> Input | None:
         """Return an input as training sees it, without a look at pictures."""
-        if self.is_image:
-            return item
-        if isinstance(item, bytes):
-            try:
-                item = item.decode("utf-8")
-            except UnicodeDecodeError:
-                return None
-        return item.strip() if self.strips else item
+        return item.strip() if self.strips and isinstance(item, str) else item
 
     def code(self, item: Input | None, label: str | None) -> int:
         """Return the code of a cleaned row that is dropped whatever the others are; else ``KEPT``."""
@@ -143,9 +137,9 @@ class Surveyor:
 
     def add(self, rows: Rows) -> list[Input | None]:
         """Survey some rows, and return the cleaned inputs. Raises DataError if there are too many labels."""
-        cleaned = [self._cleaner.clean(item) for item in rows.inputs]
+        cleaned = [self._cleaner.clean(item) for item in rows.cells[INPUT].to_pylist()]
         high, low = hashes_of(cleaned)
-        given: Sequence[str | None] = rows.labels or [None] * len(cleaned)
+        given = cells_of(rows, LABEL) or cast(list[str | None], [None] * len(cleaned))
         codes = np.array(
             [self._cleaner.code(item, label) for item, label in zip(cleaned, given, strict=True)], np.uint8
         )
@@ -155,7 +149,7 @@ class Surveyor:
                 f"the column of data.columns.label has over {_MAX_LABELS:,} different values, such as {given[-1]!r}: "
                 "name the column of the class"
             )
-        splits = self._rule.split(split_keys(rows.groups, low))
+        splits = self._rule.split(split_keys(cells_of(rows, GROUP), low))
         usable = [item if code == KEPT else None for item, code in zip(cleaned, codes.tolist(), strict=True)]
         self._sample.add(self.num_rows, usable, low)
         self._write(self._slices.add(high, low, splits, codes, np.array(labels, np.int32)))
@@ -170,6 +164,12 @@ class Surveyor:
         """Write what is left."""
         self._write(self._slices.rest())
         self._file.close()
+
+
+def cells_of(rows: Rows, key: str) -> list[str] | None:
+    """Return the cells of a column of texts; None if it is not read."""
+    found: list[str] | None = rows.cells[key].to_pylist() if key in rows.cells else None
+    return found
 
 
 def split_keys(groups: Sequence[str] | None, low: Hashes) -> Hashes:

@@ -11,14 +11,16 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import MAX_EXAMPLES, REASONS, Input, Reason
-from app.data.preparation.formats import read_unit
-from app.data.preparation.rows import CellType, Columns, Rows, RowsDigest, merge_types
+from app.data.preparation.digest import RowsDigest
 from app.data.preparation.sample import SampleBuilder
 from app.data.preparation.signatures import SignatureFiles
 from app.data.preparation.survey import KEPT, SPLITS, Cleaner, SplitRule, Survey, Surveyor
-from app.data.preparation.units import Contents, Unit
 from app.data.preparation.writers import BlockWriter, LabelledWriter, SplitWriter
 from app.data.shards import Shard
+from app.data.sources.cells import Columns, Rows
+from app.data.sources.documents import document_columns
+from app.data.sources.labelled import INPUT, columns_of
+from app.data.sources.units import Contents, Unit, read_unit
 from app.data.targets import load_labels
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
@@ -34,10 +36,8 @@ class UnitFacts(BaseModel):
 
     rows: int
     label_names: list[str]
-    types: dict[str, dict[CellType, str]]
-    """As ``merge_types`` returns them."""
     unreadable: str | None
-    """The first row that is not a text or picture: its file, or its beginning."""
+    """Where the first row lies that is not a text or picture."""
 
 
 class UnitResult(BaseModel):
@@ -128,7 +128,7 @@ class UnitWork:
     def survey(self, number: int) -> int:
         """Survey a unit, and return its number. Raises DataError if it cannot be read."""
         rule = SplitRule(self.config.seed, self.config.validation_fraction, self.config.test_fraction or 0.0)
-        facts, digest = UnitFacts(rows=0, label_names=[], types={}, unreadable=None), RowsDigest()
+        facts, digest = UnitFacts(rows=0, label_names=[], unreadable=None), RowsDigest()
         with ExitStack() as stack:
             file = stack.enter_context(stream_atomically(self.survey_file(number)))
             sample = SampleBuilder(self.sample_fraction, cuts=not self._cleaner.strips)
@@ -138,9 +138,8 @@ class UnitWork:
             for rows in read_unit(self.units[number], self._columns(number)):
                 digest.add(rows)
                 cleaned = surveyor.add(rows)
-                facts.types = merge_types([facts.types, rows.types])
                 if facts.unreadable is None and None in cleaned:
-                    facts.unreadable = _shown(rows, cleaned.index(None))
+                    facts.unreadable = rows.place(cleaned.index(None))
                 if signatures and cleaned:
                     signatures.add(cleaned)
             surveyor.close()
@@ -176,8 +175,8 @@ class UnitWork:
         start, cleaner, digest = 0, self._cleaner, RowsDigest()
         for rows in read_unit(self.units[number], self._columns(number)):
             digest.add(rows)
-            yield start, [cleaner.convert(item) for item in rows.inputs], rows
-            start += len(rows.inputs)
+            yield start, [cleaner.convert(item) for item in rows.cells[INPUT].to_pylist()], rows
+            start += len(rows)
         if digest.digest() != self.digest_file(number).read_bytes():
             raise self._changed(number)
 
@@ -208,9 +207,10 @@ class UnitWork:
         return LabelledWriter(folder, prefix, self.contents, size, load_labels(folder))
 
     def _columns(self, number: int) -> Columns:
-        columns = self.config.each_source()[self.units[number].source].columns
-        label = None if self.contents == "language-modeling" else columns.label
-        return Columns(columns.input, label, self.config.group_column, self.contents == "image")
+        columns, group = self.config.each_source()[self.units[number].source].columns, self.config.group_column
+        if self.contents == "language-modeling":
+            return document_columns(columns, group)
+        return columns_of(columns, self.contents, group)
 
     @property
     def _cleaner(self) -> Cleaner:
@@ -220,14 +220,9 @@ class UnitWork:
 def _collect(
     examples: dict[Reason, list[str]], inputs: list[Input | None], rows: Rows, codes: NDArray[np.uint8]
 ) -> None:
-    """Keep the first few rows that are dropped for each reason: their texts, or else the names of their files."""
+    """Keep the first few rows that are dropped for each reason: their texts, or else where they lie."""
     for row in np.flatnonzero(codes != KEPT).tolist():
         shown = examples.setdefault(REASONS[codes[row] - 1], [])
         if len(shown) < MAX_EXAMPLES:
             item = inputs[row]
-            shown.append(item[:_MAX_EXAMPLE] if isinstance(item, str) else _shown(rows, row))
-
-
-def _shown(rows: Rows, row: int) -> str:
-    """Return the file of a row that is not a text, or its beginning if it has no file of its own."""
-    return rows.files[row] if rows.files else repr(rows.inputs[row][:_MAX_EXAMPLE])
+            shown.append(item[:_MAX_EXAMPLE] if isinstance(item, str) else rows.place(row))

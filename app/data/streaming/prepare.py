@@ -12,7 +12,6 @@ from upath import UPath
 
 from app.checksums import sha256_of
 from app.config import DataConfig, Recipe
-from app.data.documents import load_documents
 from app.data.examples import clean
 from app.data.preparation.prepare import SHARDS
 from app.data.preparation.survey import digest_of
@@ -22,7 +21,8 @@ from app.data.processor import Processor, fit_processor
 from app.data.sharded import ShardReference
 from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
 from app.data.shards import ShardIndex
-from app.data.sources import load_examples
+from app.data.sources.documents import load_documents
+from app.data.sources.labelled import load_examples
 from app.data.streaming.collector import Collector
 from app.data.streaming.documents import Blocks, DocumentRows
 from app.data.streaming.micro_epochs import SHARDS_CONFIG, MicroEpochStore

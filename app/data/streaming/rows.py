@@ -14,7 +14,6 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import MAX_EXAMPLES, REASONS, CleaningReport, Reason, in_words
-from app.data.preparation.rows import cell_text
 from app.data.preparation.sample import SAMPLE_SIZE
 from app.data.preparation.survey import (
     IN_TRAIN,
@@ -28,6 +27,7 @@ from app.data.preparation.survey import (
 )
 from app.data.preparation.writers import LabelledWriter
 from app.data.shards import Shard
+from app.data.sources.cells import as_label, as_text
 from app.data.streaming.messages import Message, Offsets
 from app.errors import DataError
 
@@ -183,13 +183,17 @@ class StreamRows(ABC):
         except orjson.JSONDecodeError:
             row = None
         if isinstance(row, dict) and all(name in row for name in names):
-            text = _text_of(row[columns.input])
-            text = text.strip() if self.strips else text
-            label = None if self._labels is None else _text_of(row[columns.label])
-            group = _text_of(row[group_column]) if group_column else ""
-            code = self._cleaner.code(text, label)
-            if code == KEPT and self._labels is not None and label not in self._labels:
-                code = code_of("unknown_label")
+            try:
+                text = as_text(row[columns.input]) or ""
+                label = None if self._labels is None else as_label(row[columns.label])
+                group = as_label(row[group_column]) if group_column else ""
+            except TypeError:  # an object or a list
+                pass
+            else:
+                text = text.strip() if self.strips else text
+                code = self._cleaner.code(text, label)
+                if code == KEPT and self._labels is not None and label not in self._labels:
+                    code = code_of("unknown_label")
         digest = digest_of(text)
         if code == KEPT and digest in self._in_validation:
             code = code_of("in_validation")
@@ -285,12 +289,6 @@ class LabelledRows(StreamRows):
 def sample_of(texts: Sequence[str]) -> Sequence[str]:
     """Return evenly spread texts of about ``SAMPLE_SIZE`` at most, from which a tokenizer is learned."""
     return texts[:: max(1, -(-sum(map(len, texts)) // SAMPLE_SIZE))]
-
-
-def _text_of(value: object) -> str:
-    text = cell_text(value)
-    assert isinstance(text, str)  # JSON has no bytes
-    return text
 
 
 _BAD_CODES = {code_of(reason) for reason in _BAD}

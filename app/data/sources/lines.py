@@ -7,7 +7,6 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from app.data.preparation.rows import decode
 from app.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
@@ -35,29 +34,37 @@ def go_to_line(file: BinaryIO, start: int, path: str) -> int:
     return start - 1 + len(read_line(file, path))
 
 
-def parse_line(line: bytes, path: str, offset: int) -> Mapping[str, Any]:
-    """Return the row of a line that begins at byte ``offset``. Raises DataError if it is not a JSON object."""
+def parse_line(line: bytes, place: str) -> Mapping[str, Any]:
+    """Return the row of a line, which is at ``place``. Raises DataError if it is not a JSON object."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
-        row = _parse_python(line, path, offset)
+        row = _parse_python(line, place)
     if not isinstance(row, dict):
-        raise DataError(f"{path!r} has a line at byte {offset:,} that is a {type(row).__name__}: expected an object")
+        raise DataError(f"{place} is a {type(row).__name__}: expected an object")
     return row
 
 
-def _parse_python(line: bytes, path: str, offset: int) -> Any:
+def _parse_python(line: bytes, place: str) -> Any:
     """Parse what only Python's json module writes: NaN, and halves of a surrogate pair, as bytes."""
     try:
         row = json.loads(line.decode())
-    except ValueError as error:
-        raise DataError(f"{path!r} has a line at byte {offset:,} that is not JSON ({error}): correct it") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is not JSON ({error}): correct it") from error
     if not isinstance(row, dict):
         return row
-    return {
-        name: decode(value.encode("utf-8", "surrogatepass")) if isinstance(value, str) else value
-        for name, value in row.items()
-    }
+    return {name: _encodable(value) for name, value in row.items()}
+
+
+def _encodable(value: Any) -> Any:
+    """Return a cell as it is; the bytes of a text that is not UTF-8."""
+    if not isinstance(value, str):
+        return value
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode("utf-8", "surrogatepass")
+    return value
 
 
 def csv_row_ends(file: BinaryIO, path: str) -> Iterator[int]:

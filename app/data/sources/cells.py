@@ -1,0 +1,326 @@
+"""The cells of a table, read in one way from every format: each column of a task has a kind, and each kind one type."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from typing import Any, Literal
+
+import orjson
+import pyarrow as pa
+from upath import UPath
+
+from app.conditional import map_concurrently
+from app.errors import DataError
+from app.storage import to_path
+
+BATCH_ROWS, BATCH_BYTES = 4096, 4 * 2**20
+"""Maximum that is read of a table at a time."""
+Kind = Literal["text", "label", "labels", "group", "value", "file", "nested"]
+"""What a task reads a column as.
+
+- ``text``: string, "" for an empty cell, null for one that is not UTF-8;
+- ``label``: string without the white space around it, "" for an empty cell;
+- ``labels``: as ``label``, or a list of labels as JSON;
+- ``group``: as ``label``: rows of one group stay in one split;
+- ``value``: numbers, booleans or strings, null for an empty cell;
+- ``file``: the content of a file, binary, null for an empty cell;
+- ``nested``: JSON, null for an empty cell.
+"""
+_EXPECTED: Mapping[Kind, str] = {
+    "text": "a text",
+    "label": "a text or a number",
+    "labels": "a text, a number, or a list of them",
+    "group": "a text or a number",
+    "value": "a number or a text",
+    "file": "the path of a file, or its bytes",
+    "nested": "an object or a list",
+}
+Place = Callable[[int], str]
+"""Returns the file and the row of a cell, for messages."""
+
+
+def rows_from(path: str, first: int, where: str = "") -> Place:
+    """Return the places of consecutive rows. ``where``: what ``first`` is counted from, if not from the beginning."""
+    return lambda row: f"{path!r}, row {first + row:,}{where}"
+
+
+def each_at(places: Sequence[str]) -> Place:
+    """Return the places of rows that have one of their own."""
+    return places.__getitem__
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column that a task reads."""
+
+    key: str
+    """The recipe's key that names it."""
+    name: str
+    kind: Kind
+    is_optional: bool = False
+    """Whether a row of JSON lines may lack it."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns that a task reads of a source."""
+
+    contents: str
+    """What the source holds: a modality, or documents."""
+    all: tuple[Column, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The different names, in order."""
+        return list(dict.fromkeys(column.name for column in self.all))
+
+    @property
+    def content(self) -> Column:
+        """The column of the text or the file, which is the first. A source without columns has nothing else."""
+        return self.all[0]
+
+    @property
+    def label(self) -> Column | None:
+        """The column of the label, for sources that name it in another way."""
+        return next((column for column in self.all if column.kind in ("label", "labels")), None)
+
+    def require_in(self, path: str, found: Sequence[str]) -> None:
+        """Raise DataError if a table lacks one of them, or has two of one name."""
+        for column in self.all:
+            if (count := found.count(column.name)) > 1:
+                raise DataError(
+                    f"{column.key} is {column.name!r}, and {path!r} has {count} columns of this name: rename one"
+                )
+            if not count and not column.is_optional:
+                raise DataError(
+                    f"{column.key} is {column.name!r}, which {path!r} does not have: it has {', '.join(found)}"
+                )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A few rows of a source."""
+
+    cells: Mapping[str, pa.Array]
+    """The cells of each column, by the key that names it. Their type is that of the column's kind."""
+    place: Place
+
+    def __len__(self) -> int:
+        return len(next(iter(self.cells.values())))
+
+
+def rows_of_batch(batch: pa.RecordBatch, columns: Columns, path: str, place: Place) -> Rows:
+    """Return the rows of a table in Arrow. Raises DataError for a cell that is not of its column's kind."""
+    cells = {}
+    for column in columns.all:
+        index = batch.schema.get_field_index(column.name)
+        given = pa.nulls(batch.num_rows) if index < 0 else batch.column(index)
+        cells[column.key] = _Cells(column, path, place).of_array(given)
+    return Rows(cells, place)
+
+
+def rows_of_objects(rows: Sequence[Mapping[str, Any]], columns: Columns, path: str, place: Place) -> Rows:
+    """Return rows that are JSON objects.
+
+    Raises:
+        DataError: an object lacks a column, or a cell is not of its column's kind.
+    """
+    cells = {}
+    for column in columns.all:
+        lacking = next((number for number, row in enumerate(rows) if column.name not in row), None)
+        if lacking is not None and not column.is_optional:
+            raise DataError(
+                f"{column.key} is {column.name!r}, which {place(lacking)} does not have: it has "
+                f"{', '.join(rows[lacking])}; give every row the same keys, and null where there is no value"
+            )
+        values = [row.get(column.name) for row in rows]
+        cells[column.key] = _Cells(column, path, place).of_values(values)
+    return Rows(cells, place)
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Converts the cells of one column."""
+
+    column: Column
+    path: str
+    place: Place
+
+    def of_array(self, given: pa.Array) -> pa.Array:
+        """Return the cells of a column in Arrow."""
+        if isinstance(given, pa.ExtensionArray):
+            given = given.storage
+        if pa.types.is_dictionary(given.type):
+            given = given.dictionary_decode()
+        if self.column.kind == "value" and (
+            pa.types.is_integer(given.type) or pa.types.is_floating(given.type) or pa.types.is_boolean(given.type)
+        ):
+            return given
+        if self.column.kind == "text" and (texts := _utf8(given)) is not None:
+            return texts.fill_null("")
+        if self.column.kind == "file" and pa.types.is_binary(given.type):
+            return given
+        return self.of_values(_numbersas_texts(given) if pa.types.is_floating(given.type) else given.to_pylist())
+
+    def of_values(self, values: Sequence[Any]) -> pa.Array:
+        """Return the cells of a column of Python values."""
+        if self.column.kind == "value":
+            return self._values(values)
+        if self.column.kind == "file":
+            return self._files(values)
+        return pa.array(list(self._each(values, _CONVERTED[self.column.kind])), pa.string())
+
+    def _each(self, values: Sequence[Any], convert: Callable[[Any], Any]) -> Iterator[Any]:
+        for number, value in enumerate(values):
+            try:
+                yield convert(value)
+            except (TypeError, UnicodeError) as error:
+                raise self._refusal(number, value) from error
+
+    def _values(self, values: Sequence[Any]) -> pa.Array:
+        cells = list(self._each(values, _as_value))
+        kinds = {type(cell) for cell in cells if cell is not None}
+        if kinds <= {int, float}:
+            return pa.array([None if cell is None else float(cell) for cell in cells], pa.float64())
+        if kinds == {bool}:
+            return pa.array(cells, pa.bool_())
+        return pa.array([None if cell is None else _text_of(cell) for cell in cells], pa.string())
+
+    def _files(self, values: Sequence[Any]) -> pa.Array:
+        cells = list(self._each(values, _as_file))
+        numbers = [number for number, cell in enumerate(cells) if isinstance(cell, str)]
+        # Storage serves many requests at once.
+        contents = map_concurrently(to_path(self.path), lambda number: self._content(number, cells[number]), numbers)
+        for number, content in zip(numbers, contents, strict=True):
+            cells[number] = content
+        return pa.array(cells, pa.binary())
+
+    def _content(self, number: int, given: str) -> bytes:
+        try:
+            content: bytes = _file_of(to_path(self.path), given).read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"{self.place(number)}: the {self.column.name} {given!r} cannot be read ({error}): expected a file, by "
+                "its URI or its path from the folder of the table, or in a column of bytes"
+            ) from error
+        return content
+
+    def _refusal(self, number: int, value: Any) -> DataError:
+        if isinstance(value, bytes) and self.column.kind != "file":
+            return DataError(f"{self.place(number)}: {self.column.name!r} is not text in UTF-8: correct it")
+        return DataError(
+            f"{self.place(number)}: {self.column.name!r} is {_KINDS.get(type(value), type(value).__name__)}: expected "
+            f"{_EXPECTED[self.column.kind]}; name another column in {self.column.key}, or write its values so"
+        )
+
+
+_KINDS: Mapping[type, str] = {dict: "an object", list: "a list", bytes: "bytes"}
+
+
+def _numbersas_texts(given: pa.Array) -> list[str | None]:
+    """Return numbers in the fewest digits that give them in their own precision: float32 has 0.1, too."""
+    numbers = given.to_numpy(zero_copy_only=False)
+    return [None if number != number else _digits(float(number), str(number)) for number in numbers]
+
+
+def _digits(number: Any, written: str) -> str:
+    """Return a number as text. A whole one has no decimals, so that 1.0 and 1 are one label."""
+    is_whole = math.isfinite(number) and number % 1 == 0 and abs(number) < 2**53
+    return str(int(number)) if is_whole else written
+
+
+def _utf8(given: pa.Array) -> pa.Array | None:
+    """Return texts as they are; None if they are no texts, or one of them is not UTF-8."""
+    kind = given.type
+    is_bytes = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    if not (is_bytes or pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        return None
+    try:
+        texts = given if pa.types.is_string(kind) else given.cast(pa.string())
+        texts.validate(full=True)
+    except pa.ArrowInvalid:
+        return None
+    return texts
+
+
+def _file_of(table: UPath, given: str) -> UPath:
+    """Return the file that a cell names."""
+    return to_path(given) if "://" in given or given.startswith("/") else table.parent / given
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value != value
+
+
+def _text_of(value: Any) -> str:
+    """Return a number, a text or a date as text. Raises TypeError for an object or a list."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float | Decimal):
+        return _digits(value, str(value))
+    if isinstance(value, bool | int | date | time | timedelta):
+        return str(value)
+    raise TypeError
+
+
+def as_text(value: Any) -> str | None:
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return None
+    return "" if _is_empty(value) else _text_of(value)
+
+
+def as_label(value: Any) -> str:
+    if isinstance(value, bytes):
+        value = value.decode()
+    return "" if _is_empty(value) else _text_of(value).strip()
+
+
+def _as_labels(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return orjson.dumps([as_label(item) for item in value]).decode()
+    return as_label(value)
+
+
+def _as_value(value: Any) -> bool | float | str | None:
+    if isinstance(value, bytes):
+        value = value.decode()
+    if isinstance(value, str):
+        return value.strip() or None
+    if _is_empty(value):
+        return None
+    if isinstance(value, bool | int | float):
+        return value
+    return float(value) if isinstance(value, Decimal) else _text_of(value)
+
+
+def _as_file(value: Any) -> bytes | str | None:
+    if isinstance(value, dict) and value.keys() <= {"bytes", "path"}:
+        # The layout of Hugging Face's datasets.
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, str):
+        return value.strip() or None
+    if isinstance(value, bytes):
+        return value
+    if _is_empty(value):
+        return None
+    raise TypeError
+
+
+def _as_json(value: Any) -> str | None:
+    if isinstance(value, str | bytes):  # JSON in a cell of csv
+        return value.decode() if isinstance(value, bytes) else value or None
+    return None if _is_empty(value) else orjson.dumps(value, default=str).decode()
+
+
+_CONVERTED: Mapping[Kind, Callable[[Any], str | None]] = {
+    "text": as_text,
+    "label": as_label,
+    "labels": _as_labels,
+    "group": as_label,
+    "nested": _as_json,
+}

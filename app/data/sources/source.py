@@ -1,0 +1,78 @@
+"""Where a recipe's data lie: a built-in set, or a file or folder that a driver of fsspec lists and opens."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from upath import UPath
+
+from app.errors import DataError, RayloomError
+from app.import_string import did_you_mean
+from app.storage import to_path
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of a recipe. Its string is the key with its value, for messages."""
+
+    uri: str
+    key: str = "data.source"
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.uri!r}"
+
+
+def find_builtin(source: Source, known: Mapping[str, Found]) -> Found | None:
+    """Return the set that ``builtin:NAME`` names; None for other sources. Raises DataError for an unknown name."""
+    scheme, _, name = source.uri.partition(":")
+    if scheme != "builtin":
+        return None
+    if name not in known:
+        raise DataError(f"{source}: no built-in set {name!r} for this task; {did_you_mean(name, known)}")
+    return known[name]
+
+
+def open_source(source: Source) -> UPath:
+    """Return the path of a source that is not built in. Raises DataError if it does not exist."""
+    with _named_in_errors(source):
+        path = to_path(source.uri).expanduser()
+        is_there = path.exists()
+    if not is_there:
+        raise DataError(
+            f"{source} does not exist: give builtin:NAME, or the path or URI of a csv, jsonl, "
+            "parquet or Arrow file or of a folder"
+        )
+    return path
+
+
+@contextmanager
+def _named_in_errors(source: Source) -> Iterator[None]:
+    try:
+        yield
+    except RayloomError:
+        raise
+    except Exception as error:  # each protocol's driver has errors of its own
+        raise DataError(f"{source} cannot be opened ({error}): check the URI and the credentials") from error
+
+
+def list_source(source: Source, root: UPath) -> list[tuple[UPath, dict[str, Any]]]:
+    """List the files of a source with the driver's metadata, sorted by path. Hidden files are left out.
+
+    It takes one listing, however many there are. Raises DataError if it is refused.
+    """
+    with _named_in_errors(source):
+        if root.is_file():
+            return [(root, root.fs.info(root.path))]
+        found: dict[str, dict[str, Any]] = root.fs.find(root.path, detail=True)
+        # A driver lists absolute paths, also of a relative folder.
+        folder = str(root.fs._strip_protocol(root.path)).rstrip("/")
+    inside = {name: name.removeprefix(folder).lstrip("/") for name in found}
+    files = [(root / place, found[name]) for name, place in inside.items() if not _is_hidden(place)]
+    return sorted(files, key=lambda file: str(file[0]))
+
+
+def _is_hidden(place: str) -> bool:
+    return any(part.startswith(".") for part in place.split("/"))

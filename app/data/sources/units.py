@@ -1,0 +1,195 @@
+"""The files of a source, cut into units: pieces of bounded size that are surveyed and written one by one.
+
+Units do not depend on who works on them. So a cluster and a single process write the same shards, and an interrupted
+preparation goes on with the units that are left.
+"""
+
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import PurePosixPath
+from typing import Any, Literal, cast
+
+import pyarrow as pa
+from upath import UPath
+
+from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS, BUILTIN_TEST
+from app.data.examples import Modality
+from app.data.sources.cells import Columns, Rows
+from app.data.sources.formats import FORMATS, TABLE_SUFFIXES, format_of
+from app.data.sources.formats.base import DOCUMENTS, Piece, SourceFile
+from app.data.sources.formats.builtin import Builtin
+from app.data.sources.formats.idx import Idx, find_idx
+from app.data.sources.source import Source, find_builtin, list_source, open_source
+from app.errors import DataError
+from app.storage import version_of
+
+Contents = Literal[Modality, "language-modeling"]
+"""What a source holds: labelled inputs of one kind, or documents to model the language of."""
+WHOLE = 2**63
+"""Bytes of a unit that has all files of a source."""
+_READERS = {**FORMATS, Builtin.name: Builtin(), Idx.name: Idx()}
+_FILES_OF_CLASSES: dict[str, str] = {"image": "pictures", "audio": "recordings"}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Pieces that are read one after another."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+    source: int = 0
+    """Index of its source, if there are several."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are read."""
+        return sum(piece.bytes for piece in self.pieces)
+
+
+def list_files(source: Source, contents: Contents) -> list[SourceFile]:
+    """List the files of a source, sorted by path. It takes one listing, however many there are.
+
+    Raises:
+        DataError: the source does not exist, has no file that the task reads, or has a class without one.
+    """
+    known: dict[str, Any] = dict(BUILTIN_DOCUMENTS if contents == DOCUMENTS else BUILTIN)
+    known = BUILTIN_TEST if source.key == "data.test_source" else known
+    if find_builtin(source, known) is not None:
+        return [SourceFile(source.uri, Builtin.name, 0, "")]
+    root = open_source(source)
+    listed = list_source(source, root)
+    if contents == "image" and root.is_dir() and (found := find_idx(source, root, listed)):
+        return found
+    formats = {path: one for path, _ in listed if (one := format_of(path, contents))}
+    if contents in _FILES_OF_CLASSES:
+        _require_classes(source, root, [path for path, _ in listed], formats)
+    if not formats:
+        raise DataError(f"{source} has none of the files that the task reads: expected {_expected(contents)}")
+    return [
+        SourceFile(str(path), formats[path].name, int(info["size"]), _version(path, info))
+        for path, info in listed
+        if path in formats
+    ]
+
+
+def _version(path: UPath, info: Mapping[str, Any]) -> str:
+    if (version := version_of(info)) is None:
+        raise DataError(
+            f"{str(path)!r}: the storage driver {path.protocol!r} lists neither an ETag nor a time of the last change, "
+            "so changes would not be noticed; copy the source to a disk or to S3"
+        )
+    return version
+
+
+def _expected(contents: Contents) -> str:
+    if contents not in _FILES_OF_CLASSES:
+        return f"{', '.join(TABLE_SUFFIXES)} or .tar files"
+    suffixes = ", ".join(FORMATS[contents].suffixes)
+    return f"{_FILES_OF_CLASSES[contents]} ({suffixes}) in a folder for each class, or .tar files"
+
+
+def tell_unread(source: Source, read: Sequence[SourceFile], is_meant: Callable[[str], bool] = bool) -> None:
+    """Print how many files of a source are not ``read``, by ending. ``is_meant`` returns whether a path counts."""
+    if source.uri.startswith("builtin:"):
+        return
+    paths = {file.path for file in read}
+    found = [str(path) for path, _ in list_source(source, open_source(source))]
+    unread = [PurePosixPath(path) for path in found if path not in paths and is_meant(path)]
+    if unread:
+        endings = Counter(path.suffix or path.name for path in unread).most_common(5)
+        counts = ", ".join(f"{count:,} {ending}" for ending, count in endings)
+        print(f"{source}: {len(unread):,} files are not read ({counts}), such as {str(unread[0])!r}", flush=True)
+
+
+def _require_classes(source: Source, root: UPath, files: Sequence[UPath], read: Collection[UPath]) -> None:
+    """Raise DataError unless each file that is read lies in the folder of its class, and each class has one."""
+    for path in read:
+        if path.suffix.lower() != ".tar" and len(path.relative_to(root).parts) != 2:
+            raise DataError(
+                f"{source} has the file {str(path)!r}: expected CLASS/FILE below the source; move it, or give the "
+                "folder whose subfolders are the classes"
+            )
+    classes = {path.parent for path in read}
+    lacking = [path for path in files if path.parent not in classes and len(path.relative_to(root).parts) == 2]
+    if classes and lacking:
+        raise DataError(
+            f"{source}: the class {lacking[0].parent.name!r} has no file that can be read, but {lacking[0].name!r}: "
+            f"expected {', '.join(FORMATS['image'].suffixes)}; convert its files, or move the folder away"
+        )
+
+
+def cut_sources(sources: Sequence[Sequence[SourceFile]], unit_bytes: int) -> list[Unit]:
+    """Cut the files of each source into units, as ``cut_units`` does. No unit is of two sources."""
+    units = [
+        replace(unit, source=place) for place, files in enumerate(sources) for unit in cut_units(files, unit_bytes)
+    ]
+    return [replace(unit, number=number) for number, unit in enumerate(units)]
+
+
+def cut_units(files: Sequence[SourceFile], unit_bytes: int) -> list[Unit]:
+    """Cut files into units of about ``unit_bytes``.
+
+    Larger csv files are read for it, because only their rows before tell where a row begins. Raises DataError if a file
+    is not of the format that its name says.
+    """
+    units: list[Unit] = []
+    pieces: list[Piece] = []
+    size = 0
+    for piece in (piece for file in files for piece in _READERS[file.format].cut(file, unit_bytes)):
+        if pieces and size + piece.bytes > unit_bytes:
+            units.append(Unit(len(units), tuple(pieces)))
+            pieces, size = [], 0
+        pieces.append(piece)
+        size += piece.bytes
+    return [*units, Unit(len(units), tuple(pieces))]
+
+
+def read_unit(unit: Unit, columns: Columns) -> Iterator[Rows]:
+    """Yield the rows of a unit, always in the same order.
+
+    Raises:
+        DataError: a file cannot be read, or lacks a column. The message names the file and the row.
+    """
+    for name, pieces in groupby(unit.pieces, lambda piece: piece.format):
+        some = list(pieces)
+        with _named_in_errors(some[0].path, name):
+            yield from _READERS[name].read(some, columns)
+
+
+def read_source(source: Source, columns: Columns) -> Iterator[Rows]:
+    """Yield all rows of a source, in the order of its files. Files that are not read are counted in the log.
+
+    Raises:
+        DataError: as ``list_files`` and ``read_unit``.
+    """
+    files = list_files(source, cast(Contents, columns.contents))
+    tell_unread(source, files)
+    for unit in cut_units(files, WHOLE):
+        yield from read_unit(unit, columns)
+
+
+def column_names(file: SourceFile) -> list[str]:
+    """Return the names of a table's columns, in order. Raises DataError if it cannot be read."""
+    with _named_in_errors(file.path, file.format):
+        return _READERS[file.format].column_names(file.path)
+
+
+@contextmanager
+def _named_in_errors(path: str, format_name: str) -> Iterator[None]:
+    """Turn errors of a driver or of Arrow into DataError. Formats that read several files name the file themselves."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{error.filename or path!r} is gone: the source changed; prepare it again") from error
+    except PermissionError as error:
+        raise DataError(f"{path!r} may not be read ({error}): check its rights and the credentials") from error
+    except (pa.ArrowException, tarfile.TarError) as error:
+        raise DataError(f"{path!r} cannot be read as {format_name} ({error}): write it again") from error
+    except OSError as error:
+        raise DataError(
+            f"{path!r} cannot be read ({error}): write it again if it is torn; else prepare the data again"
+        ) from error
