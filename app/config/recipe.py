@@ -230,7 +230,7 @@ class Recipe(Section):
         if ":" not in self.task and not self.task.startswith("tabular-"):
             unread.append((data.columns, "data.columns.features"))
         if ":" not in self.task and not self.task.startswith(("tabular-", "multimodal-")):
-            unread.append((data.columns, "data.columns.categories"))
+            unread += [(data.columns, "data.columns.categories"), (data.columns, "data.columns.numbers")]
         if self.task in MULTIMODAL:
             unread += [(data.columns, "data.columns.input"), (data, "data.sampling"), (data, "data.shards")]
             unread += [(data.clean, "data.clean.min_length"), (data.clean, "data.clean.max_length")]

@@ -52,6 +52,11 @@ class ColumnsConfig(Section):
         description="for tabular and multimodal tasks: columns of categories although they look like numbers, such as "
         "postal codes",
     )
+    numbers: list[str] = Field(
+        default=[],
+        description="for tabular and multimodal tasks: columns of numbers; a cell that is none is refused with its "
+        "row; default: a column is one of numbers if all cells that have a value are numbers",
+    )
     fields: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], FieldConfig] = Field(
         default={},
         description="for multimodal tasks: fields of a sample, by the name that predict takes, each with its kind",

@@ -3,13 +3,16 @@
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from pydantic import BaseModel
 from upath import UPath
 
 from app.config import CleanConfig
 from app.storage import write_atomically
+
+if TYPE_CHECKING:  # it imports pyarrow
+    from app.data.kinds import ColumnKind
 
 Modality = Literal["text", "image", "audio", "row", "record"]
 Input = str | bytes
@@ -42,6 +45,8 @@ class Examples:
     labels: list[str]
     left_out: dict[Reason, list[str]] = field(default_factory=dict)
     """Where those lie that cannot be read, by reason."""
+    kinds: "dict[str, ColumnKind]" = field(default_factory=dict)
+    """Of a table: the kind of each column of values."""
 
     @property
     def given(self) -> int:
@@ -54,6 +59,8 @@ class Examples:
         self.labels.extend(more.labels)
         for reason, places in more.left_out.items():
             self.left_out.setdefault(reason, []).extend(places)
+        for name, kind in more.kinds.items():
+            self.kinds[name] = self.kinds[name] + kind if name in self.kinds else kind
 
     def leave_out(self, reason: Reason, place: str) -> None:
         """Count a row that cannot be read."""
@@ -104,6 +111,8 @@ class CleaningReport(BaseModel):
     """Conversations that are kept in part."""
     suspected: int = 0
     """Number of training examples that are kept although their label is likely wrong."""
+    columns: dict[str, str] = {}
+    """Of a table: what each column is, and why."""
     examples: dict[Reason, list[str]] = {}
     """A few of those dropped for each reason, or suspected, shortened. In memory, only those with suspect labels."""
 
@@ -134,9 +143,11 @@ class CleaningReport(BaseModel):
     def __str__(self) -> str:
         reasons = [f"{count:,} {words}" for words, count in self.reasons.items()]
         cut = f"; cut at data.block_length tokens: {self.cut:,}" if self.cut else ""
+        columns = "".join(f"\ncolumn {name}: {kind}" for name, kind in self.columns.items() if kind != "numbers")
         suspected = f"; kept with a label that is likely wrong: {self.suspected:,}" if self.suspected else ""
         return (
             f"{self.given:,} {self.what}, {self.kept:,} kept; dropped: {', '.join(reasons) or 'none'}{cut}{suspected}"
+            f"{columns}"
         )
 
     def save(self, folder: UPath) -> None:
@@ -186,7 +197,7 @@ def clean(
             seen.add(example)
     dropped.update({reason: len(places) for reason, places in examples.left_out.items()})
     report = CleaningReport(what="examples", given=examples.given, kept=len(inputs), dropped=dropped)
-    return Examples(examples.modality, inputs, labels), report
+    return Examples(examples.modality, inputs, labels, kinds=examples.kinds), report
 
 
 def refuse(item: Input, config: CleanConfig) -> Reason | None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import reduce
 
 from app.config import DataConfig
 from app.data.examples import MAX_EXAMPLES, CleaningReport, Examples, Input, clean
@@ -57,7 +58,9 @@ def prepare_examples(
         DataError: there are too few examples, or labels of a kind that the targets do not take.
     """
     in_test = frozenset(test_examples.inputs if test_examples else ())
+    config, columns = _with_kinds(config, examples, test_examples)
     examples, report = clean(examples, config.clean, in_test, _labels_agree(processor_type, targets_type))
+    report = report.model_copy(update={"columns": columns})
     targets = targets_type.fit(examples.labels, config)
     train, validation = split(examples, targets, config)
     if test_examples:
@@ -77,6 +80,17 @@ def prepare_examples(
         report,
         LabelledDataset(test, processor, targets) if test else None,
     )
+
+
+def _with_kinds(config: DataConfig, *parts: Examples | None) -> tuple[DataConfig, dict[str, str]]:
+    """Return the recipe with the kinds of all columns of a table, and what each column is."""
+    if not any(part.kinds for part in parts if part):
+        return config, {}
+    from app.data.kinds import in_words, merge_kinds, resolve_categories  # other data do not need pyarrow
+
+    kinds = reduce(merge_kinds, (part.kinds for part in parts if part))
+    columns = resolve_categories(kinds, config.columns)
+    return config.model_copy(update={"columns": columns}), in_words(kinds, config.columns)
 
 
 def _judge_labels(

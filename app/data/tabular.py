@@ -73,7 +73,7 @@ class TabularProcessor:
             raise DataError(f"data.columns.categories has {unknown[0]!r}: the columns are {', '.join(names)}")
         numbers, categories = [], []
         for name in names:
-            values = [row[name] for row in rows if not _is_missing(row.get(name))]
+            values = [row[name] for row in rows if not is_missing(row.get(name))]
             parsed = None if name in config.columns.categories else _parse_numbers(values)
             if parsed is None:
                 categories.append(CategoryColumn(name=name, values=sorted({_category(value) for value in values})))
@@ -120,10 +120,9 @@ class TabularProcessor:
         return row
 
     def _number(self, row: Mapping[str, Any], column: NumberColumn) -> float:
-        if _is_missing(value := row[column.name]):
+        if is_missing(value := row[column.name]):
             return 0.0
-        (number,) = _parse_numbers([value]) or (math.nan,)
-        if not math.isfinite(number):
+        if (number := number_of(value)) is None:
             raise DataError(f"a row has {value!r} for {column.name!r}: expected a number, or null if it is unknown")
         if abs(scaled := column.scaled(number)) > _MAX_SCALED:
             raise DataError(
@@ -135,7 +134,7 @@ class TabularProcessor:
     def _row_categories(self, row: Mapping[str, Any]) -> list[int]:
         columns = zip(self._categories, self._indices, self._unknown, strict=True)
         return [
-            unknown if _is_missing(value := row[column.name]) else indices.get(_category(value), unknown)
+            unknown if is_missing(value := row[column.name]) else indices.get(_category(value), unknown)
             for column, indices, unknown in columns
         ]
 
@@ -161,15 +160,28 @@ def _read(item: Input) -> dict[str, Any]:
 
 def _parse_numbers(values: Sequence[Any]) -> list[float] | None:
     """Return the values as finite numbers; None if one is none, or there are none."""
+    numbers = [number for value in values if (number := number_of(value)) is not None]
+    return numbers if numbers and len(numbers) == len(values) else None
+
+
+def number_of(value: Any) -> float | None:
+    """Return a value as a finite number; None if it is none. ``1,234`` and ``1_000`` are none: nothing is guessed."""
+    if isinstance(value, bool) or (isinstance(value, str) and "_" in value):
+        return None
     try:
-        numbers = [float(value) for value in values if not isinstance(value, bool)]
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return numbers if numbers and len(numbers) == len(values) and all(map(math.isfinite, numbers)) else None
+    return number if math.isfinite(number) else None
 
 
-def _is_missing(value: Any) -> bool:
-    return value is None or value == ""
+_MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "null", "none"})
+"""Words for a missing value, in lower case: those of pandas' readers, and that of the UCI repository."""
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a cell has no value."""
+    return value is None or (isinstance(value, str) and value.strip().lower() in _MISSING)
 
 
 def _category(value: Any) -> str:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
@@ -112,6 +112,7 @@ class Classes:
             raise DataError(
                 f"data.source {config.source!r} has the classes {sorted(counts)} after cleaning: expected two"
             )
+        _require_distinct(counts, config)
         if rare := sorted(label for label, count in counts.items() if count < 2):
             raise DataError(
                 f"data.source {config.source!r} has one example only of {', '.join(rare)}: each class needs two or more"
@@ -169,6 +170,7 @@ class LabelSets:
     def fit(cls, labels: Sequence[str], config: DataConfig) -> Self:
         separator = config.columns.separator
         found = sorted({label for given in labels for label in split_labels(given, separator)})
+        _require_distinct(found, config)
         if not found:
             raise DataError(f"data.source {config.source!r} has no labels: expected one or more in some rows")
         return cls(found, separator)
@@ -309,6 +311,21 @@ def softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the softmax over the last axis. SciPy's would add 0.1 s of import to the start of every replica."""
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)  # type: ignore[no-any-return]
+
+
+def _require_distinct(labels: Iterable[str], config: DataConfig) -> None:
+    """Raise DataError if two labels are one number, such as 1 and 1.0: they would be two classes."""
+    written: dict[float, str] = {}
+    for label in sorted(labels):
+        try:
+            number = float(label)
+        except ValueError:
+            continue
+        if (other := written.setdefault(number, label)) != label:
+            raise DataError(
+                f"data.source {config.source!r} has the labels {other!r} and {label!r}, which are the same number: "
+                "write it in one way"
+            )
 
 
 def _by_label(labels: Sequence[str], scores: NDArray[np.float32]) -> dict[str, float]:

@@ -245,6 +245,8 @@ def _add_data(page: Page, path: UPath, curves: Curves) -> None:
             **{f"trained on, of {name}": f"{count:,.0f}" for name, count in curves.total("source_samples.").items()},
         }
     )
+    if cleaning.columns:
+        page.add_table(["column", "read as"], list(cleaning.columns.items()))
     if cleaning.shown:
         page.add_table(["dropped", "example"], cleaning.shown)
 

@@ -10,6 +10,7 @@ from app.config import ColumnsConfig, DataConfig
 from app.data.audio import require_recording
 from app.data.examples import Examples, Input, Modality, Reason
 from app.data.images import is_readable, require_picture
+from app.data.kinds import ColumnKind
 from app.data.sources.cells import Column, Columns, Kind, Rows
 from app.data.sources.formats import SourceFile
 from app.data.sources.formats.builtin import Builtin, find_examples
@@ -82,6 +83,10 @@ def _add(examples: Examples, file: SourceFile, config: DataConfig, label_kind: K
     for unit in cut_units([file], WHOLE):
         for rows in read_unit(unit, columns):
             labels: list[str] = rows.cells[LABEL].to_pylist()
+            for column in columns.all:
+                if column.kind == "value":
+                    kind = examples.kinds.setdefault(column.name, ColumnKind())
+                    kind.add(rows.cells[column.key], rows.place)
             for number, (item, given) in enumerate(zip(read(rows, columns, config.columns), labels, strict=True)):
                 if item is None:
                     examples.leave_out("not_text" if examples.modality == "text" else "unreadable", rows.place(number))

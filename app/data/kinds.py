@@ -1,0 +1,104 @@
+"""The kind of each column of a table: numbers, or categories because a cell is no number."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel
+
+from app.config import ColumnsConfig
+from app.data.sources.cells import Place
+from app.data.tabular import is_missing, number_of
+from app.errors import DataError
+from app.warnings import warn
+
+_MOST = 0.9
+"""Share of numbers from which a column of categories is likely meant to be numbers."""
+
+
+class ColumnKind(BaseModel):
+    """What the cells of a column are, of the rows that were read."""
+
+    numbers: int = 0
+    words: int = 0
+    """Cells that are neither numbers nor missing."""
+    first_word: str = ""
+    """The first of them, and where it is."""
+
+    @property
+    def are_numbers(self) -> bool:
+        """Whether all cells that are there are numbers."""
+        return self.numbers > 0 and not self.words
+
+    def add(self, cells: pa.Array, place: Place) -> None:
+        """Count cells. ``place`` returns where each is."""
+        if pa.types.is_integer(cells.type) or pa.types.is_floating(cells.type):
+            finite = pc.sum(pc.is_finite(cells)).as_py() or 0
+            self.numbers += finite
+            if finite < len(cells) - cells.null_count:
+                self._look_at(cells.to_pylist(), place)
+            return
+        self._look_at(cells.to_pylist(), place)
+
+    def _look_at(self, cells: Iterable[Any], place: Place) -> None:
+        for row, cell in enumerate(cells):
+            if is_missing(cell):
+                continue
+            if number_of(cell) is not None:
+                self.numbers += not isinstance(cell, int | float)
+                continue
+            self.words += 1
+            self.first_word = self.first_word or f"{cell!r} in {place(row)}"
+
+    def __add__(self, later: "ColumnKind") -> "ColumnKind":
+        """Return the kind of the cells of both."""
+        numbers, words = self.numbers + later.numbers, self.words + later.words
+        return ColumnKind(numbers=numbers, words=words, first_word=self.first_word or later.first_word)
+
+
+Kinds = Mapping[str, ColumnKind]
+"""The kind of each column, by name."""
+
+
+def merge_kinds(one: Kinds, other: Kinds) -> dict[str, ColumnKind]:
+    """Return the kinds of the cells of both."""
+    return {name: one.get(name, ColumnKind()) + other.get(name, ColumnKind()) for name in {**one, **other}}
+
+
+def resolve_categories(kinds: Kinds, config: ColumnsConfig) -> ColumnsConfig:
+    """Return the columns with all those of categories named.
+
+    Raises:
+        DataError: a column of ``data.columns.numbers`` has a cell that is no number.
+    """
+    for name in config.numbers:
+        if (kind := kinds.get(name)) and kind.words:
+            raise DataError(
+                f"data.columns.numbers has {name!r}, and {kind.first_word} is no number ({kind.words:,} such cells): "
+                "correct the cells, leave them empty, or take the column out of data.columns.numbers"
+            )
+    categories = [name for name, kind in kinds.items() if name in config.categories or not kind.are_numbers]
+    named = [*config.categories, *(name for name in categories if name not in config.categories)]
+    return config.model_copy(update={"categories": named})
+
+
+def in_words(kinds: Kinds, config: ColumnsConfig) -> dict[str, str]:
+    """Return what each column is and why, by name, and warn of columns that are likely meant to be numbers."""
+    told = {}
+    for name, kind in kinds.items():
+        if name in config.categories:
+            told[name] = "categories, by data.columns.categories"
+        elif kind.are_numbers:
+            told[name] = "numbers"
+        elif not kind.words:
+            told[name] = "categories: no cell has a value"
+        else:
+            told[name] = f"categories: {kind.first_word} is no number"
+            if kind.numbers >= _MOST * (kind.numbers + kind.words):
+                warn(
+                    f"column {name!r} has {kind.numbers:,} numbers, and becomes categories because of "
+                    f"{kind.words:,} other cells: {kind.first_word}; correct or empty them, or name the column in "
+                    "data.columns.categories"
+                )
+    return told
