@@ -24,7 +24,7 @@ from sklearn.datasets import load_diabetes, load_digits
 from sklearn.linear_model import LogisticRegression
 
 from app.config import DataConfig
-from app.data.sources import load_examples
+from app.data.sources.labelled import load_examples
 from tests.helpers import BIN, ROOT, local_cluster, wait_until
 from tests.pages import blocks, commands, mark_of
 from tests.streams import nats_server

@@ -18,7 +18,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.utils import InferenceServerException
 
 from app.config import DataConfig
-from app.data.sources import load_examples
+from app.data.sources.labelled import load_examples
 from tests.helpers import result_of, run, submit
 from tests.jobs import run_job
 

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from app.data.sources import load_examples
+from app.data.sources.labelled import load_examples
 from app.errors import TuningError
 from app.tuning.outcome import TuneMetrics
 from app.tuning.space import load_space

@@ -184,11 +184,16 @@ def test_saved_data_are_loaded_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([{"messages": [user("good")]}], "chats.jsonl, row 2: no turn to learn (the roles are user): add an assistant"),
-        ([{"messages": []}], "row 2: messages: List should have at least 1 item"),
-        ([{"text": "good"}], "row 2: messages: Field required; expected"),
-        ([{"messages": [{"role": "user"}]}], "row 2: messages.0.content: Field required"),
-        (["{"], "row 2: the row: Invalid JSON"),
+        (
+            [{"messages": [user("good")]}],
+            "chats.jsonl', line 2: no turn to learn (the roles are user): add an assistant",
+        ),
+        ([{"messages": []}], "line 2: messages: List should have at least 1 item"),
+        ([{"text": "good"}], "chats.jsonl', line 2 does not have: it has text; give every row the same keys"),
+        ([{"messages": [{"role": "user"}]}], "line 2: messages.0.content: Field required"),
+        (["{"], "chats.jsonl', line 2 is not JSON"),
+        ([{"messages": None}], "line 2: messages: Input should be a valid list"),
+        ([{"messages": "good"}], "line 2: messages: Invalid JSON"),
     ],
 )
 def test_a_row_that_is_no_conversation_is_refused(rows: list[Any], words: str, tmp_path: Path) -> None:
@@ -205,7 +210,7 @@ def test_a_row_that_is_no_conversation_is_refused(rows: list[Any], words: str, t
     ("template", "overrides", "words"),
     [
         (None, [], "has no chat template: add chat_template.jinja to the folder"),
-        ("{{ raise_exception('no system role') }}", [], "row 1: the chat template refuses it: no system role"),
+        ("{{ raise_exception('no system role') }}", [], "line 1: the chat template refuses it: no system role"),
         ("{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}", [], "earlier turns"),
         (TEMPLATE, ["data.chat.template=/nowhere.jinja"], "data.chat.template '/nowhere.jinja' cannot be read"),
         (TEMPLATE, ["data.block_length=128"], "data.block_length is 128, but model.pretrained"),

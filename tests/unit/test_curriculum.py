@@ -117,7 +117,7 @@ def test_a_difficulty_that_cannot_be_known_is_refused_before_the_run(tmp_path: P
         require_difficulty(recipe, data, folder)
     hard = recipe_of(tmp_path, "{by: column, column: hard}")
     write_texts(tmp_path, cell="very")
-    with pytest.raises(DataError, match=r"texts\.csv, row 1: 'very' in column 'hard' .*expected a number"):
+    with pytest.raises(DataError, match=r"texts\.csv', row 1: 'very' in column 'hard' .*expected a number"):
         require_difficulty(hard, data, folder)
     digits = load_recipe(ROOT / "recipes/digits.yaml", ["train.curriculum={by: length}"])
     with pytest.raises(RecipeError, match="all samples of task image-classification have one length"):

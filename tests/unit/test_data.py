@@ -19,7 +19,7 @@ from app.data.examples import Examples, clean
 from app.data.images import ImageProcessor
 from app.data.in_memory import prepare, split
 from app.data.labelled import LabelledData, LabelledDataset
-from app.data.sources import load_examples
+from app.data.sources.labelled import load_examples
 from app.data.targets import Classes
 from app.data.text import TextProcessor
 from app.errors import DataError
@@ -42,6 +42,7 @@ def test_reviews_are_cleaned_as_counted() -> None:
     kept, report = clean(load_examples(DataConfig(source="builtin:reviews")), CleanConfig())
     assert report.model_dump() == {
         "what": "examples",
+        "columns": {},
         "given": 35_124,
         "kept": 17_363,
         "dropped": {"empty": 1, "duplicate": 17_713, "conflicting": 47},
@@ -186,8 +187,8 @@ def test_an_image_folder_is_read(tmp_path: Path) -> None:
         ("{folder}/header.csv", ["header.csv", "no examples"]),
         ("{folder}/other.csv", ["data.columns.label", "'label'", "text, target"]),
         ("{folder}/one.csv", ["one.csv", "expected two"]),
-        ("{folder}/broken.jsonl", ["broken.jsonl", "a line at byte 0 that is not JSON"]),
-        ("{folder}/folder", ["folder", "no examples"]),
+        ("{folder}/broken.jsonl", ["broken.jsonl", "line 1 is not JSON"]),
+        ("{folder}/folder", ["folder", "has none of the files", ".csv"]),
     ],
 )
 def test_bad_sources_are_refused(tmp_path: Path, source: str, words: list[str]) -> None:

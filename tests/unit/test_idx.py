@@ -14,7 +14,7 @@ from app.config import DataConfig
 from app.data import builtin
 from app.data.images import ImageProcessor
 from app.data.in_memory import prepare
-from app.data.sources import load_examples
+from app.data.sources.labelled import load_examples
 from app.errors import DataError
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -38,7 +38,9 @@ def write(folder: Path, files: dict[str, bytes]) -> DataConfig:
 
 @pytest.mark.parametrize("files", [SET, PACKED, {**SET, **dict.fromkeys(PACKED, b"")}], ids=["plain", "gzip", "both"])
 def test_pictures_and_labels_are_read_without_loss(tmp_path: Path, files: dict[str, bytes]) -> None:
-    examples = load_examples(write(tmp_path, {**files, "t10k-images-idx3-ubyte": b"the test set is left alone"}))
+    examples = load_examples(
+        write(tmp_path, {**files, "t10k-images-idx3-ubyte": b"the test set is left alone"}), "image"
+    )
     assert examples.modality == "image"
     assert examples.labels == [str(number) for number in NUMBERS]
     decoded = [np.asarray(Image.open(io.BytesIO(content))) for content in examples.inputs]
@@ -68,7 +70,7 @@ def test_pictures_and_labels_are_read_without_loss(tmp_path: Path, files: dict[s
 )
 def test_files_that_are_no_idx_set_are_refused(tmp_path: Path, files: dict[str, bytes], words: list[str]) -> None:
     with pytest.raises(DataError) as refused:
-        load_examples(write(tmp_path, files))
+        load_examples(write(tmp_path, files), "image")
     assert all(word in str(refused.value) for word in words), str(refused.value)
     assert str(tmp_path) in str(refused.value)
 
@@ -79,7 +81,7 @@ def test_fashion_has_the_names_of_its_classes(tmp_path: Path, monkeypatch: pytes
     data = prepare(DataConfig(source="builtin:fashion", validation_fraction=0.5), ImageProcessor)
     assert data.labels == sorted(data.labels)
     assert len(data.train) == len(data.validation) == 10
-    examples = load_examples(DataConfig(source="builtin:fashion"))
+    examples = load_examples(DataConfig(source="builtin:fashion"), "image")
     assert examples.labels[:3] == ["T-shirt/top", "Trouser", "Pullover"]
     assert examples.labels[9] == "Ankle boot"
 
@@ -93,18 +95,18 @@ def test_the_test_files_are_the_test_source(tmp_path: Path, monkeypatch: pytest.
         data = prepare(DataConfig(source=source, test_source=source, validation_fraction=0.5), ImageProcessor)
         assert data.test is not None
         assert (len(data.train), len(data.validation), len(data.test)) == (10, 10, 4)
-        assert data.test.split.classes == [data.labels.index(label) for label in load_examples(
-            DataConfig(source=source)).labels[:4]]  # fmt: skip
+        labels = load_examples(DataConfig(source=source), "image").labels
+        assert data.test.split.classes == [data.labels.index(label) for label in labels[:4]]
 
 
 def test_a_label_that_fashion_has_not_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtin, "FASHION_FOLDER", str(tmp_path))
     write(tmp_path, {**SET, LABELS: idx(np.full(20, 10, np.uint8))})
     with pytest.raises(DataError, match=f"{LABELS} has the label 10: expected 0 to 9"):
-        load_examples(DataConfig(source="builtin:fashion"))
+        load_examples(DataConfig(source="builtin:fashion"), "image")
 
 
 def test_fashion_says_how_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtin, "FASHION_FOLDER", str(tmp_path / "missing"))
     with pytest.raises(DataError, match="missing, which is not there: apt-get install dataset-fashion-mnist"):
-        load_examples(DataConfig(source="builtin:fashion"))
+        load_examples(DataConfig(source="builtin:fashion"), "image")

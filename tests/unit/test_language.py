@@ -9,9 +9,9 @@ import pytest
 from upath import UPath
 
 from app.config import CleanConfig, DataConfig, SourceConfig, TokenizerConfig
-from app.data.documents import clean_documents, load_documents
 from app.data.language import LanguageData, TokenBlocks, prepare
 from app.data.prepared import Dataset
+from app.data.sources.documents import clean_documents, load_documents
 from app.data.tokenizer import END, LanguageTokenizer
 from app.errors import DataError
 
@@ -64,7 +64,7 @@ def test_a_block_is_followed_by_its_targets() -> None:
 
 
 def test_documents_that_cannot_teach_are_dropped() -> None:
-    kept, report = clean_documents([b"a", "b", b"\xff\xfe", " \n", b"b", " b"], CleanConfig())
+    kept, report = clean_documents(["a", "b", None, " \n", "b", " b"], CleanConfig())
     assert kept == ["a", "b", " b"]
     assert (report.given, report.kept) == (6, 3)
     assert report.dropped == {"not_text": 1, "empty": 1, "duplicate": 1}

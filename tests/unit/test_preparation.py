@@ -14,10 +14,10 @@ import pytest
 from app.data.preparation import prepare as preparing
 from app.data.preparation import sample as sampling
 from app.data.preparation.progress import UnitProgress
-from app.data.preparation.units import Unit
 from app.data.preparation.work import UnitWork
 from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
 from app.data.shards import ShardIndex, ShardWriter
+from app.data.sources.units import Unit
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError, RecipeError
 from app.heartbeat import HEARTBEAT_FILE
@@ -195,7 +195,7 @@ def test_units_beyond_five_digits_are_found_again(tmp_path: Path) -> None:
 
 def test_a_driver_that_lists_no_versions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(tmp_path / "rows.csv", ROWS)
-    monkeypatch.setattr("app.data.preparation.units.list_source", lambda source, root: [(root, {"size": 9})])
+    monkeypatch.setattr("app.data.sources.units.list_source", lambda source, root: [(root, {"size": 9})])
     with pytest.raises(DataError, match="lists neither an ETag nor a time of the last change"):
         prepared(tmp_path / "rows.csv")
 

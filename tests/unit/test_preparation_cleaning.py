@@ -112,7 +112,9 @@ def test_pictures_that_cannot_be_decoded_are_counted_or_refused(tmp_path: Path) 
     recipe = load_recipe("recipes/digits.yaml", [f"data.source={tmp_path}", shards])
     data = prepare(recipe)
     assert data.report.dropped == {"unreadable": 2}
-    assert data.report.examples["unreadable"] == [str(tmp_path / "dark" / name) for name in ("torn.png", "vast.png")]
+    assert data.report.examples["unreadable"] == [
+        repr(str(tmp_path / "dark" / name)) for name in ("torn.png", "vast.png")
+    ]
     assert data.train.batch([0, 1]).inputs["pixel_values"].shape[0] == 2
     for number in range(9):
         (tmp_path / "dark" / f"torn{number}.png").write_bytes(b"\x89PNG nothing")

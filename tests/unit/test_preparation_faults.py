@@ -14,6 +14,7 @@ from upath import UPath
 
 from app.config import load_recipe
 from app.data.preparation import prepare as preparing
+from app.data.sources.labelled import load_examples
 from app.errors import DataError, RecipeError
 from app.storage import open_storage, to_path
 from app.tasks import prepare, prepare_shards
@@ -42,10 +43,10 @@ def broken(folder: Path, name: str) -> Path:
     ("name", "told"),
     [
         ("missing", r"data\.columns\.label is 'label', which '.*c\.parquet' does not have: it has text"),
-        ("json", r"c\.jsonl' has a line at byte 28 that is not JSON"),
-        ("list", r"c\.jsonl' has a line at byte 28 that is a list: expected an object"),
+        ("json", r"c\.jsonl', line 2 is not JSON"),
+        ("list", r"c\.jsonl', line 2 is a list: expected an object"),
         ("parquet", r"c\.parquet' cannot be read as parquet"),
-        ("csv", r"c\.csv' cannot be read as csv \(CSV parse error: Row #3: Expected 2 columns, got 3"),
+        ("csv", r"c\.csv', row 2: 3 cells, and the header names 2 columns: 'b,bad,more'; correct the row"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, name: str, told: str) -> None:
@@ -75,25 +76,30 @@ def test_json_of_other_writers_is_read_as_in_memory(tmp_path: Path) -> None:
 
 
 def test_texts_that_are_not_utf_8_are_counted_and_shown(tmp_path: Path) -> None:
-    data = prepared(lines_of(tmp_path / "rows.jsonl", b'{"text": "half \\ud83d", "label": "good"}'))
+    path = lines_of(tmp_path / "rows.jsonl", b'{"text": "half \\ud83d", "label": "good"}')
+    data = prepared(path)
     assert data.report.dropped == {"not_text": 1}
-    assert data.report.examples["not_text"] == [repr("half \ud83d".encode("utf-8", "surrogatepass"))]
+    assert data.report.examples["not_text"] == [f"'{path}', line 1"]
     write_table(tmp_path / "rows.csv", ROWS)
     with (tmp_path / "rows.csv").open("ab") as file:
         file.write(b"caf\xe9,good,\n")
     assert prepared(tmp_path / "rows.csv").report.dropped == {"not_text": 1}
-    with pytest.raises(DataError, match=r"1 texts not in UTF-8 among 1,201 rows, more than 0%, such as .*caf"):
+    with pytest.raises(
+        DataError, match=r"1 texts not in UTF-8 among 1,201 rows, more than 0%, such as '.*rows\.csv', row 1,201: "
+    ):
         prepared(tmp_path / "rows.csv", "data.clean={max_unreadable: 0.0}")
 
 
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        ([b"", b'{"content": "a"}'], r"input is 'text', which the row at byte 1 of .* it has content"),
-        ([b'{"text": "a", "label": "b"}', b'{"text": "a"}'], r"label is 'label', which the row at byte 28 .* null"),
-        ([b'{"text": "a", "label": "\\udc80"}'], r"rows\.jsonl', byte 0: 'label' is not text in UTF-8"),
-        ([b'{"text": "a", "label": 1}'], r"'label' has cells of two types: \w+ in '.*' \(byte \d+\), and"),
-        ([b'{"text": ["a"], "label": "b"}'], r"\(byte 0\) has a list in 'text': expected a text or a number"),
+        ([b"", b'{"content": "a"}'], r"input is 'text', which '.*rows\.jsonl', line 2 does not have: it has content"),
+        ([b'{"text": "a", "label": "b"}', b'{"text": "a"}'], r"is 'label', which '.*', line 2 does not have: .* null"),
+        ([b'{"text": "a", "label": "\\udc80"}'], r"rows\.jsonl', line 1: 'label' is not text in UTF-8"),
+        ([b'{"text": "a", "label": {"b": 1}}'], r"line 1: 'label' is an object: expected a text or a number"),
+        ([b'{"text": "a", "label": ["b"]}'], r"line 1: 'label' is a list: expected a text or a number"),
+        ([b'{"text": {"a": 1}, "label": "b"}'], r"line 1: 'text' is an object: expected a text"),
+        ([b'{"text": ["a"], "label": "b"}'], r"line 1: 'text' is a list: expected a text"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_unlike_the_others_is_named(tmp_path: Path, lines: list[bytes], told: str) -> None:
@@ -101,15 +107,20 @@ def test_a_row_that_is_unlike_the_others_is_named(tmp_path: Path, lines: list[by
         prepared(lines_of(tmp_path / "rows.jsonl", *lines))
 
 
-def test_files_with_cells_of_other_types_are_named(tmp_path: Path) -> None:
-    for name, kind in (("a", pa.int64()), ("b", pa.float64())):
-        table = pa.table({"text": [item for item, _, _ in ROWS], "label": pa.array([1] * len(ROWS), kind)})
-        pa.parquet.write_table(table, tmp_path / f"{name}.parquet")
-    told = (
-        r"'label' has cells of two types: integer in '.*a\.parquet' \(row 1\), and number in '.*b\.parquet' \(row 1\)"
-    )
-    with pytest.raises(DataError, match=told):
-        prepared(tmp_path)
+def test_a_number_is_one_label_in_every_type(tmp_path: Path) -> None:
+    expected = {item: str(number % 2) for number, (item, _, _) in enumerate(ROWS)}
+    texts = list(expected)
+    for part, (name, kind) in enumerate((("a", pa.int64()), ("b", pa.float64()), ("c", pa.string()))):
+        some = texts[400 * part : 400 * (part + 1)]
+        labels = pa.array([int(expected[item]) for item in some]).cast(kind)
+        pa.parquet.write_table(pa.table({"text": some, "label": labels}), tmp_path / f"{name}.parquet")
+    lines = [{"text": "an int", "label": 1}, {"text": "a float", "label": 1.0}, {"text": "a text", "label": "1"}]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    expected |= {str(line["text"]): "1" for line in lines}
+    data = prepared(tmp_path)
+    assert data.labels == ["0", "1"]
+    assert dict(row for rows in rows_in(data).values() for row in rows) == expected
+    assert dict(load_examples(recipe_of(tmp_path).data)) == expected
 
 
 @pytest.mark.parametrize(
@@ -141,7 +152,7 @@ def images_in(folder: Path, *places: str) -> None:
 def test_images_at_another_depth_are_refused(tmp_path: Path, odd: str, shards: str) -> None:
     images_in(tmp_path, "dark/1.png", "light/2.png", odd)
     recipe = load_recipe("recipes/digits.yaml", [f"data.source={tmp_path}", f"data.shards={shards}"])
-    with pytest.raises(DataError, match=rf"has the image '.*{odd}': expected CLASS/FILE below the source"):
+    with pytest.raises(DataError, match=rf"has the file '.*{odd}': expected CLASS/FILE below the source"):
         prepare(recipe)
 
 
@@ -157,7 +168,7 @@ def test_files_that_are_not_read_are_told(tmp_path: Path, capsys: pytest.Capture
     write_table(tmp_path / "rows.csv", ROWS)
     (tmp_path / "README.md").write_text("about")
     prepared(tmp_path)
-    assert f"1 files are not read, such as '{tmp_path / 'README.md'}'" in capsys.readouterr().out
+    assert f"1 files are not read (1 .md), such as '{tmp_path / 'README.md'}'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("folder", ["storage", ""], ids=["in the source", "the source itself"])

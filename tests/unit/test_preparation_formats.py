@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 from upath import UPath
 
-from app.config import load_recipe
-from app.data.preparation.formats import read_unit
-from app.data.preparation.rows import Columns
-from app.data.preparation.units import cut_units, list_files
+from app.config import ColumnsConfig, load_recipe
+from app.data.sources.labelled import INPUT, LABEL, columns_of
+from app.data.sources.source import Source
+from app.data.sources.units import cut_units, list_files, read_unit
 from app.errors import DataError
 from app.storage import to_path
 from app.tasks import prepare
@@ -26,7 +26,7 @@ def test_every_format_gives_every_row_once_in_many_units(tmp_path: Path, suffix:
     for part in range(2):
         write_table(tmp_path / f"part{part}.{suffix}", ROWS[600 * part : 600 * (part + 1)])
     recipe = recipe_of(tmp_path, "data.test_fraction=0.1")
-    files = list_files(recipe.data, "text")
+    files = list_files(Source(recipe.data.source), "text")
     assert len(cut_units(files, 20_000)) > 4
     data = prepared(tmp_path, "data.test_fraction=0.1")
     found = rows_in(data)
@@ -43,16 +43,16 @@ def test_a_csv_file_is_cut_between_its_rows_only(tmp_path: Path) -> None:
     write_table(path, rows)
     bare = 'bare "quote" 1,good,\nbare "quote 2,bad,\n'
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + bare.encode())
-    (file,) = list_files(recipe_of(path).data, "text")
+    (file,) = list_files(Source(str(path)), "text")
     cut = cut_units([file], 9_000)
     assert len(cut) > 5
-    columns = Columns("text", "label", "author")
+    columns = columns_of(ColumnsConfig(), "text", "author")
     found, whole = (
         [
             row
             for unit in units
             for part in read_unit(unit, columns)
-            for row in zip(part.inputs, part.labels or (), strict=True)
+            for row in zip(*(part.cells[key].to_pylist() for key in (INPUT, LABEL)), strict=True)
         ]
         for units in (cut, cut_units([file], 10**6))
     )
@@ -62,7 +62,7 @@ def test_a_csv_file_is_cut_between_its_rows_only(tmp_path: Path) -> None:
 
 
 def test_a_large_text_is_read_in_parts_without_losing_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.data.preparation.units.MAX_DOCUMENT_BYTES", 2000)
+    monkeypatch.setattr("app.data.sources.formats.files.MAX_DOCUMENT_BYTES", 2000)
     lines = [text(number) for number in range(1000)]
     (tmp_path / "all.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     data = prepare(language_recipe(tmp_path / "all.txt", "data.tokenizer={kind: bytes}"))
@@ -74,7 +74,7 @@ def test_a_large_text_is_read_in_parts_without_losing_a_line(tmp_path: Path, mon
 
 
 def test_a_line_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.data.preparation.lines._MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("app.data.sources.lines._MAX_LINE_BYTES", 1000)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "x" * 1200, "label": "a"}))
     with pytest.raises(DataError, match=r"rows\.jsonl' has a line of more than 1,000 bytes"):
         prepare(recipe_of(tmp_path / "rows.jsonl"))

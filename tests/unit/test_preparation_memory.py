@@ -14,13 +14,24 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from app.config import ColumnsConfig
 from app.data.preparation import sample, signatures
-from app.data.preparation.formats import read_unit
-from app.data.preparation.rows import Columns
 from app.data.preparation.signatures import signatures_of
-from app.data.preparation.units import Kind, Piece, Unit, cut_units, list_files
 from app.data.preparation.work import UnitWork
+from app.data.sources.cells import Rows
+from app.data.sources.documents import document_columns
+from app.data.sources.formats.base import Piece
+from app.data.sources.labelled import INPUT, LABEL, columns_of
+from app.data.sources.source import Source
+from app.data.sources.units import Unit, cut_units, list_files, read_unit
 from tests.preparing import WORDS, language_recipe, write_table
+
+COLUMNS = columns_of(ColumnsConfig(), "text")
+
+
+def texts_of(rows: Rows) -> list[str]:
+    texts: list[str] = rows.cells[INPUT].to_pylist()
+    return texts
 
 
 def peak_of(work: Callable[[], object]) -> int:
@@ -41,7 +52,7 @@ def long_texts() -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_texts_that_are_stored_once_are_read_a_few_at_a_time(tmp_path: Path, kind: Kind) -> None:
+def test_texts_that_are_stored_once_are_read_a_few_at_a_time(tmp_path: Path, kind: str) -> None:
     """The metadata of a file count a repeated text once."""
     texts = [f"{number % 7}" * (50_000 if number > 1000 else 10) for number in range(3000)]
     labels = [f"{number}" for number in range(3000)]
@@ -54,10 +65,10 @@ def test_texts_that_are_stored_once_are_read_a_few_at_a_time(tmp_path: Path, kin
             file.write_table(table)
     assert path.stat().st_size < 10**6
     unit = Unit(0, (Piece(str(path), kind, path.stat().st_size),))
-    batches = list(read_unit(unit, Columns("text", "label", None)))
-    assert [text for batch in batches for text in batch.inputs] == texts
-    assert [label for batch in batches for label in batch.labels or ()] == labels
-    assert max(sum(map(len, batch.inputs)) for batch in batches) < 8 * 2**20
+    batches = list(read_unit(unit, COLUMNS))
+    assert [text for batch in batches for text in texts_of(batch)] == texts
+    assert [label for batch in batches for label in batch.cells[LABEL].to_pylist()] == labels
+    assert max(sum(map(len, texts_of(batch))) for batch in batches) < 8 * 2**20
     assert len(batches) < 100
 
 
@@ -74,7 +85,7 @@ def test_the_first_rows_of_a_row_group_fit_into_memory(tmp_path: Path) -> None:
     texts = [np.roll(text, number).tobytes().decode() for number in range(64)]
     pa.parquet.write_table(pa.table({"text": texts}), path)
     unit = Unit(0, (Piece(str(path), "parquet", path.stat().st_size),))
-    sizes = [len(batch.inputs) for batch in read_unit(unit, Columns("text", None, None))]
+    sizes = [len(batch) for batch in read_unit(unit, document_columns(ColumnsConfig()))]
     assert sum(sizes) == 64
     assert max(sizes) <= 4  # of about 4 MiB together
 
@@ -90,7 +101,7 @@ def test_a_tar_of_many_members_takes_little_memory(tmp_path: Path) -> None:
     unit = Unit(0, (Piece(str(path), "tar", path.stat().st_size),))
 
     def read() -> None:
-        assert sum(len(rows.inputs) for rows in read_unit(unit, Columns("text", "label", None))) == count
+        assert sum(len(rows) for rows in read_unit(unit, COLUMNS)) == count
 
     assert peak_of(read) < 4 * 2**20
 
@@ -101,9 +112,11 @@ def test_a_long_row_of_csv_is_read_once(tmp_path: Path) -> None:
     rows = [(f"{number} " + "x" * (6 * 2**20 if number == 2500 else 2000), str(number)) for number in range(4000)]
     write_table(path, rows, ["text", "label"])
     unit = Unit(0, (Piece(str(path), "csv", path.stat().st_size),))
-    batches = list(read_unit(unit, Columns("text", "label", None)))
+    batches = list(read_unit(unit, COLUMNS))
     assert [
-        (item, label) for part in batches for item, label in zip(part.inputs, part.labels or (), strict=True)
+        (item, label)
+        for part in batches
+        for item, label in zip(texts_of(part), part.cells[LABEL].to_pylist(), strict=True)
     ] == rows
 
 
@@ -112,12 +125,13 @@ def test_csv_is_read_in_little_memory(tmp_path: Path) -> None:
     write_table(path, [("x" * 1000, "a")] * 60_000, ["text", "label"])
     read = (
         "import re, sys, pathlib\n"
-        "from app.data.preparation.formats import read_unit\n"
-        "from app.data.preparation.rows import Columns\n"
-        "from app.data.preparation.units import Piece, Unit\n"
+        "from app.config import ColumnsConfig\n"
+        "from app.data.sources.labelled import columns_of\n"
+        "from app.data.sources.formats.base import Piece\n"
+        "from app.data.sources.units import Unit, read_unit\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', pathlib.Path('/proc/self/status').read_text())[1])\n"
         "before, unit = peak(), Unit(0, (Piece(sys.argv[1], 'csv', int(sys.argv[2])),))\n"
-        "assert sum(len(rows.inputs) for rows in read_unit(unit, Columns('text', 'label', None))) == 60_000\n"
+        "assert sum(len(rows) for rows in read_unit(unit, columns_of(ColumnsConfig(), 'text'))) == 60_000\n"
         "print(peak() - before)\n"
     )
     told = subprocess.check_output([sys.executable, "-c", read, str(path), str(path.stat().st_size)], text=True)
@@ -142,7 +156,7 @@ def test_the_sample_of_a_compressed_source_is_bounded(tmp_path: Path, monkeypatc
     texts = [f"{number} {WORDS[number % 10] * 1000}" for number in range(2000)]
     pa.parquet.write_table(pa.table({"text": texts}), tmp_path / "texts.parquet", compression="zstd")
     recipe = language_recipe(tmp_path / "texts.parquet")
-    files = list_files(recipe.data, "language-modeling")
+    files = list_files(Source(recipe.data.source), "language-modeling")
     work = UnitWork(
         str(tmp_path), recipe.data, tuple(cut_units(files, 10**9)), "language-modeling", sample_fraction=1.0
     )

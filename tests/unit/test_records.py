@@ -22,7 +22,7 @@ from upath import UPath
 from app.compile.export import export_onnx
 from app.config import CleanConfig, Recipe
 from app.data.records import RecordProcessor
-from app.data.sources import load_examples
+from app.data.sources.labelled import load_examples
 from app.engines.onnxruntime import open_oracle
 from app.errors import DataError, TrainingError
 from app.models.factory import build_model
@@ -198,12 +198,14 @@ def test_cells_of_parquet_are_read_in_every_type(tmp_path: Path) -> None:
         "label": ["a", "b"],
     }
     first, second = read_fields(tmp_path / "goods.parquet", pa.table(columns))
-    assert first == {"title": "café", "size": {"day": "2026-01-02", "price": "1.50"}}
-    assert second == {"title": "bar", "size": {"day": None, "price": "2.00"}}
+    assert first == {"title": "café", "size": {"day": "2026-01-02", "price": 1.5}}
+    assert second == {"title": "bar", "size": {"day": None, "price": 2.0}}
     with pytest.raises(DataError, match=r"goods.parquet', row 2: the title is not text in UTF-8"):
         read_fields(tmp_path / "goods.parquet", pa.table(columns | {"title": [b"caf", b"\xff"]}))
-    with pytest.raises(DataError, match=r"goods.parquet', row 2: the price is bytes: expected a number or a text"):
-        read_fields(tmp_path / "goods.parquet", pa.table(columns | {"price": [None, b"2"]}))
+    with pytest.raises(DataError, match=r"goods.parquet', row 2: 'price' is not text in UTF-8: correct it"):
+        read_fields(tmp_path / "goods.parquet", pa.table(columns | {"price": [None, b"\xff"]}))
+    with pytest.raises(DataError, match=r"goods.parquet', row 1: 'price' is a list: expected a number or a text"):
+        read_fields(tmp_path / "goods.parquet", pa.table(columns | {"price": [[2.0], None]}))
 
 
 def test_each_row_field_has_its_own_categories(table: Path) -> None:

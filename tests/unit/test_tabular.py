@@ -17,7 +17,7 @@ from upath import UPath
 from app.compile.export import export_onnx
 from app.config import ColumnsConfig, DataConfig, Recipe
 from app.data.labelled import LabelledData
-from app.data.tables import read_table
+from app.data.sources.labelled import load_examples
 from app.data.tabular import TabularProcessor
 from app.data.targets import LabelSets, Numbers, Scale
 from app.engines.onnxruntime import open_oracle
@@ -231,11 +231,11 @@ def test_a_table_with_or_without_numbers_is_exported(rows: list[dict[str, Any]],
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl"])
 def test_an_empty_cell_leaves_the_other_labels_as_they_are(tmp_path: Path, suffix: str) -> None:
-    table, path = pa.table({"label": [1, None, 2]}), tmp_path / f"rows.{suffix}"
+    table, path = pa.table({"text": ["a", "b", "c"], "label": [1, None, 2]}), tmp_path / f"rows.{suffix}"
     if suffix == "parquet":
         pq.write_table(table, path)
     elif suffix == "arrow":
         feather.write_feather(table, path)
     else:
         path.write_text("\n".join(map(json.dumps, table.to_pylist())), encoding="utf-8")
-    assert read_table(UPath(path), {"label": "label"}) == [["1", "", "2"]]
+    assert load_examples(DataConfig(source=str(path))).labels == ["1", "", "2"]

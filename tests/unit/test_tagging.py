@@ -110,11 +110,11 @@ def test_words_that_share_a_token_or_have_none() -> None:
     ("rows", "words"),
     [
         ([{"tokens": ["a", "b"], "tags": ["O"]}], "line 1 has 2 tokens and 1 tags"),
-        ([{"tokens": ["a b"], "tags": ["O"]}], "line 1 has the token 'a b': expected tokens without white space"),
-        ([{"tokens": ["a"], "tags": "O"}], "data.columns.tags 'tags' holds a str; expected a list"),
-        ([{"tokens": ["a"]}], "data.columns.tags 'tags' is missing: there are tokens; expected a list"),
+        ([{"tokens": ["a b"], "tags": ["O"]}], "line 1 has the token 'a b': expected texts without white space"),
+        ([{"tokens": ["a"], "tags": "O"}], "line 1: data.columns.tags is not a list: 'O'"),
+        ([{"tokens": ["a"]}], "data.columns.tags is 'tags', which .*, line 1 does not have"),
         ([{"tokens": ["a"], "tags": ["O"]}], "has no word in an entity"),
-        ([{"words": ["a"]}], "has neither tokens, data.columns.tokens 'tokens', nor a text"),
+        ([{"words": ["a"]}], "has neither tokens, data.columns.tokens 'tokens', nor spans"),
         ([{"text": "a b", "spans": [{"start": 0, "end": 9, "label": "x"}]}], "a span from 0 to 9: the text has 3"),
         ([{"text": "a b", "spans": [{"start": 1, "end": 2, "label": "x"}]}], "from 1 to 2, ' ', has no word"),
         (
