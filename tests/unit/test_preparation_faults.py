@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import tarfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -84,10 +85,22 @@ def test_texts_that_are_not_utf_8_are_counted_and_shown(tmp_path: Path) -> None:
     with (tmp_path / "rows.csv").open("ab") as file:
         file.write(b"caf\xe9,good,\n")
     assert prepared(tmp_path / "rows.csv").report.dropped == {"not_text": 1}
-    with pytest.raises(
-        DataError, match=r"1 texts not in UTF-8 among 1,201 rows, more than 0%, such as '.*rows\.csv', row 1,201: "
-    ):
+    with pytest.raises(DataError, match=r"1 texts not in UTF-8 among 1,201 rows, more than 0%, such as '.*'") as raised:
         prepared(tmp_path / "rows.csv", "data.clean={max_unreadable: 0.0}")
+    (place,) = re.findall(r"such as '.*rows\.csv', row (\d+) after byte ([\d,]+): repair", str(raised.value))
+    row, start = (int(number.replace(",", "")) for number in place)
+    assert (tmp_path / "rows.csv").read_bytes()[start:].splitlines()[row - 1] == b"caf\xe9,good,"
+
+
+def test_texts_in_arrow_that_are_not_utf_8_are_counted_or_named(tmp_path: Path) -> None:
+    good, labels = pa.array([item for item, _, _ in ROWS]), pa.array([label for _, label, _ in ROWS])
+    odd, one = (pa.array([cell], pa.binary()).view(pa.string()) for cell in (b"caf\xe9", b"good"))
+    texts, names = pa.chunked_array([good, odd]), pa.chunked_array([labels, one])
+    pa.parquet.write_table(pa.table({"text": texts, "label": names}), tmp_path / "rows.parquet")
+    assert prepared(tmp_path / "rows.parquet").report.dropped == {"not_text": 1}
+    pa.parquet.write_table(pa.table({"text": names, "label": texts}), tmp_path / "labels.parquet")
+    with pytest.raises(DataError, match=r"labels\.parquet', row 1,201: 'label' is not text in UTF-8"):
+        prepared(tmp_path / "labels.parquet")
 
 
 @pytest.mark.parametrize(
@@ -108,19 +121,21 @@ def test_a_row_that_is_unlike_the_others_is_named(tmp_path: Path, lines: list[by
 
 
 def test_a_number_is_one_label_in_every_type(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
     expected = {item: str(number % 2) for number, (item, _, _) in enumerate(ROWS)}
     texts = list(expected)
     for part, (name, kind) in enumerate((("a", pa.int64()), ("b", pa.float64()), ("c", pa.string()))):
         some = texts[400 * part : 400 * (part + 1)]
         labels = pa.array([int(expected[item]) for item in some]).cast(kind)
-        pa.parquet.write_table(pa.table({"text": some, "label": labels}), tmp_path / f"{name}.parquet")
+        pa.parquet.write_table(pa.table({"text": some, "label": labels}), source / f"{name}.parquet")
     lines = [{"text": "an int", "label": 1}, {"text": "a float", "label": 1.0}, {"text": "a text", "label": "1"}]
-    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    (source / "d.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     expected |= {str(line["text"]): "1" for line in lines}
-    data = prepared(tmp_path)
+    data = prepared(source)
     assert data.labels == ["0", "1"]
     assert dict(row for rows in rows_in(data).values() for row in rows) == expected
-    assert dict(load_examples(recipe_of(tmp_path).data)) == expected
+    assert dict(load_examples(recipe_of(source).data)) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Files of every format are read in units, and no row is lost or read twice."""
 
+import csv
 import io
 import json
 import tarfile
@@ -59,6 +60,18 @@ def test_a_csv_file_is_cut_between_its_rows_only(tmp_path: Path) -> None:
     assert found == whole
     assert found[:-2] == [(item, label) for item, label, _ in rows]
     assert found[-2:] == [('bare "quote" 1', "good"), ('bare "quote 2', "bad")]
+
+
+def test_a_quoted_cell_of_a_tsv_file_is_not_cut(tmp_path: Path) -> None:
+    rows = [(f"text {number}", f'in two\nlines, "{number}"') for number in range(100)]
+    path = tmp_path / "rows.tsv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter="\t").writerows([("text", "label"), *rows])
+    units = cut_units(list_files(Source(str(path)), "text"), 500)
+    assert len(units) > 3
+    parts = [part.cells for unit in units for part in read_unit(unit, columns_of(ColumnsConfig(), "text"))]
+    texts, labels = ([cell for cells in parts for cell in cells[key].to_pylist()] for key in (INPUT, LABEL))
+    assert list(zip(texts, labels, strict=True)) == rows
 
 
 def test_a_large_text_is_read_in_parts_without_losing_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Tables, numbers and sets of labels: how files become tensors, and what is refused."""
 
 import json
+import math
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -239,3 +240,25 @@ def test_an_empty_cell_leaves_the_other_labels_as_they_are(tmp_path: Path, suffi
     else:
         path.write_text("\n".join(map(json.dumps, table.to_pylist())), encoding="utf-8")
     assert load_examples(DataConfig(source=str(path))).labels == ["1", "", "2"]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "arrow", "jsonl"])
+def test_a_column_means_the_same_in_every_format(tmp_path: Path, suffix: str) -> None:
+    codes = [7, 12345678901234567, 12345678901234568, 7]
+    columns = {"age": [1.0, math.nan, 2.0, 3.0], "code": codes, "label": ["a", "b"] * 2}
+    table, path = pa.table(columns), tmp_path / f"rows.{suffix}"
+    if suffix == "csv":
+        lines = [",".join("" if cell != cell else str(cell) for cell in row.values()) for row in table.to_pylist()]
+        path.write_text("\n".join(["age,code,label", *lines]), encoding="utf-8")
+    elif suffix == "parquet":
+        pq.write_table(table, path)
+    elif suffix == "arrow":
+        feather.write_feather(table, path)
+    else:
+        path.write_text("\n".join(map(json.dumps, table.to_pylist())), encoding="utf-8")
+    config = DataConfig(source=str(path), columns=ColumnsConfig(categories=["code"]))
+    processor = TabularProcessor.fit(load_examples(config, "row").inputs, config)
+    assert processor.facts == {"num_numbers": 1, "num_categories": 4, "num_category_columns": 1}
+    places = [processor.encode([json.dumps({"age": 2, "code": code})])["categories"].item() for code in codes]
+    assert sorted(set(places)) == [1, 2, 3]
+    assert places[0] == places[3]
