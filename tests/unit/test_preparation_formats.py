@@ -62,13 +62,14 @@ def test_a_csv_file_is_cut_between_its_rows_only(tmp_path: Path) -> None:
     assert found[-2:] == [('bare "quote" 1', "good"), ('bare "quote 2', "bad")]
 
 
-def test_a_quoted_cell_of_a_tsv_file_is_not_cut(tmp_path: Path) -> None:
-    rows = [(f"text {number}", f'in two\nlines, "{number}"') for number in range(100)]
+@pytest.mark.parametrize("size", [90, 100, 110])
+def test_a_quoted_cell_of_a_tsv_file_is_not_cut(tmp_path: Path, size: int) -> None:
+    rows = [(f"t{number}", f"two\nlines {number}") for number in range(100)]
     path = tmp_path / "rows.tsv"
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, delimiter="\t").writerows([("text", "label"), *rows])
-    units = cut_units(list_files(Source(str(path)), "text"), 500)
-    assert len(units) > 3
+    units = cut_units(list_files(Source(str(path)), "text"), size)
+    assert len(units) > 10
     parts = [part.cells for unit in units for part in read_unit(unit, columns_of(ColumnsConfig(), "text"))]
     texts, labels = ([cell for cells in parts for cell in cells[key].to_pylist()] for key in (INPUT, LABEL))
     assert list(zip(texts, labels, strict=True)) == rows
