@@ -192,6 +192,7 @@ def test_saved_data_are_loaded_unchanged(tmp_path: Path) -> None:
         ([{"text": "good"}], "chats.jsonl', line 2 does not have: it has text; give every row the same keys"),
         ([{"messages": [{"role": "user"}]}], "line 2: messages.0.content: Field required"),
         (["{"], "chats.jsonl', line 2 is not JSON"),
+        (['{"messages": [{"role": "assistant", "content": "\\ud83d"}]}'], "line 2: 'messages' is not text in UTF-8"),
         ([{"messages": None}], "line 2: messages: Input should be a valid array"),
         ([{"messages": "good"}], "line 2: messages: Invalid JSON"),
     ],

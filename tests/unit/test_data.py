@@ -188,7 +188,7 @@ def test_an_image_folder_is_read(tmp_path: Path) -> None:
         ("{folder}/other.csv", ["data.columns.label", "'label'", "text, target"]),
         ("{folder}/one.csv", ["one.csv", "expected two"]),
         ("{folder}/broken.jsonl", ["broken.jsonl", "line 1 is not JSON"]),
-        ("{folder}/folder", ["folder", "has none of the files", ".csv"]),
+        ("{folder}/folder", ["folder", "has none of the files", ".csv, .tsv, .jsonl", ".feather or .tar files"]),
     ],
 )
 def test_bad_sources_are_refused(tmp_path: Path, source: str, words: list[str]) -> None:
