@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,27 +51,40 @@ def test_a_damaged_study_is_refused_and_its_backup_named(url: URL, tmp_path: Pat
     assert [trial.value for trial in resume(url).ended] == [0.5]
 
 
-@pytest.fixture
-def nobody() -> Iterator[Path]:
-    """While the test runs this process has no rights but in its folder, which root would have everywhere."""
-    folder = Path(tempfile.mkdtemp(prefix="rayloom-nobody-"))
+@contextmanager
+def without_root_rights(file: Path) -> Iterator[None]:
+    """Give ``file`` to nobody, and let this process have only nobody's rights: root may write any file.
+
+    The block must not import or read what lies in the clone, which nobody may not be able to read.
+    """
     user, before = pwd.getpwnam("nobody").pw_uid, os.geteuid()
     if before == 0:
-        os.chown(folder, user, -1)
+        os.chown(file, user, -1)
         os.seteuid(user)
-    yield folder
-    os.seteuid(before)
-    shutil.rmtree(folder)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+@pytest.fixture
+def readable() -> Iterator[Path]:
+    """A folder that every user can enter, unlike pytest's."""
+    with tempfile.TemporaryDirectory(prefix="rayloom-study-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 @pytest.mark.faults
-def test_a_study_that_cannot_be_written_is_refused(nobody: Path, faults: Faults) -> None:
+def test_a_study_that_cannot_be_written_is_refused(readable: Path, faults: Faults) -> None:
     with faults("U4", "the study's file is read-only", "refused, with the file") as fault:
-        url = make_url(f"sqlite:///{nobody / 'study.db'}")
-        open_storage(StudyLocation(url))
-        (nobody / "study.db").chmod(0o400)
-        with pytest.raises(StorageError, match=r"study\.db' cannot be written \(Permission denied\): check its rights"):
-            open_storage(StudyLocation(url))
+        file = readable / "study.db"
+        location = StudyLocation(make_url(f"sqlite:///{file}"))
+        open_storage(location)
+        file.chmod(0o400)
+        words = r"study\.db' cannot be written \(Permission denied\): check its rights"
+        with without_root_rights(file), pytest.raises(StorageError, match=words):
+            open_storage(location)
         fault.saw("refused, with the file")
 
 
