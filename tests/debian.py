@@ -18,7 +18,7 @@ import pytest
 
 _CI = Path(__file__).parents[1] / ".ci"
 README = (_CI / "readme_packages").read_text().split()
-"""The packages that the README lists: Python, make, a C++ compiler, and the needs of a clone."""
+"""The packages that the README lists: Python with its headers, make, a C++ compiler, and the needs of a clone."""
 TESTS = (_CI / "test_packages").read_text().split()
 """The packages that tests may name. A test is skipped if its package is missing."""
 _SYSTEM = re.compile(r"/(usr|s?bin|lib\w*)/")

@@ -13,6 +13,7 @@ from app.engines.base import EngineSettings, PooledEngine, Signature
 from app.errors import EngineError
 from app.models.factory import logits_of
 from app.models.precision import TORCH_DTYPES, allow_tf32
+from app.python_headers import require_python_headers
 from app.tensors import Tensors
 
 
@@ -62,6 +63,12 @@ class CompiledTorchEngine(TorchEngine):
     """A module compiled by ``torch.compile``, for batches of any size."""
 
     def __init__(self, model: nn.Module, signature: Signature, settings: EngineSettings) -> None:
+        """Wrap a module. The first batch compiles it.
+
+        Raises:
+            EngineError: as ``TorchEngine``, or this machine lacks Python's headers.
+        """
+        require_python_headers("torch.compile", EngineError)
         super().__init__(cast(nn.Module, torch.compile(model, dynamic=True)), signature, settings)
 
     def _run(self, member: nn.Module, inputs: Tensors) -> Tensors:

@@ -19,6 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from app.config import TrainConfig
 from app.errors import RayloomError, TrainingError
 from app.models.precision import allow_tf32
+from app.python_headers import require_python_headers
 from app.torch_internals import defer_compiler, define_muon_uncompiled, set_default_group_timeout
 
 # DeepSpeed reads this when it is imported.
@@ -123,11 +124,13 @@ def start_worker(config: TrainConfig) -> Worker:
     """Join the process group of Ray Train or torchrun, or create one of this process only.
 
     Raises:
-        TrainingError: the recipe needs a GPU, and torch finds none.
+        TrainingError: the recipe needs a GPU, and torch finds none; or it compiles, and Python's headers are missing.
     """
     device, timeout = config.device, collective_timeout(config)
     if device == "gpu" and not torch.cuda.is_available():
         raise TrainingError("train.device is gpu, and torch sees none here: set it to cpu, or check the driver")
+    if config.torch_compile:
+        require_python_headers("train.torch_compile", TrainingError)
 
     # DeepSpeed's calls cause these warnings.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

@@ -108,7 +108,12 @@ def test_a_test_names_the_packages_that_it_uses(folder: Path) -> None:
     assert done.stdout.count("\nERROR ") == sum(line.startswith("ERROR") for line in SAID)
 
 
+def test_the_readme_lists_the_packages_that_make_test_fresh_installs() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"apt-get install {' '.join(README)}`" in page
+    assert "make" in README
+
+
 def test_the_page_for_developers_lists_the_packages() -> None:
     page = (ROOT / "docs/how-to/work_on_rayloom.md").read_text(encoding="utf-8")
     assert [name for name in TESTS if f"`{name}`" not in page] == []
-    assert "make" in README

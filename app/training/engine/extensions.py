@@ -12,7 +12,9 @@ from typing import Any, Protocol
 import psutil
 from filelock import FileLock
 
+from app.errors import TrainingError
 from app.process_state import environment_variable
+from app.python_headers import require_python_headers
 from app.torch_internals import extension_folder
 from app.training.engine.deepspeed_internals import is_prebuilt
 
@@ -34,6 +36,9 @@ def load_extension(builder: ExtensionBuilder) -> Any:
     If it must be compiled, one process does so and says so, and the others wait. torch guards a build with a file that
     stays if its process is killed. All later processes would wait for it silently and forever. Our lock is the
     kernel's, which frees it when the process ends, and its holder removes a killed build.
+
+    Raises:
+        TrainingError: it must be compiled, and this machine lacks Python's headers.
     """
     if is_prebuilt(builder.name):
         return builder.load()
@@ -41,6 +46,7 @@ def load_extension(builder: ExtensionBuilder) -> Any:
     with FileLock(folder.with_name(f"{folder.name}.rayloom.lock")), _scripts_on_path():
         _remove_killed_build(folder)
         if not (folder / f"{builder.name}.so").exists():
+            require_python_headers(f"DeepSpeed's {builder.name}", TrainingError)
             print(f"compiling {builder.name} in {folder}: a minute or more, once on this machine", flush=True)
         return builder.load()
 
