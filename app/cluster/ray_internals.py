@@ -21,24 +21,52 @@ def silence_client() -> None:
 
 
 def is_uploaded(file: Path, folder: Path) -> bool:
-    """Return True if Ray uploads ``file`` with the working directory ``folder``.
+    """Return True if Ray uploads ``file`` with the working directory ``folder``."""
+    file, folder = file.absolute(), folder.absolute()
+    return file.is_relative_to(folder) and ".." not in file.parts and file in uploaded_files(file, folder)
 
-    Ray leaves out what the ``.gitignore`` and ``.rayignore`` of each folder on the way exclude, also outside a
-    repository. Only its own code knows exactly what that is.
+
+def uploaded_files(path: Path, folder: Path) -> set[Path]:
+    """Return the files that Ray uploads of ``path``, a file or a folder in the working directory ``folder``.
+
+    Both are absolute. Ray leaves out what the ``.gitignore`` and ``.rayignore`` of each folder on the way exclude, also
+    outside a repository. Only its own code knows exactly what that is.
     """
-    from ray._private.runtime_env.packaging import get_excludes_from_ignore_files
+    from ray._private.runtime_env.packaging import _dir_travel, get_excludes_from_ignore_files
 
     silence_client()
-    file, folder = file.absolute(), folder.absolute()
-    if not file.is_relative_to(folder) or ".." in file.parts or not file.is_file():
-        return False
     reads_gitignore, excluded = _reads_gitignore(), []
     # From the folder down: an ignore file holds for everything below it.
-    for path in reversed([file, *(parent for parent in file.parents if parent.is_relative_to(folder))]):
-        excluded += get_excludes_from_ignore_files(path, reads_gitignore)
-        if any(excludes(path) for excludes in excluded):
-            return False
-    return True
+    for parent in _parents_within(path, folder):
+        excluded += get_excludes_from_ignore_files(parent, reads_gitignore)
+        if any(excludes(parent) for excludes in excluded):
+            return set()
+    travelled: list[Path] = []
+    _dir_travel(path, excluded, travelled.append, include_gitignore=reads_gitignore)
+    return {file for file in travelled if file.is_file()}
+
+
+def ignoring_rule(file: Path, folder: Path) -> tuple[Path, str] | None:
+    """Return the ignore file, and its line, by which Ray does not upload ``file``; None if there is none."""
+    from ray._private.runtime_env.packaging import _get_excludes
+
+    names = [".gitignore", ".rayignore"] if _reads_gitignore() else [".rayignore"]
+    ignore_files: list[Path] = []
+    for path in [*_parents_within(file, folder), file]:
+        ignore_files += [path / name for name in names if (path / name).is_file()]
+        for ignore_file in ignore_files:
+            lines = ignore_file.read_text(encoding="utf-8").splitlines()
+            if _get_excludes(ignore_file.parent, lines)(path):
+                # As in git, the last line that matches decides.
+                return ignore_file, next(
+                    line for line in reversed(lines) if _get_excludes(ignore_file.parent, [line])(path)
+                )
+    return None
+
+
+def _parents_within(path: Path, folder: Path) -> list[Path]:
+    """Return ``folder`` and the folders between it and ``path``, outermost first."""
+    return [parent for parent in reversed(path.parents) if parent.is_relative_to(folder)]
 
 
 def uploaded_bytes(folder: Path) -> Counter[str]:

@@ -20,7 +20,8 @@ from app.cluster.jobs import Job, JobsApi
 from app.cluster.packages import known_jobs, runtime_env
 from app.cluster.ray_internals import is_uploaded, silence_client, uploaded_bytes
 from app.cluster.state import read_state, running_cluster
-from app.config import embedded, load_job_recipe, names_model, read_text, title_of
+from app.cluster.uploads import require_uploaded
+from app.config import embedded, load_job_recipe, names_model, read_text, reads_files, title_of
 from app.errors import ClusterError, short_repr
 from app.storage import absolute_location
 
@@ -54,7 +55,7 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
     runs, follow the job that its supervisor submits in its place.
 
     Raises:
-        RecipeError: the recipe is refused, before anything is sent.
+        RecipeError: the recipe is refused, or names files that are not sent along, before anything is sent.
         ClusterError: there is no such job, the folder has a package with the name of one of Rayloom's, no cluster
             answers, it rejects the token, or the job was lost with the cluster.
     """
@@ -65,6 +66,8 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
     location = recipe if is_given else embedded(read_text(recipe), title_of(recipe))
     # The job reads the recipe again. Reading it here tells of its errors before anything is sent.
     loaded = load_job_recipe(job, location, overrides)
+    if reads_files(job):
+        require_uploaded(loaded, Path.cwd())
     storage = loaded.storage
     # A relative path is meant from the current folder, not from the job's copy of it.
     arguments = [*overrides, *([f"storage={absolute_location(storage)}"] if storage else []), *options]

@@ -28,12 +28,13 @@ from app.config.loading import (
     dump_recipe,
     load_recipe,
     load_stored_recipe,
+    local_paths,
     parse_stored_recipe,
     recipe_keys,
     with_values,
 )
 from app.config.metrics import Mode
-from app.config.named_model import load_job_recipe, names_model, recipe_of_model
+from app.config.named_model import load_job_recipe, names_model, reads_files, recipe_of_model
 from app.config.notify import EmailConfig, NotifyConfig, WebhookConfig
 from app.config.placement import ACCELERATOR, Placement, of_kind
 from app.config.plan import AutoPlan, PlanConfig, Precision
@@ -144,10 +145,12 @@ __all__ = [
     "load_job_recipe",
     "load_recipe",
     "load_stored_recipe",
+    "local_paths",
     "names_model",
     "of_kind",
     "parse_stored_recipe",
     "read_text",
+    "reads_files",
     "recipe_keys",
     "recipe_of_model",
     "refusal",

@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from app.config.section import Fraction, Section
+from app.config.section import LOCATION, Fraction, Section
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Alpha = Annotated[float, Field(gt=0.0)]
@@ -35,7 +35,7 @@ class AugmentTextConfig(Section):
 
     drop: Fraction = Field(default=0.0, description="share of the words that are left out; one always stays")
     swap: Fraction = Field(default=0.0, description="share of the words that change places with the next one")
-    synonyms: str | None = Field(
+    synonyms: Annotated[str | None, LOCATION] = Field(
         default=None, description="file of words that may stand for each other: a group a line, separated by commas"
     )
     synonym_share: Fraction = Field(default=0.1, description="for synonyms: share of the known words that are replaced")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from app.config.section import SEXAGESIMAL_2_4, CustomResources, Fraction, Section
+from app.config.section import LOCATION, SEXAGESIMAL_2_4, CustomResources, Fraction, Section
 
 ComputePrecision = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 EngineName = Literal["openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"]
@@ -85,7 +85,7 @@ class ObjectiveConfig(Section):
 class CompileConfig(Section):
     """How the trained model becomes a version in the repository."""
 
-    weights: str | None = Field(
+    weights: Annotated[str | None, LOCATION] = Field(
         default=None, description="URI of a weights folder; default: that of the newest finished train run"
     )
     cpus: Annotated[float, Field(ge=0.0)] = Field(

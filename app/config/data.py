@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, PositiveInt, field_validator, model_validator
 
-from app.config.section import Section
+from app.config.section import LOCATION, Section
 from app.config.sources import ColumnsConfig, SourceConfig, join_sources, require_consistent
 from app.config.stream import StreamAddress, StreamConfig, is_stream
 
@@ -103,7 +103,7 @@ class ChatConfig(Section):
         description="put several short conversations into a block, each of which attends to itself alone; false: pad "
         "each to the longest of its batch",
     )
-    template: str | None = Field(
+    template: Annotated[str | None, LOCATION] = Field(
         default=None, description="file of a chat template; default: that of the pretrained model's tokenizer"
     )
 
@@ -147,7 +147,7 @@ class ShardsConfig(Section):
 class DataConfig(Section):
     """The source of the examples, and how they become batches."""
 
-    source: str = Field(
+    source: Annotated[str, LOCATION] = Field(
         description="builtin:NAME, or a path or URI of a csv, jsonl, parquet or Arrow file; of an image folder with "
         "one subfolder a class, or with IDX files named as MNIST's are; for language modelling also of a text file or "
         "a folder of files; with shards also of a folder of such files, or of tar files in WebDataset's layout; or a "
@@ -170,12 +170,12 @@ class DataConfig(Section):
         description="share of the examples held out for a test split, which only jobs.compile reads, to measure the "
         "published accuracy; taken from the training split; default: none",
     )
-    test_source: str | None = Field(
+    test_source: Annotated[str | None, LOCATION] = Field(
         default=None,
         description="source of the test split, instead of test_fraction; of the same kind as source. "
         "builtin:fashion or a folder of IDX files: their test files",
     )
-    validation_source: str | None = Field(
+    validation_source: Annotated[str | None, LOCATION] = Field(
         default=None,
         description="with stream: source of the validation split, instead of validation_fraction of the first "
         "messages; a csv, jsonl, parquet or Arrow file with the same columns, and for language modelling also a text "

@@ -7,13 +7,14 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from app.config.alert_rules import TIMES
 from app.config.overrides import apply_overrides, parse_yaml, set_value, yaml_problem
 from app.config.reading import read_text, title_of
-from app.config.recipe import BUILT_IN_TASKS, Recipe
-from app.config.section import STORED
+from app.config.recipe import BUILT_IN_TASKS, Recipe, texts
+from app.config.section import LOCATION, STORED
 from app.errors import RecipeError
 from app.import_string import did_you_mean
 from app.uris import hide_secrets, shown
@@ -94,6 +95,15 @@ def recipe_keys() -> list[str]:
     return list(_keys(Recipe))
 
 
+def local_paths(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return every relative path that jobs read files from, with its dotted key. Sets and models by name may be among
+    them: only the disk tells a folder from such a name.
+    """
+    keys = {key for key, field in _fields(Recipe) if LOCATION in field.metadata}
+    given = [(key, text) for key, text in texts(recipe.model_dump()) if key in keys]
+    return [(key, text) for key, text in given if "://" not in text and not text.startswith(("/", "~"))]
+
+
 def _explain(problem: ErrorDetails) -> str:
     key = ".".join(map(str, problem["loc"])) or "recipe"
     match problem["type"]:
@@ -129,12 +139,17 @@ def _without_indices(key: str) -> str:
     return re.sub(r"\.\d+", "", key)
 
 
-def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def _keys(model: type[BaseModel]) -> Iterator[str]:
     """Yield every dotted key of a recipe."""
+    return (key for key, _ in _fields(model))
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every dotted key of a recipe with its field."""
     for name, field in model.model_fields.items():
-        yield prefix + (field.alias or name)
+        yield prefix + (field.alias or name), field
         if section := _section_of(field.annotation):
-            yield from _keys(section, f"{prefix}{name}.")
+            yield from _fields(section, f"{prefix}{name}.")
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:

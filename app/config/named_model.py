@@ -21,6 +21,11 @@ def names_model(job: str, location: str) -> bool:
     return job in _JOBS and re.fullmatch(NAME, location) is not None and not Path(location).is_file()
 
 
+def reads_files(job: str) -> bool:
+    """Return whether a job reads the files that its recipe names."""
+    return job not in _JOBS
+
+
 def load_job_recipe(job: str, location: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read the recipe of a job. Jobs that only serve also take a model's name, and then the overrides of ``serve``.
 

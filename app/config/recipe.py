@@ -10,7 +10,7 @@ from app.config.compile import CompileConfig
 from app.config.data import DataConfig, ImageConfig
 from app.config.notify import NotifyConfig
 from app.config.plan import PlanConfig
-from app.config.section import IMPORT_STRING, NAME, Fraction, Section, is_stored
+from app.config.section import IMPORT_STRING, LOCATION, NAME, Fraction, Section, is_stored
 from app.config.serve import ServeConfig
 from app.config.tracking import TrackingConfig
 from app.config.train import TrainConfig
@@ -35,7 +35,7 @@ _BYTE_TOKENS = 257  # one for each byte and one for the end of a document
 Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
 
 
-def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield every string of a tree with its dotted key, including the keys of its mappings."""
     if isinstance(node, str):
         yield key, node
@@ -43,10 +43,10 @@ def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
         for name, value in node.items():
             dotted = f"{key}.{name}" if key else str(name)
             yield key, str(name)
-            yield from _texts(value, dotted)
+            yield from texts(value, dotted)
     elif isinstance(node, list | tuple):
         for value in node:
-            yield from _texts(value, key)
+            yield from texts(value, key)
 
 
 class LoraConfig(Section):
@@ -77,7 +77,7 @@ class ModelConfig(Section):
         description="import path, package.module:name, of a function that returns a torch.nn.Module; can be left "
         "out with pretrained",
     )
-    pretrained: str | None = Field(
+    pretrained: Annotated[str | None, LOCATION] = Field(
         default=None,
         description="model in Hugging Face's layout whose weights, and tokenizer or image processor, training starts "
         "from: a folder or URI, package:NAME/FOLDER in an installed package, or a hub name, also NAME@REVISION",
@@ -201,7 +201,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _holds_no_secrets(self, info: ValidationInfo) -> Self:
         """Refuse a secret in any URI: a run writes its recipe into storage, logs and trackers."""
-        if not is_stored(info) and (keys := [key for key, text in _texts(self.model_dump()) if holds_secret(text)]):
+        if not is_stored(info) and (keys := [key for key, text in texts(self.model_dump()) if holds_secret(text)]):
             raise ValueError(
                 f"{keys[0]} is a URI with a password, a token or a signature, and a recipe must not contain secrets: "
                 "where the key accepts it, give env:NAME or file:/PATH; else set the secret in the environment of the "

@@ -9,6 +9,9 @@ NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 VersionReference = Annotated[str, Field(pattern=rf"^{NAME}(/[1-9][0-9]*)?$")]
 """A published model: NAME for its production version, or NAME/VERSION."""
 
+LOCATION = "location"
+"""Marks a key whose value is the path or URI of what jobs read, or a name in place of one: Annotated[str, LOCATION]."""
+
 SEXAGESIMAL_2_4 = 2 * 60 + 4
 """The number as which YAML 1.1 reads 2:4, unless it is quoted."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from app.config.section import IMPORT_STRING, NAME, Section
+from app.config.section import IMPORT_STRING, LOCATION, NAME, Section
 
 JOINED = " + "
 """Between the sources in ``data.source``, where there are several."""
@@ -83,7 +83,7 @@ class ColumnsConfig(Section):
 class SourceConfig(Section):
     """One of several sources."""
 
-    source: str = Field(description="as data.source")
+    source: Annotated[str, LOCATION] = Field(description="as data.source")
     name: Annotated[str, Field(pattern=rf"^{NAME}$")] | None = Field(
         default=None, description="name in metrics and messages; default: the last part of the source"
     )

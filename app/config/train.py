@@ -14,6 +14,7 @@ from app.config.placement import LabelSelector, Placement, of_kind
 from app.config.plan import AutoPlan, Device, Plan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.section import (
+    LOCATION,
     SEXAGESIMAL_2_4,
     CustomResources,
     Fraction,
@@ -120,7 +121,9 @@ class TeacherConfig(Section):
 class PruneConfig(Section):
     """Fine-tuning after pruning: start from trained weights, of which two of four become zero and stay zero."""
 
-    weights: str = Field(description="URI of the weights folder of a run with the same data and model")
+    weights: Annotated[str, LOCATION] = Field(
+        description="URI of the weights folder of a run with the same data and model"
+    )
     pattern: Literal["2:4"] = Field(
         default="2:4", description="the two smallest of four consecutive weights along the input channels become zero"
     )

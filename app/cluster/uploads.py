@@ -1,0 +1,68 @@
+"""Check that the files a recipe names are uploaded with the folder from which a job is submitted."""
+
+from os.path import exists  # False for a text that is no path
+from pathlib import Path
+
+from app.cluster.ray_internals import ignoring_rule, uploaded_files
+from app.config import Recipe, local_paths
+from app.errors import RecipeError
+
+_PROJECT_FILES = (".git", "pyproject.toml")
+"""Each lies in the top folder of a project."""
+
+
+def require_uploaded(recipe: Recipe, folder: Path) -> None:
+    """Refuse a recipe with a relative path that exists here, and that the job's copy of ``folder`` will lack.
+
+    A path that exists nowhere is left to the job: it may be the name of a model on a hub, or of a built-in set.
+
+    Raises:
+        RecipeError: a path is excluded by an ignore file, or lies in another folder of the project. The key is named.
+    """
+    for key, given in local_paths(recipe):
+        if reason := _reason_not_uploaded(given, folder):
+            raise RecipeError(f"{key} {given!r} {reason}")
+
+
+def _reason_not_uploaded(given: str, folder: Path) -> str | None:
+    path = folder / given
+    if not exists(path):
+        home = next((parent for parent in _parents_in_project(folder) if exists(parent / given)), None)
+        return home and (
+            f"is in {str(home)!r}, and only the current folder {str(folder)!r} is uploaded: submit from "
+            f"{str(home)!r}, or {_way_out(home / given)}"
+        )
+    inside = path.resolve() if ".." in path.parts else path
+    if not inside.is_relative_to(folder):
+        return f"is outside of the current folder {str(folder)!r}, which alone is uploaded: {_way_out(inside)}"
+    files = _visible_files(inside)
+    missing = sorted(files - uploaded_files(inside, folder))
+    if not missing:
+        return None
+    what = "it is" if inside.is_file() else f"{len(missing):,} of its {len(files):,} files are"
+    rule = ignoring_rule(missing[0], folder)
+    because = f": {str(rule[0])!r} excludes {str(missing[0])!r} by its line {rule[1]!r}" if rule else ""
+    return f"exists here, but {what} not uploaded with the job{because}; {_way_out(inside)}"
+
+
+def _visible_files(path: Path) -> set[Path]:
+    """Return a file itself, or the files of a folder that sources read: those that are not hidden."""
+    if path.is_file():
+        return {path}
+    return {
+        file
+        for file in path.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    }
+
+
+def _parents_in_project(folder: Path) -> list[Path]:
+    """Return the folders above ``folder``, up to the top of its project; none if it is the top, or in no project."""
+    for number, place in enumerate([folder, *folder.parents]):
+        if any((place / name).exists() for name in _PROJECT_FILES):
+            return [*folder.parents][:number]
+    return []
+
+
+def _way_out(path: Path) -> str:
+    return f"give its absolute path, {str(path)!r}, if every machine of the cluster has it, or a URI"
