@@ -10,7 +10,7 @@ import textwrap
 import tokenize
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -184,13 +184,11 @@ BUILTIN_PAIRS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {"docstrings
 """Pairs of texts that belong together."""
 
 _KINDS = {tokenize.STRING: "STRING", tokenize.NUMBER: "NUMBER", tokenize.COMMENT: "COMMENT"}
-_LINES_KEPT = 40
-"""One line of so many is kept: about 4,000."""
 
 
-def _python_lines() -> Iterator[tuple[str, list[tuple[int, int, str]]]]:
-    """Yield lines of the standard library's code, with the spans of keywords, strings, numbers and comments."""
-    for content in _standard_library():
+def python_lines(files: Iterable[bytes], one_in: int) -> Iterator[tuple[str, list[tuple[int, int, str]]]]:
+    """Yield one in ``one_in`` lines of Python, with the spans of keywords, strings, numbers and comments."""
+    for content in files:
         try:
             tokens = list(tokenize.tokenize(io.BytesIO(content).readline))
         except (tokenize.TokenError, SyntaxError):
@@ -207,12 +205,14 @@ def _python_lines() -> Iterator[tuple[str, list[tuple[int, int, str]]]]:
                 lines[row].append((start, end, label))
         for row, spans in lines.items():
             text = texts[row].strip()
-            if row not in unfinished and zlib.crc32(text.encode()) % _LINES_KEPT == 0:
+            if row not in unfinished and zlib.crc32(text.encode()) % one_in == 0:
                 indent = len(texts[row]) - len(texts[row].lstrip())
                 yield text, [(start - indent, end - indent, label) for start, end, label in spans]
 
 
-BUILTIN_SPANS: dict[str, Callable[[], Iterator[tuple[str, list[tuple[int, int, str]]]]]] = {"python": _python_lines}
+BUILTIN_SPANS: dict[str, Callable[[], Iterator[tuple[str, list[tuple[int, int, str]]]]]] = {
+    "python": lambda: python_lines(_standard_library(), one_in=40)  # about 4,000
+}
 """Texts with labelled spans: first character, end and label."""
 
 BUILTIN: dict[str, Callable[[], Examples]] = {

@@ -1,7 +1,9 @@
 """Sentence embedding and token classification: trained, compiled, served and asked over HTTP; two ranks as one."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from upath import UPath
 
 from app.compile.run import compile_model
 from app.config import load_recipe
+from app.data.builtin import python_lines
 from app.repository.repository import Repository
 from app.runs import Run, execute
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
@@ -71,8 +74,23 @@ def test_a_pretrained_encoder_learns_to_embed_and_answers_openais_requests(tmp_p
         assert (vectors[0::2] @ vectors[1::2].T).argmax(1).tolist() == [0, 1, 2]
 
 
+def write_python_lines(file: Path) -> Path:
+    """Lines of a package of a fixed version. Debian's standard library is a tenth smaller than Python's own, and the
+    recipe learns less from it: an entity F1 of 0.867 in place of 0.913.
+    """
+    code = (path.read_bytes() for path in sorted(Path(str(files("optuna"))).rglob("*.py")))
+    keys = ("start", "end", "label")
+    rows = [
+        {"text": text, "spans": [dict(zip(keys, span, strict=True)) for span in spans]}
+        for text, spans in python_lines(code, one_in=3)
+    ]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return file
+
+
 def test_code_is_highlighted_over_http(tmp_path: Path) -> None:
-    with chain("python_tokens", tmp_path, *TAGGING) as (trained, compiled, client):
+    source = f"data.source={write_python_lines(tmp_path / 'lines.jsonl')}"
+    with chain("python_tokens", tmp_path / "storage", source, *TAGGING) as (trained, compiled, client):
         assert trained["metrics"]["val_entity_f1"] > 0.85
         score = compiled["accuracy"]["score"]
         assert (score["metric"], compiled["accuracy"]["split"]) == ("entity_f1", "test")
