@@ -27,11 +27,7 @@ def require_uploaded(recipe: Recipe, folder: Path) -> None:
 def _reason_not_uploaded(given: str, folder: Path) -> str | None:
     path = folder / given
     if not exists(path):
-        home = next((parent for parent in _parents_in_project(folder) if exists(parent / given)), None)
-        return home and (
-            f"is in {str(home)!r}, and only the current folder {str(folder)!r} is uploaded: submit from "
-            f"{str(home)!r}, or {_way_out(home / given)}"
-        )
+        return _place_in_project(given, folder)
     inside = path.resolve() if ".." in path.parts else path
     if not inside.is_relative_to(folder):
         return f"is outside of the current folder {str(folder)!r}, which alone is uploaded: {_way_out(inside)}"
@@ -43,6 +39,17 @@ def _reason_not_uploaded(given: str, folder: Path) -> str | None:
     rule = ignoring_rule(missing[0], folder)
     because = f": {str(rule[0])!r} excludes {str(missing[0])!r} by its line {rule[1]!r}" if rule else ""
     return f"exists here, but {what} not uploaded with the job{because}; {_way_out(inside)}"
+
+
+def _place_in_project(given: str, folder: Path) -> str | None:
+    """Say which folder of the project above ``folder`` has the path; None if there is none."""
+    for parent in _parents_in_project(folder):
+        if exists(parent / given):
+            return (
+                f"is in {str(parent)!r}, and only the current folder {str(folder)!r} is uploaded: submit from "
+                f"{str(parent)!r}, or {_way_out(parent / given)}"
+            )
+    return None
 
 
 def _visible_files(path: Path) -> set[Path]:
