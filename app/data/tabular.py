@@ -13,6 +13,7 @@ from upath import UPath
 from app.config import DataConfig
 from app.data.examples import Input, Modality
 from app.data.targets import Scale
+from app.data.written import name_of
 from app.errors import DataError
 from app.storage import write_atomically
 from app.tensors import Tensors, TensorSpec
@@ -185,4 +186,4 @@ def is_missing(value: Any) -> bool:
 
 
 def _category(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return json.dumps(value) if isinstance(value, list | dict) else name_of(value)

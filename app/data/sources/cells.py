@@ -1,17 +1,17 @@
 """The cells of a table, read in one way from every format: each column of a task has a kind, and each kind one type."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any, Literal
 
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 from upath import UPath
 
 from app.conditional import map_concurrently
+from app.data.written import digits_of, name_of, text_of
 from app.errors import DataError
 from app.storage import to_path
 
@@ -95,7 +95,8 @@ class Columns:
                 )
             if not count and not column.is_optional:
                 raise DataError(
-                    f"{column.key} is {column.name!r}, which {path!r} does not have: it has {', '.join(found)}"
+                    f"{column.key} is {column.name!r}, which {path!r} does not have: it has "
+                    f"{', '.join(found) or 'no columns'}; name one of them, or correct the file"
                 )
 
 
@@ -150,19 +151,31 @@ class _Cells:
 
     def of_array(self, given: pa.Array) -> pa.Array:
         """Return the cells of a column in Arrow."""
-        if isinstance(given, pa.ExtensionArray):
-            given = given.storage
-        if pa.types.is_dictionary(given.type):
-            given = given.dictionary_decode()
-        if self.column.kind == "value" and (
-            pa.types.is_integer(given.type) or pa.types.is_floating(given.type) or pa.types.is_boolean(given.type)
-        ):
-            return given
+        given = _plain(given)
+        if self.column.kind == "value" and _are_numbers(given.type):
+            return _without_nan(given)
         if self.column.kind == "text" and (texts := _utf8(given)) is not None:
             return texts.fill_null("")
         if self.column.kind == "file" and pa.types.is_binary(given.type):
             return given
-        return self.of_values(_numbersas_texts(given) if pa.types.is_floating(given.type) else given.to_pylist())
+        return self.of_values(_numbers_as_texts(given) if pa.types.is_floating(given.type) else self._python(given))
+
+    def _python(self, given: pa.Array) -> list[Any]:
+        """Return the cells of a column as Python values. Raises DataError if Python has no such value."""
+        if pa.types.is_string(given.type) or pa.types.is_large_string(given.type):
+            given = given.cast(pa.binary())  # a text may be no UTF-8
+            if self.column.kind == "file":
+                given = texts_of(given, self.column.name, self.place)
+        try:
+            if pa.types.is_time64(given.type):
+                given = given.cast(pa.time64("us"))
+            cells: list[Any] = given.to_pylist()
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            raise DataError(
+                f"{self.place(0)}, or a row after it: {self.column.name!r} is of the type {given.type}, and a value "
+                f"cannot be read ({error}): write the column as texts"
+            ) from error
+        return cells
 
     def of_values(self, values: Sequence[Any]) -> pa.Array:
         """Return the cells of a column of Python values."""
@@ -176,17 +189,19 @@ class _Cells:
         for number, value in enumerate(values):
             try:
                 yield convert(value)
-            except (TypeError, UnicodeError) as error:
+            except UnicodeError as error:
+                raise _not_text(self.place(number), self.column.name) from error
+            except TypeError as error:
                 raise self._refusal(number, value) from error
 
     def _values(self, values: Sequence[Any]) -> pa.Array:
         cells = list(self._each(values, _as_value))
         kinds = {type(cell) for cell in cells if cell is not None}
-        if kinds <= {int, float}:
+        if kinds <= {int, float} and all(cell is None or abs(cell) <= _EXACT or type(cell) is float for cell in cells):
             return pa.array([None if cell is None else float(cell) for cell in cells], pa.float64())
         if kinds == {bool}:
             return pa.array(cells, pa.bool_())
-        return pa.array([None if cell is None else _text_of(cell) for cell in cells], pa.string())
+        return pa.array([None if cell is None else text_of(cell) for cell in cells], pa.string())
 
     def _files(self, values: Sequence[Any]) -> pa.Array:
         cells = list(self._each(values, _as_file))
@@ -200,42 +215,76 @@ class _Cells:
     def _content(self, number: int, given: str) -> bytes:
         try:
             content: bytes = _file_of(to_path(self.path), given).read_bytes()
-        except OSError as error:
+        except (OSError, ValueError, ImportError) as error:  # drivers have no error in common
+            reason = getattr(error, "strerror", None) or str(error)
             raise DataError(
-                f"{self.place(number)}: the {self.column.name} {given!r} cannot be read ({error}): expected a file, by "
-                "its URI or its path from the folder of the table, or in a column of bytes"
+                f"{self.place(number)}: the {self.column.name} {given[:_MAX_SHOWN]!r} cannot be read "
+                f"({reason[:_MAX_SHOWN]}): expected a file, by its URI or its path from the folder of the table, or in "
+                "a column of bytes"
             ) from error
         return content
 
     def _refusal(self, number: int, value: Any) -> DataError:
-        if isinstance(value, bytes) and self.column.kind != "file":
-            return DataError(f"{self.place(number)}: {self.column.name!r} is not text in UTF-8: correct it")
         return DataError(
-            f"{self.place(number)}: {self.column.name!r} is {_KINDS.get(type(value), type(value).__name__)}: expected "
+            f"{self.place(number)}: {self.column.name!r} is {kind_in_words(value)}: expected "
             f"{_EXPECTED[self.column.kind]}; name another column in {self.column.key}, or write its values so"
         )
 
 
-_KINDS: Mapping[type, str] = {dict: "an object", list: "a list", bytes: "bytes"}
+_MAX_SHOWN = 200
+_EXACT = 2**53
+"""Floats have every whole number up to here. Larger ones, such as ids, stay texts."""
+_KINDS: Mapping[type, str] = {
+    dict: "an object",
+    list: "a list",
+    bytes: "bytes",
+    str: "a text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
 
 
-def _numbersas_texts(given: pa.Array) -> list[str | None]:
+def kind_in_words(value: Any) -> str:
+    """Return what a value is, for messages."""
+    return _KINDS.get(type(value), f"of the type {type(value).__name__}")
+
+
+def _are_numbers(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+
+
+def _plain(given: pa.Array) -> pa.Array:
+    """Return a column in a type without views, dictionaries and most extensions, whose values are the same."""
+    kind = given.type
+    if pa.types.is_dictionary(kind):
+        return pa.DictionaryArray.from_arrays(given.indices, _plain(given.dictionary)).dictionary_decode()
+    if isinstance(kind, pa.BaseExtensionType):
+        return given if isinstance(kind, pa.UuidType | pa.Bool8Type) else _plain(given.storage)
+    if pa.types.is_string_view(kind):
+        return given.cast(pa.string())
+    is_binary = pa.types.is_binary_view(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+    return given.cast(pa.binary()) if is_binary else given
+
+
+def _without_nan(given: pa.Array) -> pa.Array:
+    """Return numbers with null in place of NaN, by which pandas means a missing value."""
+    if not pa.types.is_floating(given.type):
+        return given
+    return pc.if_else(pc.is_nan(given), pa.scalar(None, given.type), given)
+
+
+def _numbers_as_texts(given: pa.Array) -> list[str | None]:
     """Return numbers in the fewest digits that give them in their own precision: float32 has 0.1, too."""
     numbers = given.to_numpy(zero_copy_only=False)
-    return [None if number != number else _digits(float(number), str(number)) for number in numbers]
-
-
-def _digits(number: Any, written: str) -> str:
-    """Return a number as text. A whole one has no decimals, so that 1.0 and 1 are one label."""
-    is_whole = math.isfinite(number) and number % 1 == 0 and abs(number) < 2**53
-    return str(int(number)) if is_whole else written
+    return [None if number != number else digits_of(float(number), str(number)) for number in numbers]
 
 
 def _utf8(given: pa.Array) -> pa.Array | None:
     """Return texts as they are; None if they are no texts, or one of them is not UTF-8."""
     kind = given.type
-    is_bytes = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-    if not (is_bytes or pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+    if not (pa.types.is_binary(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         return None
     try:
         texts = given if pa.types.is_string(kind) else given.cast(pa.string())
@@ -243,6 +292,19 @@ def _utf8(given: pa.Array) -> pa.Array | None:
     except pa.ArrowInvalid:
         return None
     return texts
+
+
+def texts_of(given: pa.Array, name: str, place: Place) -> pa.Array:
+    """Return the bytes of a column as texts. Raises DataError if one is not UTF-8."""
+    try:
+        return given.cast(pa.string())
+    except pa.ArrowInvalid as error:
+        row = next(row for row, cell in enumerate(given.to_pylist()) if cell is not None and as_text(cell) is None)
+        raise _not_text(place(row), name) from error
+
+
+def _not_text(place: str, name: str) -> DataError:
+    return DataError(f"{place}: {name!r} is not text in UTF-8: write the file in UTF-8")
 
 
 def _file_of(table: UPath, given: str) -> UPath:
@@ -254,36 +316,27 @@ def _is_empty(value: Any) -> bool:
     return value is None or value != value
 
 
-def _text_of(value: Any) -> str:
-    """Return a number, a text or a date as text. Raises TypeError for an object or a list."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float | Decimal):
-        return _digits(value, str(value))
-    if isinstance(value, bool | int | date | time | timedelta):
-        return str(value)
-    raise TypeError
-
-
 def as_text(value: Any) -> str | None:
     if isinstance(value, bytes):
         try:
             return value.decode()
         except UnicodeDecodeError:
             return None
-    return "" if _is_empty(value) else _text_of(value)
+    return "" if _is_empty(value) else text_of(value)
 
 
 def as_label(value: Any) -> str:
     if isinstance(value, bytes):
         value = value.decode()
-    return "" if _is_empty(value) else _text_of(value).strip()
+    return "" if _is_empty(value) else name_of(value)
 
 
 def _as_labels(value: Any) -> str:
     if isinstance(value, list | tuple):
         return orjson.dumps([as_label(item) for item in value]).decode()
-    return as_label(value)
+    if isinstance(value, bytes):
+        value = value.decode()
+    return "" if _is_empty(value) else text_of(value).strip()
 
 
 def _as_value(value: Any) -> bool | float | str | None:
@@ -295,7 +348,7 @@ def _as_value(value: Any) -> bool | float | str | None:
         return None
     if isinstance(value, bool | int | float):
         return value
-    return float(value) if isinstance(value, Decimal) else _text_of(value)
+    return float(value) if isinstance(value, Decimal) else text_of(value)
 
 
 def _as_file(value: Any) -> bytes | str | None:
@@ -313,8 +366,23 @@ def _as_file(value: Any) -> bytes | str | None:
 
 def _as_json(value: Any) -> str | None:
     if isinstance(value, str | bytes):  # JSON in a cell of csv
-        return value.decode() if isinstance(value, bytes) else value or None
-    return None if _is_empty(value) else orjson.dumps(value, default=str).decode()
+        return (value.decode() if isinstance(value, bytes) else value) or None
+    if _is_empty(value):
+        return None
+    if not isinstance(value, dict | list):
+        raise TypeError
+    try:
+        return orjson.dumps(value, default=_as_json_value).decode()
+    except orjson.JSONEncodeError as error:
+        if isinstance(error.__cause__, TypeError):
+            raise
+        raise UnicodeError from error  # half of a surrogate pair
+
+
+def _as_json_value(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode()
+    return float(value) if isinstance(value, Decimal) else text_of(value)
 
 
 _CONVERTED: Mapping[Kind, Callable[[Any], str | None]] = {

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,12 +16,12 @@ from app.data.sources.cells import Column, Columns, Kind, Rows
 from app.data.sources.formats import SourceFile
 from app.data.sources.formats.builtin import Builtin, find_examples
 from app.data.sources.source import Source
-from app.data.sources.units import WHOLE, column_names, cut_units, list_files, read_unit, tell_unread
+from app.data.sources.units import column_names, list_files, read_files, tell_unread
 from app.errors import DataError
 from app.warnings import warn
 
 INPUT, LABEL, GROUP = "data.columns.input", "data.columns.label", "data.group_column"
-_INDEX_NAMES = ("", "Unnamed: 0", "__index_level_0__")
+_INDEX_NAME = re.compile(r"|Unnamed: 0(\.\d+)*|__index_level_\d+__")
 """What pandas calls the index of a table that it writes as a column."""
 
 
@@ -80,30 +81,30 @@ def _add(examples: Examples, file: SourceFile, config: DataConfig, label_kind: K
         read = _objects
     else:
         columns, read = columns_of(config.columns, examples.modality, label_kind=label_kind), _inputs
-    for unit in cut_units([file], WHOLE):
-        for rows in read_unit(unit, columns):
-            labels: list[str] = rows.cells[LABEL].to_pylist()
-            for column in columns.all:
-                if column.kind == "value":
-                    kind = examples.kinds.setdefault(column.name, ColumnKind())
-                    kind.add(rows.cells[column.key], rows.place)
-            for number, (item, given) in enumerate(zip(read(rows, columns, config.columns), labels, strict=True)):
-                if item is None:
-                    examples.leave_out("not_text" if examples.modality == "text" else "unreadable", rows.place(number))
-                else:
-                    examples.inputs.append(item)
-                    examples.labels.append(given)
+    for rows in read_files([file], columns):
+        labels: list[str] = rows.cells[LABEL].to_pylist()
+        for column in columns.all:
+            if column.kind == "value":
+                kind = examples.kinds.setdefault(column.name, ColumnKind())
+                kind.add(rows.cells[column.key], rows.place)
+        for number, (item, given) in enumerate(zip(read(rows, columns, config.columns), labels, strict=True)):
+            if item is None:
+                examples.leave_out("not_text" if examples.modality == "text" else "unreadable", rows.place(number))
+            else:
+                examples.inputs.append(item)
+                examples.labels.append(given)
 
 
 def _features(file: SourceFile, names: Sequence[str], config: ColumnsConfig) -> list[Column]:
     if config.features is not None:
         features: Sequence[str] = config.features
     else:
-        features = [name for name in names if name != config.label and name not in _INDEX_NAMES]
-        if index := [name for name in names if name in _INDEX_NAMES]:
+        index = [name for name in names if _INDEX_NAME.fullmatch(name)]
+        features = [name for name in names if name != config.label and name not in index]
+        if index:
             warn(
-                f"{file.path!r}: column {index[0]!r} is left out, because pandas calls the index of a table so: name "
-                "it in data.columns.features to read it"
+                f"{file.path!r}: pandas calls the index of a table {', '.join(map(repr, index))}, so it is left out: "
+                "name it in data.columns.features to read it"
             )
     return [Column(f"data.columns.features.{number}", name, "value") for number, name in enumerate(features)]
 

@@ -1,12 +1,16 @@
 """Lines, JSON lines and csv rows of a file, and their byte offsets, at which large files are cut."""
 
 import csv
+import io
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import orjson
 
+from app.data.sources.cells import kind_in_words
 from app.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
@@ -34,26 +38,47 @@ def go_to_line(file: BinaryIO, start: int, path: str) -> int:
     return start - 1 + len(read_line(file, path))
 
 
-def parse_line(line: bytes, place: str) -> Mapping[str, Any]:
-    """Return the row of a line, which is at ``place``. Raises DataError if it is not a JSON object."""
+def parse_json(line: bytes, place: str, where: str = "on each line") -> Mapping[str, Any]:
+    """Return the object that lies at ``place``. Raises DataError if it is not JSON, or has a key twice."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
-        row = _parse_python(line, place)
+        row = _parse_python(line, place, where)
     if not isinstance(row, dict):
-        raise DataError(f"{place} is a {type(row).__name__}: expected an object")
+        raise DataError(f"{place} is {kind_in_words(row)}: expected one object {where}; write it so")
+    # orjson keeps the last of two equal keys, and rounds a whole number of more than 64 bits.
+    if len(_KEY.findall(line)) > len(row) or any(type(cell) is float and abs(cell) >= _LARGE for cell in row.values()):
+        row = _parse_python(line, place, where)
     return row
 
 
-def _parse_python(line: bytes, place: str) -> Any:
-    """Parse what only Python's json module writes: NaN, and halves of a surrogate pair, as bytes."""
+_KEY = re.compile(rb'"\s*:')
+"""The end of a key. It may also be part of a text."""
+_LARGE = 2.0**63
+
+
+def _parse_python(line: bytes, place: str, where: str) -> Any:
+    """Parse what only Python's json module tells: NaN, equal keys, and halves of a surrogate pair, as bytes."""
     try:
-        row = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} is not JSON ({error}): correct it") from error
+        row = json.loads(line.decode(), object_pairs_hook=lambda pairs: _distinct(pairs, place))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place} is not text in UTF-8 ({error}): write the file in UTF-8") from error
+    except RecursionError as error:
+        raise DataError(f"{place} has lists or objects within more than 1,000 others: write it flat") from error
+    except ValueError as error:
+        raise DataError(f"{place} is not JSON ({error}): correct it, and write one object {where}") from error
     if not isinstance(row, dict):
         return row
     return {name: _encodable(value) for name, value in row.items()}
+
+
+def _distinct(pairs: Sequence[tuple[str, Any]], place: str) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"{place} has the key {twice!r} twice in one object: rename or remove one")
+    return row
 
 
 def _encodable(value: Any) -> Any:
@@ -67,8 +92,8 @@ def _encodable(value: Any) -> Any:
     return value
 
 
-def csv_row_ends(file: BinaryIO, path: str) -> Iterator[int]:
-    """Yield the position after each row of a csv file. A quoted cell may contain line ends.
+def csv_row_ends(file: BinaryIO, path: str, separator: str = ",") -> Iterator[int]:
+    """Yield the position after each line of a csv file that ends a row. A quoted cell may contain line ends.
 
     Raises:
         DataError: a row is too long to be held in memory.
@@ -76,20 +101,25 @@ def csv_row_ends(file: BinaryIO, path: str) -> Iterator[int]:
     # The limit is per process. This one is higher than Python's.
     csv.field_size_limit(max(csv.field_size_limit(), CSV_BLOCK_BYTES))
     position = 0
+    waiting = deque[str]()
 
-    def lines(first: bytes) -> Iterator[str]:
+    def lines() -> Iterator[str]:
+        """Yield lines. A carriage return ends one, too."""
         nonlocal position
-        line = first
-        while line:
-            yield line.decode("latin-1")
-            line = read_line(file, path)
-            position += len(line)
+        while waiting or (line := read_line(file, path)):
+            if not waiting:
+                position += len(line)
+                waiting.extend(io.StringIO(line.decode("latin-1"), newline=""))
+            yield waiting.popleft()
 
     while line := read_line(file, path):
         begin, position = position, position + len(line)
         if b'"' in line:
+            waiting.extend(io.StringIO(line.decode("latin-1"), newline=""))
+            reader = csv.reader(lines(), delimiter=separator)
             try:
-                next(csv.reader(lines(line)), None)
+                while waiting:
+                    next(reader, None)
             except csv.Error as error:
                 raise DataError(
                     f"{path!r} has a row at byte {begin:,} that cannot be read ({error}): is a quote left open?"

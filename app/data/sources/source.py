@@ -1,5 +1,6 @@
 """Where a recipe's data lie: a built-in set, or a file or folder that a driver of fsspec lists and opens."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,13 +66,38 @@ def list_source(source: Source, root: UPath) -> list[tuple[UPath, dict[str, Any]
     """
     with _named_in_errors(source):
         if root.is_file():
-            return [(root, root.fs.info(root.path))]
-        found: dict[str, dict[str, Any]] = root.fs.find(root.path, detail=True)
+            return [(root, dict(_resolved(root.fs, root.path, root.fs.info(root.path)))[root.path])]
+        found = _found(root.fs, root.path)
         # A driver lists absolute paths, also of a relative folder.
         folder = str(root.fs._strip_protocol(root.path)).rstrip("/")
     inside = {name: name.removeprefix(folder).lstrip("/") for name in found}
     files = [(root / place, found[name]) for name, place in inside.items() if not _is_hidden(place)]
     return sorted(files, key=lambda file: str(file[0]))
+
+
+def _found(storage: Any, folder: str, *above: str) -> dict[str, dict[str, Any]]:
+    """Return the files in a folder and below. Links to folders are followed. ``above``: where earlier ones led."""
+    listed: dict[str, dict[str, Any]] = storage.find(folder, detail=True)
+    return dict(entry for path, info in listed.items() for entry in _resolved(storage, path, info, *above))
+
+
+def _resolved(storage: Any, path: str, info: dict[str, Any], *above: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a file, or what a link on a local disk leads to, with the target's size and time of the last change."""
+    if not info.get("islink"):
+        yield path, info
+        return
+    target = os.path.realpath(path)
+    if not os.path.exists(target):
+        raise DataError(f"{path!r} is a link to {info['destination']!r}, which does not exist: correct or remove it")
+    if not os.path.isdir(target):
+        yield path, storage.info(target)
+        return
+    if any(
+        os.path.commonpath([place, target]) == target for place in (os.path.realpath(os.path.dirname(path)), *above)
+    ):
+        raise DataError(f"{path!r} is a link to {info['destination']!r}, a folder that it lies in: remove it")
+    for inside, found in _found(storage, target, target, *above).items():
+        yield path + inside.removeprefix(target), found
 
 
 def _is_hidden(place: str) -> bool:

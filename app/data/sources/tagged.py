@@ -66,7 +66,10 @@ def _tagged_tokens(tokens_cell: str | None, tags_cell: str | None, where: str, c
 def _tag_name(tag: object, where: str, config: ColumnsConfig) -> str:
     """Return the name of a tag. Raises DataError for a number that ``data.columns.tag_names`` does not name."""
     names = config.tag_names
-    if isinstance(tag, str) and tag:
+    if isinstance(tag, str):
+        tag = tag.strip()
+        tag = int(tag) if tag.isdecimal() else tag
+    if isinstance(tag, str) and tag and not tag.endswith("-"):
         return tag
     if not isinstance(tag, int) or isinstance(tag, bool):
         raise DataError(f"{where} has the tag {tag!r}: expected a text such as O or B-NAME")

@@ -19,7 +19,7 @@ from upath import UPath
 from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS, BUILTIN_TEST
 from app.data.examples import Modality
 from app.data.sources.cells import Columns, Rows
-from app.data.sources.formats import FORMATS, TABLE_SUFFIXES, format_of
+from app.data.sources.formats import FORMATS, format_of
 from app.data.sources.formats.base import DOCUMENTS, Piece, SourceFile
 from app.data.sources.formats.builtin import Builtin
 from app.data.sources.formats.idx import Idx, find_idx
@@ -87,7 +87,9 @@ def _version(path: UPath, info: Mapping[str, Any]) -> str:
 
 def _expected(contents: Contents) -> str:
     if contents not in _FILES_OF_CLASSES:
-        return f"{', '.join(TABLE_SUFFIXES)} or .tar files"
+        # Documents may have any ending.
+        endings = [ending for one in FORMATS.values() for ending in one.suffixes if one.reads(contents, ending)]
+        return f"{', '.join(endings)} files"
     suffixes = ", ".join(FORMATS[contents].suffixes)
     return f"{_FILES_OF_CLASSES[contents]} ({suffixes}) in a folder for each class, or .tar files"
 
@@ -139,13 +141,18 @@ def cut_units(files: Sequence[SourceFile], unit_bytes: int) -> list[Unit]:
     units: list[Unit] = []
     pieces: list[Piece] = []
     size = 0
-    for piece in (piece for file in files for piece in _READERS[file.format].cut(file, unit_bytes)):
+    for piece in (piece for file in files for piece in _cut(file, unit_bytes)):
         if pieces and size + piece.bytes > unit_bytes:
             units.append(Unit(len(units), tuple(pieces)))
             pieces, size = [], 0
         pieces.append(piece)
         size += piece.bytes
     return [*units, Unit(len(units), tuple(pieces))]
+
+
+def _cut(file: SourceFile, unit_bytes: int) -> Iterator[Piece]:
+    with _named_in_errors(file.path, file.format):
+        yield from _READERS[file.format].cut(file, unit_bytes)
 
 
 def read_unit(unit: Unit, columns: Columns) -> Iterator[Rows]:
@@ -168,6 +175,11 @@ def read_source(source: Source, columns: Columns) -> Iterator[Rows]:
     """
     files = list_files(source, cast(Contents, columns.contents))
     tell_unread(source, files)
+    yield from read_files(files, columns)
+
+
+def read_files(files: Sequence[SourceFile], columns: Columns) -> Iterator[Rows]:
+    """Yield all rows of files, in order. Raises DataError as ``read_unit``."""
     for unit in cut_units(files, WHOLE):
         yield from read_unit(unit, columns)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 from upath import UPath
 
@@ -28,6 +27,7 @@ from app.data.preparation.survey import (
 from app.data.preparation.writers import LabelledWriter
 from app.data.shards import Shard
 from app.data.sources.cells import as_label, as_text
+from app.data.sources.lines import BOM, parse_json
 from app.data.streaming.messages import Message, Offsets
 from app.errors import DataError
 
@@ -179,19 +179,19 @@ class StreamRows(ABC):
         names = [name for name in (columns.input, label_column, group_column) if name is not None]
         text, label, group, code = "", None, "", code_of("malformed")
         try:
-            row = orjson.loads(message.value)
-        except orjson.JSONDecodeError:
-            row = None
-        if isinstance(row, dict) and all(name in row for name in names):
+            row = parse_json(message.value.removeprefix(BOM), "the message", "in it")
+        except DataError:
+            row = {}
+        if all(name in row for name in names):
             try:
-                text = as_text(row[columns.input]) or ""
+                given = as_text(row[columns.input])
                 label = None if self._labels is None else as_label(row[columns.label])
                 group = as_label(row[group_column]) if group_column else ""
-            except TypeError:  # an object or a list
+            except (TypeError, UnicodeError):  # an object or a list, or half of a surrogate pair
                 pass
             else:
-                text = text.strip() if self.strips else text
-                code = self._cleaner.code(text, label)
+                given = given.strip() if given is not None and self.strips else given
+                text, code = given or "", self._cleaner.code(given, label)
                 if code == KEPT and self._labels is not None and label not in self._labels:
                     code = code_of("unknown_label")
         digest = digest_of(text)

@@ -1,17 +1,19 @@
 """Files of Apache Arrow: with random access, as Feather is, or streams, as Hugging Face's datasets write them."""
 
+import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
+from upath import UPath
 
 from app.data.sources.cells import BATCH_BYTES, BATCH_ROWS, Columns, Rows, rows_from, rows_of_batch
-from app.data.sources.formats.base import Format, Piece, SourceFile
+from app.data.sources.formats.base import HEAD_BYTES, Format, Piece, SourceFile, require_unpacked
 from app.errors import DataError
 from app.storage import is_local, to_path
 
-_MAGIC = b"ARROW1"
+_MAGIC, _END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class Arrow(Format):
@@ -21,16 +23,16 @@ class Arrow(Format):
 
     def cut(self, file: SourceFile, size: int) -> Iterator[Piece]:
         """Yield a piece for each record batch of a large file."""
-        if file.bytes <= size or not _has_random_access(file.path):
+        if file.bytes <= size:
             yield Piece(file.path, file.format, file.bytes)
             return
-        try:
-            with _opened(file.path) as table:
-                count: int = table.num_record_batches
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{file.path!r} is not an Arrow file ({error}): write it again") from error
+        with _opened(file.path) as table:
+            count = None if isinstance(table, pa.ipc.RecordBatchStreamReader) else int(table.num_record_batches)
+        if count is None:
+            yield Piece(file.path, file.format, file.bytes)
+            return
         for number in range(count):
-            yield Piece(file.path, file.format, file.bytes // max(1, count), number, number + 1)
+            yield Piece(file.path, file.format, file.bytes // count, number, number + 1)
 
     def column_names(self, path: str) -> list[str]:
         with _opened(path) as table:
@@ -75,21 +77,34 @@ def _decoded_bytes(column: pa.Array) -> int:
     return size
 
 
-def _has_random_access(path: str) -> bool:
-    with to_path(path).open("rb") as file:
-        head: bytes = file.read(len(_MAGIC))
-    return head == _MAGIC
-
-
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
     location = to_path(path)
-    # A memory-mapped batch takes no memory of its own.
-    with (
-        pa.memory_map(location.path) if is_local(location) else location.open("rb") as file,
-        pa.ipc.open_file(file) if _has_random_access(path) else pa.ipc.open_stream(file) as table,
-    ):
+    with location.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    if head.startswith(_MAGIC):
+        # A memory-mapped batch takes no memory of its own.
+        with (
+            pa.memory_map(location.path) if is_local(location) else location.open("rb") as file,
+            pa.ipc.open_file(file) as table,
+        ):
+            yield table
+        return
+    require_unpacked(path, head)
+    with location.open("rb") as file, pa.ipc.open_stream(file) as table:
+        _require_end(path, location)
         yield table
+
+
+def _require_end(path: str, location: UPath) -> None:
+    """Raise DataError if a stream has no end. Arrow takes one that stops after a record batch for a whole one."""
+    with location.open("rb") as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(max(0, size - len(_END)))
+        if file.read() != _END:
+            raise DataError(
+                f"{path!r} is torn: the stream has no end-of-stream marker; write it again, and close its writer"
+            )
 
 
 def _batches(table: Any, piece: Piece) -> Iterator[pa.RecordBatch]:

@@ -1,7 +1,7 @@
 """What a format of files is: how a file is cut into pieces, and how the rows of a piece are read."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,14 +12,25 @@ TEXTS = frozenset({"text", "row", "record"})
 """Contents that lie in tables. Documents of language modelling do, too."""
 DOCUMENTS = "language-modeling"
 
-_COMPRESSED = {
-    b"\x1f\x8b": "gzip",
-    b"PK\x03\x04": "zip",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
+_UNPACK, _UTF_8, _RENAME = "unpack it", "write it in UTF-8", "give it the ending of its format, or write it again"
+_OTHERS = {
+    b"\x1f\x8b": ("compressed by gzip", _UNPACK),
+    b"PK\x03\x04": ("compressed by zip, as .xlsx files are", "unpack it, or save the sheet as csv"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", _UNPACK),
+    b"BZh": ("compressed by bzip2", _UNPACK),
+    b"\xfd7zXZ": ("compressed by xz", _UNPACK),
+    b"\xff\xfe\0\0": ("text in UTF-32", _UTF_8),
+    b"\0\0\xfe\xff": ("text in UTF-32", _UTF_8),
+    b"\xff\xfe": ("text in UTF-16", _UTF_8),
+    b"\xfe\xff": ("text in UTF-16", _UTF_8),
+    b"PAR1": ("a parquet table", _RENAME),
+    b"ARROW1": ("an Arrow table", _RENAME),
+    b"FEA1": ("a Feather file of version 1", "write it with version 2"),
+    b"\xd0\xcf\x11\xe0": ("a sheet of Excel", "save it as csv"),
 }
-_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""What files begin with that are no plain text, and the way out."""
+HEAD_BYTES = 8
+"""Bytes that tell it."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +100,13 @@ def cut_bytes(file: SourceFile, size: int) -> Iterator[Piece]:
 
 
 def require_text(path: str, head: bytes) -> None:
-    """Raise DataError if a file that begins with ``head`` is compressed, or text in UTF-16."""
-    if found := next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None):
-        raise DataError(f"{path!r} is compressed by {found}: unpack it")
-    if head.startswith(_UTF_16):
-        raise DataError(f"{path!r} is text in UTF-16: write it in UTF-8")
+    """Raise DataError if a file that begins with ``head`` is compressed, of another format, or not in UTF-8."""
+    require_unpacked(path, head)
+    if b"\0" in head:
+        raise DataError(f"{path!r} begins with zero bytes, as text in UTF-16 or a torn file does: {_UTF_8}")
 
 
-def require_distinct(path: str, names: Collection[str]) -> None:
-    """Raise DataError if two columns have one name."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise DataError(f"{path!r} has two columns {name!r}: rename one")
-        seen.add(name)
+def require_unpacked(path: str, head: bytes) -> None:
+    """Raise DataError if a file that begins with ``head`` is compressed, or of another format than its ending says."""
+    if found := next((what for magic, what in _OTHERS.items() if head.startswith(magic)), None):
+        raise DataError(f"{path!r} is {found[0]}: {found[1]}")

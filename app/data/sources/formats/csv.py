@@ -1,23 +1,27 @@
 """Tables of comma-separated values, read by Arrow. The first row has the names of the columns."""
 
 import csv
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO, Self
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 
-from app.data.sources.cells import Columns, Rows
+from app.data.sources.cells import Columns, Rows, rows_from, texts_of
 from app.data.sources.formats.arrow import batch_rows
-from app.data.sources.formats.base import Format, Piece, SourceFile, require_text
-from app.data.sources.lines import BOM, CSV_BLOCK_BYTES, csv_row_ends
+from app.data.sources.formats.base import HEAD_BYTES, Format, Piece, SourceFile, require_text
+from app.data.sources.lines import BOM, CSV_BLOCK_BYTES, csv_row_ends, read_line
 from app.errors import DataError
 from app.storage import to_path
 
 _BLOCK_BYTES = 2 * 2**20
 """Bytes that are read at a time, unless a row is longer."""
 _MAX_SHOWN = 80
+_QUOTE = ord('"')
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Csv(Format):
             return
         start = end = 0
         with to_path(file.path).open("rb") as opened:
-            for end in csv_row_ends(opened, file.path):
+            for end in csv_row_ends(opened, file.path, self.separator):
                 if end - start >= size:
                     yield Piece(file.path, file.format, end - start, start, end)
                     start = end
@@ -64,31 +68,36 @@ class Csv(Format):
     def _read(self, piece: Piece, columns: Columns, header: _Header) -> Iterator[Rows]:
         """Yield rows, in small blocks at first: Arrow needs twenty times the memory of a block."""
         start, stop = max(piece.start, header.end), piece.bytes if piece.stop is None else piece.stop
-        where, done = f" after byte {piece.start:,}" if piece.start else "", 0
+        part, done = _Part(piece.path, start, stop, f" after byte {piece.start:,}" if piece.start else ""), 0
         for block_bytes in (_BLOCK_BYTES, CSV_BLOCK_BYTES) if start < stop else ():
             row, invalid = 0, list[Any]()
             try:
-                for batch in self._batches(piece.path, start, stop, columns, header, block_bytes, invalid):
+                for batch in self._batches(part, columns, header, block_bytes, invalid):
                     new = batch.slice(max(0, done - row))
                     row += batch.num_rows
                     done = max(done, row)
-                    yield from batch_rows(new, columns, piece.path, done - new.num_rows + 1, where)
+                    yield from self._rows(new, columns, part, done - new.num_rows + 1)
                 return
             except pa.ArrowInvalid as error:
                 if invalid:
-                    raise self._refusal(piece.path, where, header, invalid[0]) from error
+                    raise self._refusal(part, header, invalid[0]) from error
                 if "straddling" not in str(error) or block_bytes == CSV_BLOCK_BYTES:
                     raise
 
+    def _rows(self, batch: pa.RecordBatch, columns: Columns, part: "_Part", row: int) -> Iterator[Rows]:
+        """Yield the rows of a batch of bytes. A file is named by a text."""
+        place = rows_from(part.path, row, part.where)
+        for number, (name, cells) in enumerate(zip(batch.schema.names, batch.columns, strict=True)):
+            if batch.nbytes > CSV_BLOCK_BYTES and (pc.max(pc.binary_length(cells)).as_py() or 0) > CSV_BLOCK_BYTES:
+                raise DataError(
+                    f"{place(0)}, or a row after it: {name!r} has over {CSV_BLOCK_BYTES:,} bytes: break it up"
+                )
+            if any(column.kind == "file" and column.name == name for column in columns.all):
+                batch = batch.set_column(number, name, texts_of(cells, name, place))
+        yield from batch_rows(batch, columns, part.path, row, part.where)
+
     def _batches(
-        self,
-        path: str,
-        start: int,
-        stop: int,
-        columns: Columns,
-        header: _Header,
-        block_bytes: int,
-        invalid: list[Any],
+        self, part: "_Part", columns: Columns, header: _Header, block_bytes: int, invalid: list[Any]
     ) -> Iterator[pa.RecordBatch]:
         """Yield record batches. Raises pyarrow.ArrowInvalid if a row does not fit into a block, or is ``invalid``."""
 
@@ -99,41 +108,137 @@ class Csv(Format):
         parse = pyarrow.csv.ParseOptions(delimiter=self.separator, newlines_in_values=True, invalid_row_handler=refuse)
         read = pyarrow.csv.ReadOptions(block_size=block_bytes, use_threads=False, column_names=header.names)
         names = [name for name in columns.names if name in header.names]
-        # Cells are read as bytes: Arrow would change one such as 007, and end at one that is not UTF-8. But a file is
-        # named by a text.
-        kinds = dict.fromkeys(names, pa.binary())
-        kinds |= {column.name: pa.string() for column in columns.all if column.kind == "file"}
-        convert = pyarrow.csv.ConvertOptions(column_types=kinds, include_columns=names)
+        # Cells are read as bytes: Arrow would change one such as 007, and end at one that is not UTF-8.
+        convert = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.binary()), include_columns=names)
         with (
-            to_path(path).open("rb") as file,
-            pa.PythonFile(file, "r") as opened,
-            pyarrow.csv.open_csv(opened.get_stream(start, stop - start), read, parse, convert) as table,
+            to_path(part.path).open("rb") as file,
+            _Quotes(file, part, self.separator) as quotes,
+            pa.PythonFile(quotes, "r") as opened,
+            pyarrow.csv.open_csv(opened, read, parse, convert) as table,
         ):
-            yield from table
+            for batch in table:
+                quotes.require_closed()
+                yield batch
 
     def _header(self, path: str) -> _Header:
         with to_path(path).open("rb") as file:
-            require_text(path, file.read(4))
+            require_text(path, file.read(HEAD_BYTES))
             file.seek(0)
             start = 0
-            for end in csv_row_ends(file, path):
+            for end in csv_row_ends(file, path, self.separator):
                 file.seek(start)
-                line = file.read(end - start).removeprefix(BOM)
-                if line.strip():
-                    return _Header(self._names(path, line), end)
+                line = file.read(end - start)
+                if line.removeprefix(BOM).strip():
+                    return self._names(path, line, start)
                 start = end
         return _Header([], start)
 
-    def _names(self, path: str, line: bytes) -> list[str]:
+    def _names(self, path: str, row: bytes, start: int) -> _Header:
+        """Return the header in ``row``, which has more rows if carriage returns end them."""
+        content = row.removeprefix(BOM)
+        end = start + len(row) - len(content)
+
+        def lines() -> Iterator[str]:
+            nonlocal end
+            for line in io.StringIO(content.decode(), newline=""):
+                end += len(line.encode())
+                yield line
+
         try:
-            return next(csv.reader([line.decode()], delimiter=self.separator))
+            for names in csv.reader(lines(), delimiter=self.separator, strict=True):
+                if len(names) > 1 or "".join(names).strip():
+                    return _Header(names, end)
         except UnicodeDecodeError as error:
             raise DataError(f"{path!r}: the names of the columns are not UTF-8 ({error}): write it in UTF-8") from error
+        except csv.Error as error:
+            raise DataError(
+                f"{path!r}: the names of the columns cannot be read ({error}): is a quote left open?"
+            ) from error
+        return _Header([], end)
 
     @staticmethod
-    def _refusal(path: str, where: str, header: _Header, row: Any) -> DataError:
+    def _refusal(part: "_Part", header: _Header, row: Any) -> DataError:
         count, expected = row.actual_columns, len(header.names)
+        why = "is a quote left open?" if row.text.count('"') % 2 else "put a cell with a separator into quotes"
         return DataError(
-            f"{path!r}, row {row.number:,}{where}: {count} cells, and the header names {expected} columns: "
-            f"{row.text[:_MAX_SHOWN]!r}; correct the row, and put a cell with a separator into quotes"
+            f"{part.path!r}, row {row.number:,}{part.where}: {count} cells, and the header names {expected} columns: "
+            f"{row.text[:_MAX_SHOWN]!r}; correct the row: {why}"
         )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a file, from a byte to another."""
+
+    path: str
+    start: int
+    stop: int
+    where: str
+    """What the number of a row is counted from, for messages."""
+
+
+class _Quotes:
+    """A part of a file as Arrow reads it, with a look at its quotes.
+
+    Arrow takes what follows a closing quote into the cell, and a quote that is left open takes rows. So each quote must
+    begin a cell, end one, or be doubled. Where one does not, Python's reader tells whether its cell is quoted.
+    """
+
+    closed = False
+
+    def __init__(self, file: BinaryIO, part: _Part, separator: str) -> None:
+        file.seek(part.start)
+        self._file, self._part, self._separator = file, part, separator
+        self._left = part.stop - part.start
+        self._is_edge = np.zeros(256, bool)
+        self._is_edge[list(f'\n\r"{separator}'.encode())] = True
+        self._tail, self._count = b"\n", 0
+        self._is_odd = self._is_checked = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.require_closed()
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes, as Arrow asks for them."""
+        content = self._file.read(min(size, self._left))
+        self._left -= len(content)
+        self._look_at(content or b"\n")
+        return content
+
+    def close(self) -> None:
+        """Leave the file open: its owner closes it."""
+
+    def _look_at(self, content: bytes) -> None:
+        # A quote is judged once the byte after it is known.
+        content = self._tail + content
+        self._tail = content[-2:]
+        if not self._is_odd and b'"' in content:
+            given = np.frombuffer(content, np.uint8)
+            quotes = np.flatnonzero(given[1:-1] == _QUOTE) + 1
+            opening, closing = (quotes[(np.arange(len(quotes)) + self._count) % 2 == which] for which in (0, 1))
+            self._count += len(quotes)
+            self._is_odd = not (self._is_edge[given[opening - 1]].all() and self._is_edge[given[closing + 1]].all())
+
+    def require_closed(self) -> None:
+        """Raise DataError if a quoted cell of what was read goes on after its closing quote, or has none."""
+        if self._is_checked or not (self._is_odd or (not self._left and self._count % 2)):
+            return
+        self._is_checked = True
+        number = 0
+        try:
+            for row in csv.reader(self._lines(), delimiter=self._separator, strict=True):
+                number += bool(row)
+        except csv.Error as error:
+            raise DataError(
+                f"{self._part.path!r}, row {number + 1:,}{self._part.where}: a quote is left open, or stands within a "
+                f"quoted cell ({error}): write a quote within a cell twice, and close each quoted cell"
+            ) from error
+
+    def _lines(self) -> Iterator[str]:
+        with to_path(self._part.path).open("rb") as file:
+            file.seek(self._part.start)
+            while file.tell() < self._part.stop and (line := read_line(file, self._part.path)):
+                yield from io.StringIO(line.decode("latin-1"), newline="")

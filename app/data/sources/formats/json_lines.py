@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from app.data.sources.cells import BATCH_BYTES, BATCH_ROWS, Columns, Rows, each_at, rows_of_objects
-from app.data.sources.formats.base import Format, Piece, SourceFile, cut_bytes, require_text
-from app.data.sources.lines import BOM, go_to_line, parse_line, read_line
+from app.data.sources.formats.base import HEAD_BYTES, Format, Piece, SourceFile, cut_bytes, require_text
+from app.data.sources.lines import BOM, go_to_line, parse_json, read_line
 from app.storage import to_path
 
 
@@ -55,11 +55,11 @@ def _rows(piece: Piece) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
     where = f" after byte {piece.start:,}" if piece.start else ""
     with to_path(piece.path).open("rb") as file:
         if not piece.start:
-            require_text(piece.path, file.read(4))
+            require_text(piece.path, file.read(HEAD_BYTES))
             file.seek(0)
         position, number = go_to_line(file, piece.start, piece.path), 0
         while (piece.stop is None or position < piece.stop) and (line := read_line(file, piece.path)):
             content = line if position else line.removeprefix(BOM)
             position, number = position + len(line), number + 1
             if content.strip():
-                yield (number, position), parse_line(content, f"{piece.path!r}, line {number:,}{where}")
+                yield (number, position), parse_json(content, f"{piece.path!r}, line {number:,}{where}")

@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 from app.data.sources.cells import BATCH_BYTES, Columns, Rows
 from app.data.sources.formats.arrow import batch_rows, rows_that_fit
 from app.data.sources.formats.base import Format, Piece, SourceFile
-from app.errors import DataError
 from app.storage import to_path
 
 _FIRST_ROWS = 64
@@ -28,11 +27,8 @@ class Parquet(Format):
         if file.bytes <= size:
             yield Piece(file.path, file.format, file.bytes)
             return
-        try:
-            with _opened(file.path) as table:
-                sizes = [table.metadata.row_group(number).total_byte_size for number in range(table.num_row_groups)]
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{file.path!r} is not a parquet table ({error}): write it again") from error
+        with _opened(file.path) as table:
+            sizes = [table.metadata.row_group(number).total_byte_size for number in range(table.num_row_groups)]
         for number, group_bytes in enumerate(sizes):
             yield Piece(file.path, file.format, group_bytes, number, number + 1)
 

@@ -5,17 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from app.data.sources.cells import Column, Columns, Rows, each_at, rows_of_objects
-from app.data.sources.formats.base import DOCUMENTS, Format, Piece
+from app.data.sources.formats.base import DOCUMENTS, HEAD_BYTES, Format, Piece, require_unpacked
 from app.data.sources.formats.files import AUDIO_SUFFIXES, IMAGE_SUFFIXES
+from app.data.sources.lines import BOM, parse_json
 from app.errors import DataError
 from app.storage import to_path
 
 _BATCH_ROWS, _BATCH_BYTES = 1024, 16 * 2**20
 _SUFFIXES = {"image": IMAGE_SUFFIXES, "audio": AUDIO_SUFFIXES}
 _WORDS = {"image": "a picture", "audio": "a recording"}
+_TEXTS = ("txt", "cls", "json")
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,14 @@ class _Sample:
 
     def _file(self, contents: str) -> bytes:
         wanted = sorted(suffix[1:] for suffix in _SUFFIXES[contents])
-        for name in wanted:
-            if name in self.members:
-                return self.members[name]
-        raise self._without(_WORDS[contents], ", ".join(f".{name}" for name in wanted))
+        found = [name for name in wanted if name in self.members]
+        if len(found) > 1:
+            raise DataError(
+                f"{self.place} has {len(found)} members that are {_WORDS[contents]}, .{' and .'.join(found)}: keep one"
+            )
+        if not found:
+            raise self._without(_WORDS[contents], ", ".join(f".{name}" for name in wanted))
+        return self.members[found[0]]
 
     def _text(self, column: Column) -> Any:
         if (found := self.members.get("txt")) is not None:
@@ -61,15 +65,8 @@ class _Sample:
         )
 
     @property
-    def _json(self) -> dict[str, Any]:
-        content = self.members.get("json", b"{}")
-        try:
-            found = orjson.loads(content)
-        except orjson.JSONDecodeError as error:
-            raise DataError(f"{self.place}.json is not JSON ({error}): correct it") from error
-        if not isinstance(found, dict):
-            raise DataError(f"{self.place}.json is a {type(found).__name__}: expected an object")
-        return found
+    def _json(self) -> Mapping[str, Any]:
+        return parse_json(self.members.get("json", b"{}"), f"{self.place}.json", "in it")
 
     def _without(self, what: str, expected: str) -> DataError:
         members = ", ".join(f".{name}" for name in self.members)
@@ -100,6 +97,8 @@ class Tar(Format):
 
 
 def _samples(path: str) -> Iterator[_Sample]:
+    with to_path(path).open("rb") as head:
+        require_unpacked(path, head.read(HEAD_BYTES))
     key, members = "", dict[str, bytes]()
     with to_path(path).open("rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
         for member in tar:
@@ -114,20 +113,29 @@ def _samples(path: str) -> Iterator[_Sample]:
                 yield _Sample(f"{path!r}, sample {key}", members)
                 members = {}
             key = folder + slash + stem
-            members[extension.lower()] = content.read()
+            if (extension := extension.lower()) in members:
+                raise DataError(f"{path!r}, sample {key} has two members .{extension}: rename or remove one")
+            members[extension] = content.read().removeprefix(BOM if extension in _TEXTS else b"")
         _require_end(path, tar.offset)
     if members:
         yield _Sample(f"{path!r}, sample {key}", members)
 
 
 def _require_end(path: str, offset: int) -> None:
-    """Raise DataError if a tar does not end here. tarfile ignores a header that cannot be read."""
-    file = to_path(path)
-    if file.fs.cat_file(file.path, start=offset, end=offset + tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise DataError(
-            f"{path!r} is torn: at byte {offset:,} it has neither a member nor the end-of-archive marker, a block "
-            "of zeros; write it again"
-        )
+    """Raise DataError if a tar does not end here. tarfile ignores a header that cannot be read, and what follows."""
+    with to_path(path).open("rb") as file:
+        file.seek(offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise DataError(
+                f"{path!r} is torn: at byte {offset:,} it has neither a member nor the end-of-archive marker, a block "
+                "of zeros; write it again"
+            )
+        while rest := file.read(2**20):
+            if rest.strip(b"\0"):
+                raise DataError(
+                    f"{path!r} has more after its end-of-archive marker at byte {offset:,}, as joined tars have: keep "
+                    "them apart, or join them by tar --concatenate"
+                )
 
 
 def _rows_of(path: str, samples: Sequence[_Sample], columns: Columns) -> Rows:

@@ -1,0 +1,40 @@
+"""How a value is written as a text: in one way for labels, groups and categories, whichever format it comes from."""
+
+import math
+import re
+from datetime import date, time, timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+_WHOLE = re.compile(r"[+-]?\d+\.0+")
+_EXACT = 2**53
+"""Floats have every whole number up to here."""
+
+
+def digits_of(number: float | Decimal, written: str) -> str:
+    """Return a number as text. A whole one has no decimals, so that 1.0 and 1 are one label."""
+    is_whole = math.isfinite(number) and number % 1 == 0 and abs(number) < _EXACT
+    return str(int(number)) if is_whole else written
+
+
+def text_of(value: Any) -> str:
+    """Return a number, a text or a date as text. Raises TypeError for an object or a list."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Decimal):
+        return digits_of(value, format(value.normalize(), "f"))
+    if isinstance(value, float):
+        return digits_of(value, str(value))
+    if isinstance(value, bool | int | date | time | timedelta | UUID):
+        return str(value)
+    raise TypeError
+
+
+def name_of(value: Any) -> str:
+    """Return a label, a group or a category: a text without the white space around it.
+
+    csv has no types, and pandas writes whole numbers as ``1.0`` where others are missing. So ``1.0`` is 1.
+    """
+    text = text_of(value).strip()
+    return text.partition(".")[0] if _WHOLE.fullmatch(text) else text
