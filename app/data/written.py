@@ -14,7 +14,7 @@ _EXACT = 2**53
 
 def digits_of(number: float | Decimal, written: str) -> str:
     """Return a number as text. A whole one has no decimals, so that 1.0 and 1 are one label."""
-    is_whole = math.isfinite(number) and number % 1 == 0 and abs(number) < _EXACT
+    is_whole = math.isfinite(number) and -_EXACT < number < _EXACT and number == int(number)
     return str(int(number)) if is_whole else written
 
 

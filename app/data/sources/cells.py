@@ -252,7 +252,7 @@ def kind_in_words(value: Any) -> str:
 
 
 def _are_numbers(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def _plain(given: pa.Array) -> pa.Array:

@@ -6,7 +6,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import orjson
 
@@ -40,6 +40,7 @@ def go_to_line(file: BinaryIO, start: int, path: str) -> int:
 
 def parse_json(line: bytes, place: str, where: str = "on each line") -> Mapping[str, Any]:
     """Return the object that lies at ``place``. Raises DataError if it is not JSON, or has a key twice."""
+    line = line.removeprefix(BOM)
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -49,7 +50,7 @@ def parse_json(line: bytes, place: str, where: str = "on each line") -> Mapping[
     # orjson keeps the last of two equal keys, and rounds a whole number of more than 64 bits.
     if len(_KEY.findall(line)) > len(row) or any(type(cell) is float and abs(cell) >= _LARGE for cell in row.values()):
         row = _parse_python(line, place, where)
-    return row
+    return cast(Mapping[str, Any], row)
 
 
 _KEY = re.compile(rb'"\s*:')

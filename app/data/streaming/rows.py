@@ -27,7 +27,7 @@ from app.data.preparation.survey import (
 from app.data.preparation.writers import LabelledWriter
 from app.data.shards import Shard
 from app.data.sources.cells import as_label, as_text
-from app.data.sources.lines import BOM, parse_json
+from app.data.sources.lines import parse_json
 from app.data.streaming.messages import Message, Offsets
 from app.errors import DataError
 
@@ -179,7 +179,7 @@ class StreamRows(ABC):
         names = [name for name in (columns.input, label_column, group_column) if name is not None]
         text, label, group, code = "", None, "", code_of("malformed")
         try:
-            row = parse_json(message.value.removeprefix(BOM), "the message", "in it")
+            row = parse_json(message.value, "the message", "in it")
         except DataError:
             row = {}
         if all(name in row for name in names):

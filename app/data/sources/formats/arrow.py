@@ -28,7 +28,7 @@ class Arrow(Format):
             return
         with _opened(file.path) as table:
             count = None if isinstance(table, pa.ipc.RecordBatchStreamReader) else int(table.num_record_batches)
-        if count is None:
+        if not count:
             yield Piece(file.path, file.format, file.bytes)
             return
         for number in range(count):

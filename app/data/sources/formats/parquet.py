@@ -24,11 +24,13 @@ class Parquet(Format):
 
     def cut(self, file: SourceFile, size: int) -> Iterator[Piece]:
         """Yield a piece for each row group of a large file."""
-        if file.bytes <= size:
+        sizes: list[int] = []
+        if file.bytes > size:
+            with _opened(file.path) as table:
+                sizes = [table.metadata.row_group(number).total_byte_size for number in range(table.num_row_groups)]
+        if not sizes:
             yield Piece(file.path, file.format, file.bytes)
             return
-        with _opened(file.path) as table:
-            sizes = [table.metadata.row_group(number).total_byte_size for number in range(table.num_row_groups)]
         for number, group_bytes in enumerate(sizes):
             yield Piece(file.path, file.format, group_bytes, number, number + 1)
 
