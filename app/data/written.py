@@ -4,6 +4,7 @@ import math
 import re
 from datetime import date, time, timedelta
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 from uuid import UUID
 
@@ -36,5 +37,10 @@ def name_of(value: Any) -> str:
 
     csv has no types, and pandas writes whole numbers as ``1.0`` where others are missing. So ``1.0`` is 1.
     """
-    text = text_of(value).strip()
+    return _name_of(text_of(value))
+
+
+@lru_cache(maxsize=4096)
+def _name_of(text: str) -> str:
+    text = text.strip()
     return text.partition(".")[0] if _WHOLE.fullmatch(text) else text

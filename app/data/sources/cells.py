@@ -154,18 +154,23 @@ class _Cells:
         given = _plain(given)
         if self.column.kind == "value" and _are_numbers(given.type):
             return _without_nan(given)
-        if self.column.kind == "text" and (texts := _utf8(given)) is not None:
-            return texts.fill_null("")
         if self.column.kind == "file" and pa.types.is_binary(given.type):
             return given
+        if self.column.kind in _NAMES and (texts := _utf8(given)) is not None:
+            encoded = texts.fill_null("").dictionary_encode()  # a label is in many rows
+            convert = _CONVERTED[self.column.kind]
+            return pa.array(map(convert, encoded.dictionary.to_pylist()), pa.string()).take(encoded.indices)
+        if self.column.kind == "text" and (texts := _utf8(given)) is not None:
+            return texts.fill_null("")
         return self.of_values(_numbers_as_texts(given) if pa.types.is_floating(given.type) else self._python(given))
 
     def _python(self, given: pa.Array) -> list[Any]:
         """Return the cells of a column as Python values. Raises DataError if Python has no such value."""
         if pa.types.is_string(given.type) or pa.types.is_large_string(given.type):
-            given = given.cast(pa.binary())  # a text may be no UTF-8
             if self.column.kind == "file":
-                given = texts_of(given, self.column.name, self.place)
+                given = texts_of(given.cast(pa.binary()), self.column.name, self.place)
+            elif _utf8(given) is None:
+                given = given.cast(pa.binary())
         try:
             if pa.types.is_time64(given.type):
                 given = given.cast(pa.time64("us"))
@@ -231,6 +236,7 @@ class _Cells:
         )
 
 
+_NAMES: tuple[Kind, ...] = ("label", "labels", "group")
 _MAX_SHOWN = 200
 _EXACT = 2**53
 """Floats have every whole number up to here. Larger ones, such as ids, stay texts."""

@@ -87,12 +87,12 @@ def _add(examples: Examples, file: SourceFile, config: DataConfig, label_kind: K
             if column.kind == "value":
                 kind = examples.kinds.setdefault(column.name, ColumnKind())
                 kind.add(rows.cells[column.key], rows.place)
-        for number, (item, given) in enumerate(zip(read(rows, columns, config.columns), labels, strict=True)):
-            if item is None:
-                examples.leave_out("not_text" if examples.modality == "text" else "unreadable", rows.place(number))
-            else:
-                examples.inputs.append(item)
-                examples.labels.append(given)
+        items = list(read(rows, columns, config.columns))
+        missing = {number for number, item in enumerate(items) if item is None}
+        for number in sorted(missing):
+            examples.leave_out("not_text" if examples.modality == "text" else "unreadable", rows.place(number))
+        examples.inputs.extend(item for item in items if item is not None)
+        examples.labels.extend(label for number, label in enumerate(labels) if number not in missing)
 
 
 def _features(file: SourceFile, names: Sequence[str], config: ColumnsConfig) -> list[Column]:

@@ -5,7 +5,7 @@ import io
 import json
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, cast
 
 import orjson
@@ -38,17 +38,17 @@ def go_to_line(file: BinaryIO, start: int, path: str) -> int:
     return start - 1 + len(read_line(file, path))
 
 
-def parse_json(line: bytes, place: str, where: str = "on each line") -> Mapping[str, Any]:
-    """Return the object that lies at ``place``. Raises DataError if it is not JSON, or has a key twice."""
+def parse_json(line: bytes, place: Callable[[], str], where: str = "on each line") -> Mapping[str, Any]:
+    """Return an object. Raises DataError, with the ``place``, if it is not JSON or has a key twice."""
     line = line.removeprefix(BOM)
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
         row = _parse_python(line, place, where)
     if not isinstance(row, dict):
-        raise DataError(f"{place} is {kind_in_words(row)}: expected one object {where}; write it so")
+        raise DataError(f"{place()} is {kind_in_words(row)}: expected one object {where}; write it so")
     # orjson keeps the last of two equal keys, and rounds a whole number of more than 64 bits.
-    if len(_KEY.findall(line)) > len(row) or any(type(cell) is float and abs(cell) >= _LARGE for cell in row.values()):
+    if (line.count(b":") > len(row) and len(_KEY.findall(line)) > len(row)) or _has_large(row):
         row = _parse_python(line, place, where)
     return cast(Mapping[str, Any], row)
 
@@ -58,27 +58,33 @@ _KEY = re.compile(rb'"\s*:')
 _LARGE = 2.0**63
 
 
-def _parse_python(line: bytes, place: str, where: str) -> Any:
+def _has_large(row: Mapping[str, Any]) -> bool:
+    return float in map(type, row.values()) and any(
+        type(cell) is float and abs(cell) >= _LARGE for cell in row.values()
+    )
+
+
+def _parse_python(line: bytes, place: Callable[[], str], where: str) -> Any:
     """Parse what only Python's json module tells: NaN, equal keys, and halves of a surrogate pair, as bytes."""
     try:
         row = json.loads(line.decode(), object_pairs_hook=lambda pairs: _distinct(pairs, place))
     except UnicodeDecodeError as error:
-        raise DataError(f"{place} is not text in UTF-8 ({error}): write the file in UTF-8") from error
+        raise DataError(f"{place()} is not text in UTF-8 ({error}): write the file in UTF-8") from error
     except RecursionError as error:
-        raise DataError(f"{place} has lists or objects within more than 1,000 others: write it flat") from error
+        raise DataError(f"{place()} has lists or objects within more than 1,000 others: write it flat") from error
     except ValueError as error:
-        raise DataError(f"{place} is not JSON ({error}): correct it, and write one object {where}") from error
+        raise DataError(f"{place()} is not JSON ({error}): correct it, and write one object {where}") from error
     if not isinstance(row, dict):
         return row
     return {name: _encodable(value) for name, value in row.items()}
 
 
-def _distinct(pairs: Sequence[tuple[str, Any]], place: str) -> dict[str, Any]:
+def _distinct(pairs: Sequence[tuple[str, Any]], place: Callable[[], str]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"{place} has the key {twice!r} twice in one object: rename or remove one")
+        raise DataError(f"{place()} has the key {twice!r} twice in one object: rename or remove one")
     return row
 
 

@@ -179,7 +179,7 @@ class StreamRows(ABC):
         names = [name for name in (columns.input, label_column, group_column) if name is not None]
         text, label, group, code = "", None, "", code_of("malformed")
         try:
-            row = parse_json(message.value, "the message", "in it")
+            row = parse_json(message.value, lambda: "the message", "in it")
         except DataError:
             row = {}
         if all(name in row for name in names):

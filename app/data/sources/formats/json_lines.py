@@ -1,9 +1,10 @@
 """JSON lines: an object in each, whose keys are columns. Only a line feed ends a line."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from app.data.sources.cells import BATCH_BYTES, BATCH_ROWS, Columns, Rows, each_at, rows_of_objects
+from app.data.sources.cells import BATCH_BYTES, BATCH_ROWS, Columns, Rows, rows_of_objects
 from app.data.sources.formats.base import HEAD_BYTES, Format, Piece, SourceFile, cut_bytes, require_text
 from app.data.sources.lines import go_to_line, parse_json, read_line
 from app.storage import to_path
@@ -31,14 +32,13 @@ class JsonLines(Format):
 
 
 def _read(piece: Piece, columns: Columns) -> Iterator[Rows]:
-    where = f" after byte {piece.start:,}" if piece.start else ""
     rows: list[Mapping[str, Any]] = []
     numbers: list[int] = []
     last = 0
 
     def taken() -> Rows:
-        places = each_at([f"{piece.path!r}, line {number:,}{where}" for number in numbers])
-        return rows_of_objects(rows, columns, piece.path, places)
+        some = numbers
+        return rows_of_objects(rows, columns, piece.path, lambda row: _place(piece, some[row]))
 
     for (number, position), row in _rows(piece):
         rows.append(row)
@@ -52,7 +52,6 @@ def _read(piece: Piece, columns: Columns) -> Iterator[Rows]:
 
 def _rows(piece: Piece) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
     """Yield the number of each line that begins in a piece and the position after it, and its row."""
-    where = f" after byte {piece.start:,}" if piece.start else ""
     with to_path(piece.path).open("rb") as file:
         if not piece.start:
             require_text(piece.path, file.read(HEAD_BYTES))
@@ -61,4 +60,8 @@ def _rows(piece: Piece) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
         while (piece.stop is None or position < piece.stop) and (line := read_line(file, piece.path)):
             position, number = position + len(line), number + 1
             if line.strip():
-                yield (number, position), parse_json(line, f"{piece.path!r}, line {number:,}{where}")
+                yield (number, position), parse_json(line, partial(_place, piece, number))
+
+
+def _place(piece: Piece, number: int) -> str:
+    return f"{piece.path!r}, line {number:,}{f' after byte {piece.start:,}' if piece.start else ''}"

@@ -66,7 +66,7 @@ class _Sample:
 
     @property
     def _json(self) -> Mapping[str, Any]:
-        return parse_json(self.members.get("json", b"{}"), f"{self.place}.json", "in it")
+        return parse_json(self.members.get("json", b"{}"), lambda: f"{self.place}.json", "in it")
 
     def _without(self, what: str, expected: str) -> DataError:
         members = ", ".join(f".{name}" for name in self.members)
