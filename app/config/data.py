@@ -185,7 +185,7 @@ class DataConfig(Section):
     sampling: Literal["natural", "balanced"] = Field(
         default="natural",
         description="for classes: how often training reads a row in an epoch. natural: once; balanced: so that all "
-        "labels come equally often",
+        "labels come equally often, with shards within each window",
     )
     columns: ColumnsConfig = ColumnsConfig()
     clean: CleanConfig = CleanConfig()
@@ -240,10 +240,6 @@ class DataConfig(Section):
         require_consistent(self.sources)
         if self.temperature != 1.0 and self.sources[0].weight is not None:
             raise ValueError(f"temperature is {self.temperature}, and sources have weights: leave one of them out")
-        if self.sampling != "natural":
-            raise ValueError(
-                f"sources are mixed by weight, and sampling {self.sampling} by label: leave one of them out"
-            )
         if not self.clean.deduplicate:
             raise ValueError(
                 "clean.deduplicate is false, and a row of two sources would have two origins: leave it out"
@@ -312,8 +308,6 @@ class DataConfig(Section):
             )
         if self.clean.near_duplicates is not None and self.shards is None:
             raise ValueError("clean.near_duplicates are found in data in shards only: set shards: {}")
-        if self.is_sharded and self.sampling != "natural":
-            raise ValueError(f"sampling {self.sampling} is for data in memory: leave it out, or leave shards out")
         if self.shards and self.test_source is not None:
             raise ValueError("test_source cannot be read with shards: use test_fraction, or leave shards out")
         return self

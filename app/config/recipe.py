@@ -31,6 +31,15 @@ SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION = "sentence-embedding", "token-classifi
 BUILT_IN_TASKS = (*LABELLED, SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION, LANGUAGE_MODELING, CHAT)
 TENSORS = "tensors"
 """The task of an imported model without a processor: tensors in, tensors out. It is not trained here."""
+_CONTRADICTIONS = {
+    ("train.tokens_per_batch", "data.sampling balanced"): "one reads every row once, the other repeats some",
+    ("train.tokens_per_batch", "data.sources"): "one reads every row once, the other repeats some",
+    ("train.tokens_per_batch", "train.curriculum"): "one puts rows of similar length together, the other easy rows",
+    ("train.tokens_per_batch", "data.stream"): "micro-epochs are made of batches of samples",
+    ("data.sampling balanced", "data.sources"): "both say how often a row is read",
+    ("train.curriculum", "data.stream"): "one knows how hard all rows are, the other has no end",
+}
+"""Keys that would arrange samples in two ways, and why they cannot."""
 _BYTE_TOKENS = 257  # one for each byte and one for the end of a document
 Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
 
@@ -232,10 +241,10 @@ class Recipe(Section):
         if ":" not in self.task and not self.task.startswith(("tabular-", "multimodal-")):
             unread += [(data.columns, "data.columns.categories"), (data.columns, "data.columns.numbers")]
         if self.task in MULTIMODAL:
-            unread += [(data.columns, "data.columns.input"), (data, "data.sampling"), (data, "data.shards")]
+            unread += [(data.columns, "data.columns.input"), (data, "data.shards")]
             unread += [(data.clean, "data.clean.min_length"), (data.clean, "data.clean.max_length")]
             unread += [(self.model, "model.pretrained"), (self.train, "train.linear_baseline")]
-            unread += [(self.train, f"train.{key}") for key in ("augment", "curriculum", "tokens_per_batch")]
+            unread += [(self.train, f"train.{key}") for key in ("augment", "tokens_per_batch")]
         elif ":" not in self.task:
             unread += [(data.columns, "data.columns.fields"), (data, "data.audio")]
         if ":" not in self.task and not self.task.endswith("-multilabel"):
@@ -297,11 +306,6 @@ class Recipe(Section):
             raise ValueError(f"data.stream.labels are for classes, and task {LANGUAGE_MODELING} has none: leave it out")
         if self.tune:
             raise ValueError("tune compares trials on the same data, which data.stream does not give: leave tune out")
-        if train.tokens_per_batch is not None:
-            raise ValueError(
-                "train.tokens_per_batch is not for data.stream, whose micro-epochs are made of batches of samples: set "
-                "global_batch_size"
-            )
         if train.class_weights == "balanced":
             raise ValueError(
                 "train.class_weights balanced counts all labels, and data.stream has no end: give each label a weight"
@@ -321,31 +325,21 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _curriculum_knows_all_samples(self) -> Self:
-        data = self.data
-        unread = (("shards", data.shards), ("stream", data.stream), ("sampling balanced", data.sampling == "balanced"))
-        for key, is_set in unread:
-            if self.train.curriculum and is_set:
-                raise ValueError(f"train.curriculum orders all samples in memory: leave it or data.{key} out")
-        return self
-
-    @model_validator(mode="after")
-    def _sources_are_mixed_by_one_order(self) -> Self:
-        if not self.data.sources:
-            return self
-        if self.task in (CHAT, SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION, *MULTIMODAL):
+    def _order_is_consistent(self) -> Self:
+        """Refuse keys that contradict each other on how samples become batches. All others compose."""
+        data, train = self.data, self.train
+        if data.sources and self.task in (CHAT, SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION, *MULTIMODAL):
             raise ValueError(f"data.sources are not for task {self.task} yet: give one source")
-        for key in ("curriculum", "tokens_per_batch"):
-            if getattr(self.train, key) is not None:
-                raise ValueError(f"data.sources and train.{key} each order the samples: leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def _token_batches_have_every_sample_once(self) -> Self:
-        if self.train.tokens_per_batch is not None and self.data.sampling != "natural":
-            raise ValueError(
-                f"data.sampling {self.data.sampling} repeats samples, train.tokens_per_batch does not: leave one out"
-            )
+        is_set = {
+            "train.tokens_per_batch": train.tokens_per_batch is not None,
+            "train.curriculum": train.curriculum is not None,
+            "data.sampling balanced": data.sampling == "balanced",
+            "data.sources": bool(data.sources),
+            "data.stream": data.stream is not None,
+        }
+        for (one, other), reason in _CONTRADICTIONS.items():
+            if is_set[one] and is_set[other]:
+                raise ValueError(f"{one} and {other} contradict each other: {reason}; leave one of them out")
         return self
 
     @model_validator(mode="after")

@@ -327,12 +327,6 @@ class TrainConfig(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _curriculum_has_batches_of_samples(self) -> Self:
-        if self.curriculum and self.tokens_per_batch is not None:
-            raise ValueError("curriculum orders batches of global_batch_size: leave it or tokens_per_batch out")
-        return self
-
     @field_validator("plan")
     @classmethod
     def _plan_can_run(cls, plan: PlanConfig, info: ValidationInfo) -> PlanConfig:

@@ -31,6 +31,9 @@ _LENGTHS_FILE = "padded_lengths.npy"
 SHARDS_FILE = "shards.json"
 """In a folder of prepared data whose splits lie in shards elsewhere: where they lie."""
 
+Indices = NDArray[np.int64]
+"""Rows of a split, or places among them."""
+
 IGNORED = -100
 """A target that counts in no loss and no accuracy."""
 
@@ -98,12 +101,17 @@ class Dataset(ABC):
 
 
 class ShardedSamples(Protocol):
-    """The shards of a split, or of one source of it, as the order of samples needs them."""
+    """The shards of a split, as the order of samples needs them."""
 
-    shard_rows: list[int]
-    """Number of rows of each shard."""
-    first_rows: NDArray[np.int64]
-    """Index of the first row of each shard."""
+    @property
+    def shard_rows(self) -> Sequence[int] | Indices:
+        """Number of rows of each shard."""
+        ...
+
+    @property
+    def first_rows(self) -> Indices:
+        """Index of the first row of each shard, and the number of all rows."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -117,12 +125,16 @@ class ShardedSamples(Protocol):
         """Whether all rows have the same length."""
         ...
 
-    def lengths_of(self, shard: int) -> NDArray[np.int32]:
-        """Return the length of each row of a shard."""
+    def lengths_at(self, rows: Indices) -> NDArray[np.integer[Any]]:
+        """Return the length of each row. It is fast if rows of a shard follow one another."""
         ...
 
-    def prefetch(self, shards: Sequence[int]) -> None:
-        """Have these shards downloaded in the background."""
+    def classes_at(self, rows: Indices) -> NDArray[np.integer[Any]]:
+        """Return the class of each row, likewise."""
+        ...
+
+    def prefetch(self, rows: Indices) -> None:
+        """Have the shards of these rows downloaded in the background."""
         ...
 
 

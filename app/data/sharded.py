@@ -1,6 +1,6 @@
 """Splits that lie in shards: read by index, without holding more than what is asked for."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Self, TypeVar, overload
 
@@ -14,13 +14,15 @@ from app.conditional import read
 from app.config import ShardsConfig
 from app.data.examples import Input
 from app.data.origins import Origins
-from app.data.prepared import SHARDS_FILE, TRAIN, VALIDATION, Batch, Dataset
+from app.data.prepared import SHARDS_FILE, TRAIN, VALIDATION, Batch, Dataset, Indices
 from app.data.shard_cache import ShardCache
 from app.data.shards import CLASS, LENGTH, Shard, ShardIndex
 from app.errors import DataError, StorageError
 from app.storage import is_local, to_path, write_atomically
 
 _GROWN = "grown"
+_MAX_WINDOW_ROWS = 2**20
+"""Small samples: a window's rows are listed in memory."""
 INPUT, TOKENS = "input", "tokens"
 """Columns of shards: ``INPUT`` for labelled examples, beside ``CLASS``; ``TOKENS`` for language modelling."""
 Item = TypeVar("Item")
@@ -107,7 +109,8 @@ class ShardedRows:
     @cached_property
     def window_rows(self) -> int:
         """Number of rows of ``data.shards.window``."""
-        return int(self._config.window * len(self) / max(1, sum(shard.bytes for shard in self._shards)))
+        rows = int(self._config.window * len(self) / max(1, sum(shard.bytes for shard in self._shards)))
+        return min(rows, _MAX_WINDOW_ROWS)
 
     @cached_property
     def has_one_length(self) -> bool:
@@ -125,9 +128,29 @@ class ShardedRows:
         lengths: NDArray[np.int32] = self._cache.open(shard).column(LENGTH).to_numpy()
         return lengths
 
-    def prefetch(self, shards: Sequence[int]) -> None:
-        """Have these shards downloaded in the background."""
-        self._cache.prefetch(shards)
+    def lengths_at(self, rows: Indices) -> NDArray[np.int32]:
+        """Return the length of each row. It is fast if rows of a shard follow one another."""
+        return self._numbers(rows, self.lengths_of)
+
+    def classes_at(self, rows: Indices) -> NDArray[np.int32]:
+        """Return the class of each row, likewise."""
+        return self._numbers(rows, lambda shard: self._cache.open(shard).column(CLASS).to_numpy())
+
+    def _numbers(self, rows: Indices, column_of: Callable[[int], NDArray[np.int32]]) -> NDArray[np.int32]:
+        places = self._places(rows)
+        starts = np.flatnonzero(np.diff(places, prepend=-1))
+        parts = zip(places[starts].tolist(), np.split(rows, starts[1:]), strict=True)
+        numbers = [column_of(shard)[part - self.first_rows[shard]] for shard, part in parts]
+        return np.concatenate([np.empty(0, np.int32), *numbers])
+
+    def _places(self, rows: Indices) -> Indices:
+        """Return the index of the shard of each row."""
+        return np.searchsorted(self.first_rows, rows, side="right") - 1
+
+    def prefetch(self, rows: Indices) -> None:
+        """Have the shards of these rows downloaded in the background."""
+        if not self.is_local:
+            self._cache.prefetch(np.unique(self._places(rows)).tolist())
 
     def class_counts(self, num_classes: int) -> NDArray[np.int64]:
         """Return the number of rows of each class, of shape (num_classes,). Only shards without counts are read."""
@@ -178,7 +201,7 @@ class ShardedRows:
         """Return the order that sorts indices by row, and the rows of each shard in it."""
         order = np.argsort(indices, kind="stable")
         ordered = indices[order]
-        places = np.searchsorted(self.first_rows, ordered, side="right") - 1
+        places = self._places(ordered)
         shards, starts = np.unique(places, return_index=True)
         parts = np.split(ordered, starts[1:])
         return order, [(int(shard), rows - self.first_rows[shard]) for shard, rows in zip(shards, parts, strict=True)]

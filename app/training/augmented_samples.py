@@ -10,7 +10,7 @@ from app.data.augmentation import Augmentation
 from app.data.labelled import LabelledDataset
 from app.data.prepared import Batch
 from app.telemetry.augmentation import AugmentedSamples, ShownInput
-from app.training.data.batches import partners_of
+from app.training.data.ranks import partners_of
 from app.training.evaluation import shorten, small_png
 
 _SAMPLES, _CHANGES = 10, 3

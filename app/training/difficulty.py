@@ -1,7 +1,6 @@
 """How hard each training sample is, for ``train.curriculum``. A run records it, to resume in the same order."""
 
 import io
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from app.data.prepared import PreparedData
 from app.data.targets import Classes
 from app.errors import DataError, RecipeError
 from app.storage import ProgressCallback, no_op, open_storage, stream_atomically
+from app.training.data.samples import samples_of
 
 _FILE = "difficulty.npy"
 _ROWS_AT_ONCE = 256
@@ -31,11 +31,13 @@ def recorded_difficulty(
         RecipeError: the task's samples have no such difficulty, or the model does not suit them.
         DataError: the column is missing, or has cells that are not numbers.
     """
-    # A resumed run reads the values it started with: other values would give another order.
+    recorded = np.empty(0, np.float32)
     if (run_folder / _FILE).exists():
-        recorded: NDArray[np.float32] = np.load(io.BytesIO((run_folder / _FILE).read_bytes()), allow_pickle=False)
+        recorded = np.load(io.BytesIO((run_folder / _FILE).read_bytes()), allow_pickle=False)
+    if len(recorded) == len(data.train):
         return recorded
-    found = find_difficulty(recipe, data, on_progress)
+    # A resumed run reads the values it started with: other values would give another order. Added sources come last.
+    found = np.concatenate([recorded, find_difficulty(recipe, data, on_progress)[len(recorded) :]])
     with stream_atomically(run_folder / _FILE) as file:
         np.save(file, found, allow_pickle=False)
     return found
@@ -67,7 +69,8 @@ def find_difficulty(recipe: Recipe, data: PreparedData, on_progress: ProgressCal
         return _by_column(recipe, _labelled(recipe, data), curriculum.column)
     if curriculum.model is not None:
         return _by_loss(recipe, _labelled(recipe, data), curriculum.model, on_progress)
-    lengths = np.asarray(data.train.lengths, np.float32)
+    samples = samples_of(data.train)
+    lengths = samples.lengths_at(np.arange(len(samples))).astype(np.float32)
     # An order by equal lengths would be no curriculum at all, and nobody would notice.
     if len(lengths) and lengths.min() == lengths.max():
         raise RecipeError(
@@ -92,22 +95,22 @@ def _by_column(recipe: Recipe, data: LabelledData, column: str) -> NDArray[np.fl
     from app.data.sources.source import Source
     from app.data.sources.units import read_source
 
-    source = Source(recipe.data.source)
-    if data.processor.modality != "text" or source.uri.startswith("builtin:"):
-        raise RecipeError(f"train.curriculum.column is for texts in a table, and {source} is not one: set by to length")
-    columns = Columns(
-        "row",
-        (
-            Column("data.columns.input", recipe.data.columns.input, "text"),
-            Column("train.curriculum.column", column, "label"),
-        ),
-    )
     numbers: dict[str, float] = {}
-    for rows in read_source(source, columns):
-        texts, cells = (found.to_pylist() for found in rows.cells.values())
-        for row, (text, cell) in enumerate(zip(texts, cells, strict=True)):
-            # Cleaning keeps the first of equal texts, without white space around it.
-            numbers.setdefault((text or "").strip(), _number(cell, column, rows.place(row)))
+    for config in recipe.data.each_source():
+        source = Source(config.source)
+        if data.processor.modality != "text" or source.uri.startswith("builtin:"):
+            raise RecipeError(
+                f"train.curriculum.column is for texts in a table, and {source} is not one: set by to length"
+            )
+        named = (
+            Column("data.columns.input", config.columns.input, "text"),
+            Column("train.curriculum.column", column, "label"),
+        )
+        for rows in read_source(source, Columns("row", named)):
+            texts, cells = (found.to_pylist() for found in rows.cells.values())
+            for row, (text, cell) in enumerate(zip(texts, cells, strict=True)):
+                # Cleaning keeps the first of equal texts, without white space around it.
+                numbers.setdefault((text or "").strip(), _number(cell, column, rows.place(row)))
     return np.array([numbers[str(text)] for text in data.train.split.inputs], np.float32)
 
 
@@ -126,11 +129,10 @@ def _by_loss(recipe: Recipe, data: LabelledData, model: str, on_progress: Progre
     from app.training.teacher import TaughtDataset  # it imports an engine
 
     asked = TaughtDataset(data.train, data.labels, model, open_storage(recipe.storage))
-    classes: Sequence[int] = data.train.split.classes
     losses = []
-    for start in range(0, len(classes), _ROWS_AT_ONCE):
-        rows = range(start, min(start + _ROWS_AT_ONCE, len(classes)))
-        targets = torch.tensor([classes[row] for row in rows])
+    for start in range(0, len(data.train), _ROWS_AT_ONCE):
+        rows = range(start, min(start + _ROWS_AT_ONCE, len(data.train)))
+        targets = torch.tensor(data.train.split.take(rows)[1])
         losses.append(functional.cross_entropy(torch.from_numpy(asked.logits(rows)), targets, reduction="none").numpy())
         on_progress()
     return np.concatenate(losses)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from app.config import TrainConfig
+from app.data.prepared import Indices
 from app.errors import NonFiniteLossError
 from app.tasks.objective import Totals
 from app.telemetry.events import EventLog
@@ -18,7 +19,6 @@ from app.training.activity import Activity
 from app.training.checkpoints.manager import CheckpointManager
 from app.training.checkpoints.state import Position
 from app.training.coordination.sync import LocalStep, StepSync
-from app.training.data.batches import Indices
 from app.training.data.feed import Feed, MicroBatch
 from app.training.engine import TrainingEngine
 from app.training.engine.engine import average_buffers, sums_to_add
@@ -65,7 +65,7 @@ class Loop:
         state = self.checkpoints.restore()
         if state:
             self.worker.print(f"going on from step {state.position.step:,} of {self.total_steps:,}")
-            if state.is_in_another_order(self.checkpoints.epoch_order) and self.worker.is_first:
+            if state.is_in_another_order(self.feed.order.name) and self.worker.is_first:
                 warn(
                     f"the checkpoint of step {state.position.step:,} is from a version of Rayloom that shuffled epochs "
                     f"differently: the rest of epoch {state.position.epoch} repeats some samples and skips others, and "

@@ -36,7 +36,7 @@ from app.training.augmented_samples import augmented_samples
 from app.training.baseline import baseline_of, texts_of
 from app.training.checkpoints.reader import export_weights
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
-from app.training.data.orders import check_order
+from app.training.data.recipe_order import check_order
 from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
 from app.training.engine.deepspeed_engine import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io

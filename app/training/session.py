@@ -41,9 +41,9 @@ from app.training.checkpoints.state import Position
 from app.training.checkpoints.store import CheckpointStore
 from app.training.coordination.sync import StepSync
 from app.training.coordination.watchdog import Watchdog, note_failure, read_failure
-from app.training.data.batches import SampleOrder
 from app.training.data.feed import Feed
-from app.training.data.orders import count_steps, order_of
+from app.training.data.order import SampleOrder
+from app.training.data.recipe_order import count_steps, order_of
 from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.deepspeed_internals import restore_linear
 from app.training.loop import Loop
@@ -189,7 +189,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     stop_signals = _listen_for_stops(run_folder, worker, alerts, stack)
     # With ``mirror.flush``, the logs in storage are never behind a committed checkpoint.
     folder = run_folder / CHECKPOINTS
-    checkpoints = CheckpointManager(folder, engine, config, layout, worker, activity, mirror.flush, order.name)
+    checkpoints = CheckpointManager(folder, engine, config, layout, worker, activity, mirror.flush)
     stack.callback(checkpoints.close)
     metrics = RunMetrics(attempt.publish, run_folder.name, recipe, total_steps, lambda: checkpoints.last_commit)
 

@@ -135,7 +135,7 @@ class TaughtDataset(Dataset):
         # NaN stands for a row that was not asked yet.
         unknown = [index for index in indices if np.isnan(self._logits[index, 0])]
         if unknown:
-            self._logits[unknown] = self._ask([self.split.split.inputs[index] for index in unknown])
+            self._logits[unknown] = self._ask(self.split.split.take(unknown)[0])
         known: NDArray[np.float32] = self._logits[list(indices)]
         return known
 

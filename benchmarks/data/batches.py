@@ -22,7 +22,7 @@ from app.tasks.objective import objective_of
 from app.training.activity import Activity
 from app.training.data.batches import Indices, MemoryOrder, SampleOrder
 from app.training.data.feed import Feed
-from app.training.data.orders import count_steps, order_of
+from app.training.data.recipe_order import count_steps, order_of
 from app.training.engine import create_engine
 from app.training.worker import Worker, seed_random, start_worker
 from benchmarks.machine import load_average, machine, today, versions

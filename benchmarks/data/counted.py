@@ -24,7 +24,7 @@ from app.data.text import TextProcessor
 from app.storage import to_path
 from app.tasks import prepare
 from app.training.checkpoints.store import CheckpointStore
-from app.training.data.orders import order_of
+from app.training.data.recipe_order import order_of
 from app.training.run import export_checkpoint
 from tests.faults.models import ledger_places
 

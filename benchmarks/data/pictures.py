@@ -32,7 +32,7 @@ from app.storage import to_path
 from app.tasks import prepare_shards
 from app.training.activity import Activity
 from app.training.data.feed import Feed
-from app.training.data.orders import order_of
+from app.training.data.recipe_order import order_of
 from app.training.worker import Worker
 from benchmarks.data.corpus import s3_of
 from benchmarks.machine import load_average, machine, today, versions

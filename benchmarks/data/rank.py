@@ -12,7 +12,7 @@ from app.tasks import find_task, load_prepared
 from app.tasks.objective import objective_of
 from app.training.activity import Activity
 from app.training.data.feed import Feed
-from app.training.data.orders import count_steps, order_of
+from app.training.data.recipe_order import count_steps, order_of
 from app.training.engine import create_engine
 from app.training.worker import gather, leave_process_group, start_worker
 from benchmarks.data.memory import PeakMemory, private_bytes

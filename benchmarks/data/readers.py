@@ -11,7 +11,7 @@ from queue import Queue
 from pydantic import BaseModel
 
 from app.data.sharded import ShardReference
-from app.training.data.batches import DataRank
+from app.training.data.ranks import DataRank
 from app.training.data.shard_order import ShardOrder
 from benchmarks.data.memory import PeakMemory
 

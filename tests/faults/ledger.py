@@ -8,7 +8,7 @@ import torch
 
 from app.config import load_recipe
 from app.tasks import prepare
-from app.training.data.orders import order_of
+from app.training.data.recipe_order import order_of
 from tests.faults.models import fingerprints, text_fingerprints
 
 RECIPE = "recipes/digits.yaml"

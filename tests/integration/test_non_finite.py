@@ -6,15 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from app.config import load_recipe
 from app.tasks import prepare
-from app.training.data.batches import train_batches
+from app.training.data.recipe_order import order_of
 from tests.faults.models import fingerprints
 from tests.helpers import in_fork, records_of, result_of, steps_of
 from tests.launch import newest_step, tensors_of
+from tests.orders import batches_of
 from tests.receiver import HttpReceiver
 from tests.tables import Faults
 
@@ -33,8 +35,9 @@ def poison() -> str:
     Its label is the one that ``InfiniteCnn`` rules out.
     """
     recipe = load_recipe(RECIPE, [])
-    pictures = prepare(recipe).train
-    first, second = (train_batches(pictures.lengths, BATCH, recipe.train.seed, epoch) for epoch in (1, 2))
+    data: Any = prepare(recipe)
+    pictures, order = data.train, order_of(recipe, data)
+    first, second = (np.array(batches_of(order, epoch)) for epoch in (1, 2))
     met_by_rank_1 = [index for index in first[NUMBER, 1::2].tolist() if index in second[:, 1::2]]
     chosen = next(index for index in met_by_rank_1 if pictures.split.classes[index] == 0)
     return fingerprints(torch.from_numpy(pictures.batch([chosen]).inputs["pixel_values"]))[0]

@@ -36,8 +36,8 @@ from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
-from app.training.data.batches import DataRank
 from app.training.data.feed import MicroBatch
+from app.training.data.ranks import DataRank
 from app.training.engine import create_engine
 from app.training.session import train
 from app.training.worker import import_deepspeed, leave_process_group, start_worker

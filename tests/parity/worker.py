@@ -30,8 +30,8 @@ from app.training.checkpoints.snapshot import take_snapshot
 from app.training.checkpoints.state import Position
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
-from app.training.data.batches import DataRank
 from app.training.data.feed import MicroBatch
+from app.training.data.ranks import DataRank
 from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.optimizer import lr_factor
 from app.training.worker import import_deepspeed, leave_process_group, start_worker

@@ -19,7 +19,7 @@ from app.tasks import prepare
 from app.telemetry.augmentation import AugmentedSamples
 from app.training.activity import Activity
 from app.training.data.feed import Feed
-from app.training.data.orders import order_of
+from app.training.data.recipe_order import order_of
 from app.training.run import open_run, prepare_run
 from app.training.worker import Worker
 from tests.helpers import ROOT

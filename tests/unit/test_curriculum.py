@@ -1,6 +1,5 @@
 """A curriculum: easy samples come first, and each once an epoch."""
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,22 +10,25 @@ from app.config import CurriculumConfig, Recipe, load_recipe
 from app.errors import DataError, RecipeError
 from app.runs import Run
 from app.tasks import prepare
-from app.training.data.batches import DataRank, train_batches
-from app.training.data.curriculum import CurriculumOrder
+from app.training.data.order import SampleOrder
+from app.training.data.rules import Curriculum
 from app.training.difficulty import recorded_difficulty, require_difficulty
 from app.training.run import prepare_run
 from app.training.session import train
 from app.training.worker import start_worker
 from tests.helpers import ROOT
+from tests.orders import batches_of, in_memory
 
 SAMPLES, BATCH = 1003, 20
+SHARDS = "data.shards={size: 4096, window: 12KB}"
+SOURCES = "data.sources=[{source: FOLDER/texts.csv}, {source: FOLDER/more.csv}]"
 DIFFICULTY = np.random.default_rng(0).permutation(SAMPLES).astype(np.float32)
 LENGTHS = np.random.default_rng(1).integers(1, 100, SAMPLES)
 
 
-def order_with(**keys: object) -> CurriculumOrder:
-    config = CurriculumConfig.model_validate(keys)
-    return CurriculumOrder(LENGTHS, BATCH, seed=3, difficulty=DIFFICULTY, config=config)
+def order_with(**keys: object) -> SampleOrder:
+    curriculum = Curriculum(DIFFICULTY, CurriculumConfig.model_validate(keys))
+    return in_memory(LENGTHS, BATCH, seed=3, curriculum=curriculum)
 
 
 def write_texts(folder: Path, rows: int = 200, cell: str = "") -> str:
@@ -49,35 +51,31 @@ def test_competence_by_hand() -> None:
     assert [root.competence(done) for done in (0, 1, 2)] == pytest.approx([0.2, 0.52**0.5, 1.0])
 
 
-@pytest.mark.parametrize("epochs", [0.5, 1.0, 2.5])
-def test_every_epoch_has_each_sample_once_but_those_of_an_incomplete_batch(epochs: float) -> None:
-    order = order_with(epochs=epochs)
-    for epoch in (1, 2, 3):
-        seen = Counter(np.concatenate([order.batch(epoch, n) for n in range(order.num_batches(epoch))]).tolist())
-        assert set(seen.values()) == {1}
-        assert len(seen) == SAMPLES // BATCH * BATCH
-
-
 def test_no_sample_comes_before_its_time() -> None:
     order = order_with(start=0.1, epochs=0.8, schedule="linear")
-    hardest = [DIFFICULTY[order.batch(1, number)].max() for number in range(order.num_batches(1))]
+    batches = batches_of(order, 1)
+    # By how many of the epoch's samples are easier.
+    ranks = np.searchsorted(np.sort(DIFFICULTY[np.concatenate(batches)]), DIFFICULTY)
+    hardest, read = [ranks[batch].max() for batch in batches], len(batches) * BATCH
+    competence = CurriculumConfig(start=0.1, epochs=0.8, schedule="linear").competence
     # Competence is that of the first of eight batches that are drawn together.
-    limits = [order.config.competence(number // 8 * 8 * BATCH / SAMPLES) * SAMPLES for number in range(len(hardest))]
+    limits = [competence(number // 8 * 8 * BATCH / read) * read for number in range(len(hardest))]
     needed = [(number // 8 + 1) * 8 * BATCH for number in range(len(hardest))]
     assert all(hard < max(*pair) for hard, *pair in zip(hardest, limits, needed, strict=True))
     assert hardest[0] < 0.2 * SAMPLES < 0.9 * SAMPLES < hardest[-1]
-    assert np.array_equal(order.batch(2, 5), train_batches(LENGTHS, BATCH, 3, 2)[5])  # the curriculum is over
+    assert np.array_equal(order.batch(2, 5), in_memory(LENGTHS, BATCH, seed=3).batch(2, 5))  # the curriculum is over
 
 
-def test_ranks_share_the_batches_and_go_on_anywhere() -> None:
-    undisturbed = order_with(epochs=2.0)
-    for size, at in ((1, (1, 0)), (2, (1, 30)), (4, (2, 7)), (1, (3, 49))):
-        shares = [order_with(epochs=2.0).share(*at, DataRank(rank, size)) for rank in range(size)]
-        assert sorted(np.concatenate(shares)) == sorted(undisturbed.batch(*at))
+def _without_source(keys: list[str]) -> list[str]:
+    return ["data.source=null"] if any("sources" in key for key in keys) else []
 
 
-def test_a_column_is_found_by_the_text_of_each_sample(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, "{by: column, column: hard}")
+@pytest.mark.parametrize("keys", [[], [SHARDS], [SOURCES], [SHARDS, SOURCES]])
+def test_a_column_is_found_by_the_text_of_each_sample(tmp_path: Path, keys: list[str]) -> None:
+    more = [f"- more {n},a,{1000 - n}" for n in range(40)]
+    (tmp_path / "more.csv").write_text("\n".join(["text,label,hard", *more]), encoding="utf-8")
+    keys = [key.replace("FOLDER", str(tmp_path)) for key in keys]
+    recipe = recipe_of(tmp_path, "{by: column, column: hard}", *keys, *_without_source(keys))
     data = prepare(recipe)
     found = recorded_difficulty(recipe, data, UPath(tmp_path / "run"))
     assert found.tolist() == [1000 - int(text.split()[-1]) for text in data.train.split.inputs]  # type: ignore[attr-defined]
@@ -94,19 +92,16 @@ def test_a_run_records_what_is_hard_and_trains_on_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("curriculum", "keys", "told"),
+    ("curriculum", "told"),
     [
-        ("{by: column}", [], "by is column: set column, too"),
-        ("{column: hard}", [], "column is 'hard', which by length does not read"),
-        ("{model: some/1}", [], "set by to loss"),
-        ("{}", ["data.shards={}"], r"leave it or data\.shards out"),
-        ("{}", ["data.sampling=balanced"], r"leave it or data\.sampling balanced out"),
-        ("{}", ["train.global_batch_size=null", "train.tokens_per_batch=512"], "leave it or tokens_per_batch out"),
+        ("{by: column}", "by is column: set column, too"),
+        ("{column: hard}", "column is 'hard', which by length does not read"),
+        ("{model: some/1}", "set by to loss"),
     ],
 )
-def test_wrong_keys_are_refused(tmp_path: Path, curriculum: str, keys: list[str], told: str) -> None:
+def test_wrong_keys_are_refused(tmp_path: Path, curriculum: str, told: str) -> None:
     with pytest.raises(RecipeError, match=told):
-        recipe_of(tmp_path, curriculum, *keys)
+        recipe_of(tmp_path, curriculum)
 
 
 def test_a_difficulty_that_cannot_be_known_is_refused_before_the_run(tmp_path: Path) -> None:

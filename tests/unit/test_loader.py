@@ -18,10 +18,10 @@ from app.config.train import LoaderConfig
 from app.data.prepared import Batch, Dataset
 from app.tasks import prepare
 from app.training.activity import Activity
-from app.training.data.batches import MemoryOrder
 from app.training.data.feed import Feed
-from app.training.data.orders import order_of
+from app.training.data.recipe_order import order_of
 from app.training.worker import Worker
+from tests.orders import in_memory
 
 SAMPLES, BATCH = 64, 16
 
@@ -60,7 +60,7 @@ def feed(rank: int = 0, num_workers: int = 2, seed: int = 0) -> Iterator[Feed]:
     layout: Layout = lay_out(PlanConfig(micro_batch=4), BATCH, workers=2)
     worker = Worker(rank, 2, torch.device("cpu"))
     data: Any = NoiseData()
-    with closing(Feed(data, config, layout, worker, Activity(), MemoryOrder([0] * SAMPLES, BATCH, seed))) as opened:
+    with closing(Feed(data, config, layout, worker, Activity(), in_memory([0] * SAMPLES, BATCH, seed))) as opened:
         yield opened
 
 

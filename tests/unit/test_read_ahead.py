@@ -22,8 +22,8 @@ from app.telemetry.record import NO_TIME, ReadAhead, ReadingRecord, ReadTime, bo
 from app.training.activity import Activity
 from app.training.data import reading as reading_module
 from app.training.data.feed import Feed
-from app.training.data.orders import order_of
 from app.training.data.reading import ReadingControl, Resources
+from app.training.data.recipe_order import order_of
 from app.training.worker import Worker
 from tests.helpers import ROOT
 from tests.s3 import S3Server

@@ -30,8 +30,8 @@ from app.models.multimodal import LateFusion
 from app.serving.protocol.natural import PredictRequest
 from app.tasks import find_served_task, load_with_test, prepare
 from app.tensors import OUTPUT, check_tensors
-from app.training.data.batches import DataRank, validation_share
-from app.training.data.orders import order_of
+from app.training.data.ranks import DataRank, validation_share
+from app.training.data.recipe_order import order_of
 from tests.records import FIELDS, recipe_of, with_data, write_goods
 
 

@@ -89,7 +89,6 @@ def test_fields_that_the_table_lacks_are_named(table: Path, fields: Any, words: 
         ({"data": {"columns": {"fields": {"a": {"kind": "film"}}}}}, "should match pattern"),
         ({"task": "text-classification"}, "data.columns.fields is .*, which task text-classification does not read"),
         ({"data": {"columns": {"input": "a"}}}, "data.columns.input is 'a', which task multimodal-classification"),
-        ({"train": {"curriculum": {"by": "length"}}}, "train.curriculum is .*, which task multimodal-classification"),
         ({"model": {"pretrained": "folder"}}, "model.pretrained is 'folder', which task multimodal"),
     ],
 )
@@ -105,20 +104,14 @@ def test_keys_that_do_not_fit_are_refused(table: Path, keys: dict[str, Any], wor
         Recipe.model_validate(tree)
 
 
-@pytest.mark.parametrize("key", ["data.sampling", "train.curriculum", "data.sources"])
-def test_an_order_that_groups_do_not_keep_is_refused(table: Path, tmp_path: Path, key: str) -> None:
+def test_sources_of_records_are_refused(table: Path, tmp_path: Path) -> None:
     tree = recipe_of(table).model_dump(exclude_defaults=True)
     tree |= {"task": "app.tasks.classification:MultimodalClassification", "storage": str(tmp_path / "storage")}
-    if key == "data.sources":
-        more = table.with_name("more.csv")
-        more.write_text(table.read_text(encoding="utf-8").replace("a ", "the "), encoding="utf-8")
-        del tree["data"]["source"]
-        tree["data"]["sources"] = [{"source": str(table)}, {"source": str(more)}]
-    elif key == "data.sampling":
-        tree["data"]["sampling"] = "balanced"
-    else:
-        tree["train"]["curriculum"] = {"by": "length"}
-    with pytest.raises(RecipeError, match=f"{key} orders all samples together, and a batch of task app.tasks.class"):
+    more = table.with_name("more.csv")
+    more.write_text(table.read_text(encoding="utf-8").replace("a ", "the "), encoding="utf-8")
+    del tree["data"]["source"]
+    tree["data"]["sources"] = [{"source": str(table)}, {"source": str(more)}]
+    with pytest.raises(RecipeError, match=r"data\.sources are not for task app.tasks.classification:MultimodalClass"):
         prepare_run(Run.start("train", Recipe.model_validate(tree)))
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from app.training.data.order import SampleOrder
+from app.training.data.rules import Rules
 from upath import UPath
 
 from app.config import ShardsConfig, load_recipe
@@ -21,8 +23,7 @@ from app.data.sharded import ShardColumn, ShardedBlocks, ShardedRows, ShardedSpl
 from app.data.shards import Shard, ShardIndex, ShardWriter
 from app.errors import RecipeError, StorageError
 from app.storage import to_path
-from app.training.data.batches import DataRank, validation_share
-from app.training.data.shard_order import ShardOrder
+from app.training.data.ranks import DataRank, validation_share
 
 SCHEMA = pa.schema({"input": pa.string(), "class": pa.int32(), "length": pa.int32()})
 ROWS, BATCH = 3001, 24
@@ -131,7 +132,7 @@ def test_a_missing_shard_and_another_index_are_refused(location: str) -> None:
 
 def test_shards_of_earlier_windows_are_closed(tmp_path: Path) -> None:
     rows = rows_of(str(tmp_path), window=20_000)
-    order = ShardOrder(rows, BATCH, 0)
+    order = order_of(rows)
     mapped = []
     for number in range(order.num_batches(1)):
         rows.read(order.batch(1, number))
@@ -182,8 +183,8 @@ def test_a_torn_copy_in_the_cache_is_downloaded_again(s3: dict[str, str], monkey
     assert not cached.exists()
 
 
-def order_of(rows: ShardedRows, seed: int = 0, batch: int = BATCH) -> ShardOrder:
-    return ShardOrder(rows, batch, seed)
+def order_of(rows: ShardedRows, batch: int = BATCH) -> SampleOrder:
+    return SampleOrder(rows, Rules(batch), seed=0)
 
 
 @pytest.mark.parametrize("batch", [24, 7, 64, 3001])
@@ -198,40 +199,8 @@ def test_an_epoch_has_each_sample_once_but_those_of_an_incomplete_batch(tmp_path
     assert ROWS % batch == 0 or left_out[0] != left_out[1]
 
 
-def test_the_recorded_order_of_shards_stays_as_it_was(tmp_path: Path) -> None:
-    order = order_of(rows_of(str(tmp_path)))
-    batches = [order.batch(epoch, number) for epoch in (1, 2) for number in range(ROWS // BATCH)]
-    digest = hashlib.sha256(np.concatenate(batches).astype("<i8").tobytes()).hexdigest()
-    assert (order.name, digest[:16]) == ("streams-1", "8eb56c0f2124b8c4")
-
-
-@pytest.mark.parametrize("batch", [24, 16])
-def test_ranks_share_the_batches_of_one(tmp_path: Path, batch: int) -> None:
-    rows = rows_of(str(tmp_path))
-    for epoch, number in itertools.product((1, 3), (0, 1, 50, ROWS // batch - 1)):
-        whole = order_of(rows, batch=batch).batch(epoch, number)
-        for size in (1, 2, 4, 8):
-            shares = [order_of(rows, batch=batch).share(epoch, number, DataRank(rank, size)) for rank in range(size)]
-            assert np.array_equal(np.concatenate(shares), whole)
-
-
-def test_a_run_goes_on_exactly_on_one_two_four_and_one_workers(tmp_path: Path) -> None:
-    """Each world begins with an order of its own, which knows nothing but the epoch and the number of the batch."""
-    rows = rows_of(str(tmp_path))
-    undisturbed = order_of(rows)
-    batches = undisturbed.num_batches(1)
-    positions = [(epoch, number) for epoch in (1, 2) for number in range(batches)]
-    seen = []
-    for size, start, stop in ((1, 0, 75), (2, 75, 130), (4, 130, 201), (1, 201, len(positions))):
-        orders = [order_of(rows) for _ in range(size)]
-        for epoch, number in positions[start:stop]:
-            shares = [order.share(epoch, number, DataRank(rank, size)) for rank, order in enumerate(orders)]
-            seen.append(np.concatenate(shares))
-    assert all(np.array_equal(mine, undisturbed.batch(*at)) for mine, at in zip(seen, positions, strict=True))
-
-
 def test_a_rank_reads_shards_of_its_own(tmp_path: Path) -> None:
-    rows = rows_of(str(tmp_path), window=1_000_000)
+    rows = rows_of(str(tmp_path))
     order, size = order_of(rows, batch=32), 2
     assert order.num_streams == 16
     opened = []

@@ -1,7 +1,9 @@
 """Several sources: rows by weight, each read evenly, and what is measured of each."""
 
 from collections import Counter
+from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,28 +14,29 @@ from app.data.origins import Origins
 from app.errors import DataError, RecipeError
 from app.runs import Run
 from app.tasks import load_prepared, prepare
-from app.training.data.batches import DataRank
-from app.training.data.mixed_orders import MixedOrder
 from app.training.data.mixture import Mixture
-from app.training.data.orders import order_of
+from app.training.data.order import SampleOrder
+from app.training.data.ranks import DataRank
+from app.training.data.recipe_order import order_of
 from app.training.records import EpochRecord
 from app.training.run import prepare_run
 from app.training.session import train
 from app.training.worker import start_worker
 from tests.helpers import ROOT, records_of
+from tests.orders import batches_of, in_memory
 
 SIZES, BATCH = [600, 300, 100], 20
 ORIGINS = np.repeat([0, 1, 2], SIZES).astype(np.int16)
 LENGTHS = np.random.default_rng(0).integers(1, 100, sum(SIZES))
 
 
-def mixed(shares: list[float]) -> MixedOrder:
-    mixture = Mixture(["a", "b", "c"], np.array(shares), Origins(ORIGINS, ORIGINS))
-    return MixedOrder(LENGTHS, BATCH, seed=5, mixture=mixture)
+def mixed(shares: list[float], lengths: Any = LENGTHS) -> SampleOrder:
+    mixture = Mixture(["a", "b", "c"], np.array(shares), Origins(ORIGINS, ORIGINS), len(ORIGINS))
+    return in_memory(lengths, BATCH, seed=5, periods=[((1, 0), mixture)])
 
 
-def seen_in(order: MixedOrder, *epochs: int) -> list[int]:
-    return np.concatenate([order.batch(epoch, n) for epoch in epochs for n in range(order.num_batches(epoch))]).tolist()
+def seen_in(order: SampleOrder, *epochs: int) -> list[int]:
+    return np.concatenate(batches_of(order, *epochs)).tolist()
 
 
 def write_source(folder: Path, name: str, rows: int, text: str = "text", label: str = "label") -> Path:
@@ -62,7 +65,7 @@ def test_rows_of_each_source_are_exactly_by_weight() -> None:
     for epoch in (1, 2, 3):
         rows = seen_in(order, epoch)
         assert np.bincount(ORIGINS[rows]).tolist() == [500, 200, 300]
-    equal = MixedOrder(np.ones(1000, int), BATCH, seed=5, mixture=order.mixture)
+    equal = mixed([0.5, 0.2, 0.3], np.ones(1000, int))
     # Without lengths to sort by, each batch has its share.
     assert {tuple(np.bincount(ORIGINS[equal.batch(1, number)])) for number in range(50)} == {(10, 4, 6)}
 
@@ -75,13 +78,6 @@ def test_each_source_is_read_evenly_over_the_epochs() -> None:
     natural = Counter(seen_in(mixed([0.6, 0.3, 0.1]), 1))
     assert set(natural.values()) == {1}
     assert len(natural) == sum(SIZES)
-
-
-def test_ranks_share_the_batches_and_go_on_anywhere() -> None:
-    undisturbed = mixed([0.5, 0.2, 0.3])
-    for size, at in ((1, (1, 0)), (2, (1, 30)), (4, (2, 7)), (1, (3, 49))):
-        shares = [mixed([0.5, 0.2, 0.3]).share(*at, DataRank(rank, size)) for rank in range(size)]
-        assert sorted(np.concatenate(shares)) == sorted(undisturbed.batch(*at))
 
 
 def test_temperature_raises_the_share_of_small_sources(tmp_path: Path) -> None:
@@ -139,9 +135,7 @@ def test_blocks_of_documents_have_one_source_each(tmp_path: Path) -> None:
         ("[{source: a.csv, weight: 1}, {source: b.csv}]", [], "'a' has a weight and 'b' has none"),
         ("[{source: a.csv, weight: 1}]", ["data.temperature=2.0"], "temperature is 2.0, and sources have weights"),
         ("[{source: a.csv}]", ["data.source=c.csv"], "source is 'c.csv' and there are sources"),
-        ("[{source: a.csv}]", ["data.sampling=balanced"], "sources are mixed by weight, and sampling balanced by"),
         ("[{source: a.csv}]", ["data.clean={deduplicate: false}"], "a row of two sources would have two origins"),
-        ("[{source: a.csv}]", ["train.curriculum={}"], r"data\.sources and train\.curriculum each order"),
         ("[]", ["data.source=c.csv", "data.temperature=2.0"], "which only sources have"),
     ],
 )
@@ -170,8 +164,8 @@ def sharded_recipe(folder: Path, *overrides: str) -> Recipe:
     return recipe_of(folder, two_sources(folder, (3.0, 1.0)), "data.shards={size: 4096, window: 12KB}", *overrides)
 
 
-def test_batches_from_shards_have_the_same_part_of_each_source(tmp_path: Path) -> None:
-    recipe = sharded_recipe(tmp_path)
+def test_windows_of_shards_have_the_same_part_of_each_source(tmp_path: Path) -> None:
+    recipe = sharded_recipe(tmp_path, "data.shards.window=3KB")
     data = prepare(recipe)
     mixture = Mixture.of(recipe.data, data)
     assert mixture is not None
@@ -180,20 +174,16 @@ def test_batches_from_shards_have_the_same_part_of_each_source(tmp_path: Path) -
     order = order_of(recipe, data)
     batches = order.num_batches(1)
     counts = Counter[int]()
-    for epoch in (1, 2, 3, 4):
-        for number in range(batches):
-            batch = order.batch(epoch, number)
-            assert np.bincount(mixture.origins.train[batch]).tolist() == [12, 4]
-            counts.update(batch.tolist())
-    for place, count in enumerate((12, 4)):
-        rows = np.flatnonzero(mixture.origins.train == place)
-        passes = 4 * batches * count / (len(rows) // count * count)
-        seen = [counts[row] for row in rows.tolist()]
-        assert min(seen) >= int(passes) - 2  # a pass leaves out a row that fills no batch, by chance the same one twice
-        assert max(seen) <= int(passes) + 1
-    again = order_of(recipe, data)
-    shares = [again.share(3, 5, DataRank(rank, 4)) for rank in range(4)]
-    assert sorted(np.concatenate(shares)) == sorted(order.batch(3, 5))
+    starts = order.periods[0].starts(1).tolist()
+    assert len(starts) > 3
+    for epoch, (first, last) in product((1, 2, 3, 4), pairwise(starts)):
+        rows = np.concatenate([order.batch(epoch, number) for number in range(first, last)])
+        assert np.bincount(mixture.origins.train[rows]).tolist() == [12 * (last - first), 4 * (last - first)]
+        counts.update(rows.tolist())
+    for place in (0, 1):
+        seen = [counts[row] for row in np.flatnonzero(mixture.origins.train == place).tolist()]
+        assert max(seen) - min(seen) <= 1
+    assert order.source_samples(2, range(batches)) == {"big": 12 * batches, "little": 4 * batches}
 
 
 def test_a_run_on_shards_measures_each_source(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ from app.tasks.language import Perplexity
 from app.tasks.metrics import Accuracy
 from app.tasks.objective import CrossEntropy, Objective, RowLoss, class_weights
 from app.tasks.registry import TASKS
-from app.training.data.batches import train_batches
 from app.training.engine.engine import sums_to_add
 from app.training.records import EpochRecord, best_of, should_stop
 from tests.helpers import ROOT
+from tests.orders import batches_of, in_memory
 from tests.publishing import CARD
 
 DIGITS = str(ROOT / "recipes/digits.yaml")
@@ -190,10 +190,11 @@ def test_classes_are_answered_with_probabilities() -> None:
 
 def test_balanced_batches_have_all_classes_equally_often() -> None:
     classes = np.array([0] * 90 + [1] * 9 + [2])
-    batches = train_batches([0] * 100, 20, seed=0, epoch=1, classes=classes.tolist())
-    assert sorted(np.bincount(classes[batches.ravel()]).tolist()) == [33, 33, 34]
-    assert set(np.bincount(batches.ravel()[classes[batches.ravel()] == 1])[90:].tolist()) <= {3, 4}
-    assert not np.array_equal(batches, train_batches([0] * 100, 20, seed=0, epoch=2, classes=classes.tolist()))
+    order = in_memory([0] * 100, 20, classes=classes.tolist(), is_balanced=True)
+    rows = np.concatenate(batches_of(order, 1))
+    assert sorted(np.bincount(classes[rows]).tolist()) == [33, 33, 34]
+    assert set(np.bincount(rows[classes[rows] == 1])[90:].tolist()) <= {3, 4}
+    assert not np.array_equal(rows, np.concatenate(batches_of(order, 2)))
 
 
 def test_weights_of_classes_keep_the_mean_and_add_up_over_ranks() -> None:

@@ -20,9 +20,9 @@ from app.tasks.objective import CrossEntropy
 from app.telemetry.augmentation import AugmentedSamples
 from app.tensors import TensorSpec
 from app.training.activity import Activity
-from app.training.data.batches import partners_of
 from app.training.data.feed import Feed
-from app.training.data.orders import order_of
+from app.training.data.ranks import partners_of
+from app.training.data.recipe_order import order_of
 from app.training.run import open_run, prepare_run
 from app.training.worker import Worker
 from tests.helpers import ROOT

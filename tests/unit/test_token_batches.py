@@ -17,23 +17,23 @@ from app.errors import RecipeError, TrainingError
 from app.storage import to_path
 from app.tasks import load_prepared, prepare
 from app.training.activity import Activity
-from app.training.data.batches import DataRank
 from app.training.data.feed import Feed
-from app.training.data.orders import count_steps, order_of
-from app.training.data.tokens import TokenOrder, batch_sizes
+from app.training.data.order import SampleOrder
+from app.training.data.recipe_order import count_steps, order_of
+from app.training.data.rules import batch_sizes
 from app.training.session import train
 from app.training.teacher import TaughtDataset
 from app.training.worker import Worker, start_worker
 from tests.helpers import ROOT
+from tests.orders import batches_of, in_memory
 
 REVIEWS, BUDGET = ROOT / "recipes/reviews.yaml", 2048
 TOKENS = ["train.global_batch_size=null", f"train.tokens_per_batch={BUDGET}"]
 LENGTHS = (np.random.default_rng(0).lognormal(3.3, 0.8, 3001).astype(np.int32) + 1).clip(max=256)
-SHARDED = [71] * 42 + [19]
 
 
-def token_order(shard_rows: list[int] | None = None, seed: int = 0) -> TokenOrder:
-    return TokenOrder(LENGTHS, BUDGET, seed, shard_rows or [len(LENGTHS)], shards_per_window=5)
+def token_order() -> SampleOrder:
+    return in_memory(LENGTHS, None, budget=BUDGET, padded_lengths=LENGTHS)
 
 
 def write_texts(folder: Path, count: int = 400) -> str:
@@ -53,12 +53,11 @@ def recipe_of(folder: Path, *overrides: str) -> Recipe:
     return load_recipe(REVIEWS, [write_texts(folder), *TOKENS, *small, *model, *overrides])
 
 
-@pytest.mark.parametrize("shard_rows", [None, SHARDED])
-def test_an_epoch_has_every_sample_once_in_batches_within_the_budget(shard_rows: list[int] | None) -> None:
-    order = token_order(shard_rows)
+def test_an_epoch_has_every_sample_once_in_batches_within_the_budget() -> None:
+    order = token_order()
     found = []
     for epoch in (1, 2):
-        batches = [order.batch(epoch, number) for number in range(order.num_batches(epoch))]
+        batches = batches_of(order, epoch)
         assert Counter(np.concatenate(batches).tolist()) == Counter(range(len(LENGTHS)))
         assert max(len(batch) * LENGTHS[batch].max() for batch in batches) <= BUDGET
         assert min(map(len, batches)) == order.min_samples(epoch) >= BUDGET // 256 // 2
@@ -70,24 +69,12 @@ def test_an_epoch_has_every_sample_once_in_batches_within_the_budget(shard_rows:
 
 def test_most_of_a_batch_is_no_padding() -> None:
     order = token_order()
-    batches = [order.batch(1, number) for number in range(order.num_batches(1))]
+    batches = batches_of(order, 1)
     padded = sum(len(batch) * int(LENGTHS[batch].max()) for batch in batches)
     assert LENGTHS.sum() / padded > 0.9
     assert padded / (len(batches) * BUDGET) > 0.85
     longest = [LENGTHS[batch].max() for batch in batches]
     assert abs(np.corrcoef(np.arange(len(longest)), longest)[0, 1]) < 0.3
-
-
-@pytest.mark.parametrize("shard_rows", [None, SHARDED])
-def test_any_number_of_workers_goes_on_with_the_same_batches(shard_rows: list[int] | None) -> None:
-    undisturbed = token_order(shard_rows)
-    positions = [(epoch, number) for epoch in (1, 2) for number in range(undisturbed.num_batches(epoch))]
-    for size, start in ((1, 0), (2, 31), (3, 57), (4, len(positions) - 20)):
-        order = token_order(shard_rows)
-        for at in positions[start : start + 20]:
-            shares = [order.share(*at, DataRank(rank, size)) for rank in range(size)]
-            assert sorted(np.concatenate(shares)) == sorted(undisturbed.batch(*at))
-            assert max(map(len, shares)) - min(map(len, shares)) <= 1 <= min(map(len, shares))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +161,6 @@ def test_lengths_are_kept_with_the_data(tmp_path: Path) -> None:
         (["train.tokens_per_batch=512"], "global_batch_size 64 and tokens_per_batch 512 both say"),
         (["train.global_batch_size=null"], "global_batch_size is null: set it to a number of samples"),
         ([*TOKENS, "train.workers=2", "train.plan={tensor: 2}"], "tokens_per_batch makes micro-batches of different"),
-        ([*TOKENS, "data.sampling=balanced"], "data.sampling balanced"),
     ],
 )
 def test_wrong_keys_are_refused(keys: list[str], told: str) -> None:

@@ -1,6 +1,5 @@
 """The parts of training that need no process group."""
 
-import hashlib
 import time
 from math import inf, nan
 from types import SimpleNamespace
@@ -15,55 +14,24 @@ from app.config import EarlyStoppingConfig, ModelConfig, ScheduleConfig, TrainCo
 from app.errors import RecipeError, TrainingError
 from app.models.factory import build_model, logits_of
 from app.runs import CONFIG_FILE, Run
-from app.training.data.batches import (
-    EPOCH_ORDER,
-    DataRank,
-    MemoryOrder,
-    train_batches,
-    validation_share,
-)
-from app.training.data.orders import count_steps, order_of
+from app.training.data.ranks import DataRank, validation_share
+from app.training.data.recipe_order import count_steps, order_of
 from app.training.engine.batch_norm import synchronize_batch_norm
 from app.training.engine.deepspeed_engine import Factors, StepResult
 from app.training.engine.optimizer import lr_factor
 from app.training.records import EpochRecord, best_of, should_stop
 from app.training.resume import start_or_resume
 from tests.helpers import ROOT
+from tests.orders import batches_of, in_memory
 
 LENGTHS = [(index * 37) % 101 for index in range(1000)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_workers_together_see_the_global_batch(world_size: int) -> None:
-    order = MemoryOrder(LENGTHS, 32, seed=0)
-    for number, batch in enumerate(train_batches(LENGTHS, batch_size=32, seed=0, epoch=2)[:5]):
-        shares = [order.share(2, number, DataRank(rank, world_size)) for rank in range(world_size)]
-        assert np.array_equal(order.batch(2, number), batch)
-        assert sorted(np.concatenate(shares)) == sorted(batch)
-        assert {len(share) for share in shares} == {order.batch_size(2, number) // world_size}
-
-
-def test_an_epoch_sees_a_sample_once_and_in_its_own_order() -> None:
-    first, second = (train_batches(LENGTHS, 32, seed=0, epoch=epoch) for epoch in (1, 2))
-    seen = [index for batch in first for index in batch]
-    assert len(seen) == len(set(seen)) == 992
-    assert np.array_equal(first, train_batches(LENGTHS, 32, seed=0, epoch=1))
-    assert not np.array_equal(first, second)
-    assert set(seen) != {index for batch in second for index in batch}
-
-
-def test_the_recorded_order_stays_as_it_was() -> None:
-    """Checkpoints count batches in it. A change of the order needs a new name."""
-    batches = np.concatenate(
-        [train_batches(np.arange(5000) * 37 % 101, 48, seed=7, epoch=epoch) for epoch in (1, 2, 3)]
-    )
-    assert (EPOCH_ORDER, hashlib.sha256(batches.tobytes()).hexdigest()[:16]) == ("numpy-1", "64a2966ca6bd68f2")
 
 
 def test_no_length_is_left_out_more_than_others() -> None:
     """The last batch of 1,050 samples is not full. If they were sorted first, every epoch would drop the longest."""
     lengths = np.arange(1050)
-    kept = [set(train_batches(lengths, 100, seed=0, epoch=epoch).ravel().tolist()) for epoch in range(8)]
+    order = in_memory(lengths, 100)
+    kept = [{row for batch in batches_of(order, epoch) for row in batch.tolist()} for epoch in range(1, 9)]
     assert all(len(epoch) == 1000 for epoch in kept)
     assert set.union(*kept) == set(range(1050))
 
@@ -71,15 +39,14 @@ def test_no_length_is_left_out_more_than_others() -> None:
 def test_an_epoch_of_a_million_samples_is_cut_in_a_second() -> None:
     lengths = np.arange(1_000_000) % 512
     began = time.process_time()
-    batches = train_batches(lengths, 64, seed=-1, epoch=1)
+    assert np.shape(batches_of(in_memory(lengths, 64, seed=-1), 1)) == (15_625, 64)
     assert time.process_time() - began < 2.0
-    assert batches.shape == (15_625, 64)
 
 
 def test_batches_are_of_similar_length() -> None:
     spans = [
         max(LENGTHS[index] for index in batch) - min(LENGTHS[index] for index in batch)
-        for batch in train_batches(LENGTHS, 32, seed=0, epoch=1)
+        for batch in batches_of(in_memory(LENGTHS, 32), 1)
     ]
     assert sum(spans) / len(spans) < 10
 
@@ -183,7 +150,7 @@ def test_batch_norm_over_workers_validates_with_float32_statistics(dtype: torch.
 
 def test_too_few_samples_for_a_batch_are_refused() -> None:
     recipe = load_recipe(ROOT / "recipes/digits.yaml")
-    assert count_steps(recipe, MemoryOrder([0] * 200, 64, seed=0)) == 3 * recipe.train.epochs
+    assert count_steps(recipe, in_memory([0] * 200, 64)) == 3 * recipe.train.epochs
     few: Any = SimpleNamespace(train=[0] * 10)
     with pytest.raises(TrainingError, match="global_batch_size is 64, the training split has 10 samples"):
         order_of(recipe, few)
@@ -200,7 +167,7 @@ def test_too_few_samples_for_a_batch_are_refused() -> None:
         ("app.models.image:small_cnn", {"width": -8}, "refuses model.args"),
         ("app.models.text:encoder_classifier", {}, "model.args.vocab_size is missing"),
         ("app.artifacts:DATA", {}, "expected a function"),
-        ("app.training.data.batches:DataRank", {"rank": 0, "size": 1}, "expected a torch.nn.Module"),
+        ("app.training.data.ranks:DataRank", {"rank": 0, "size": 1}, "expected a torch.nn.Module"),
     ],
 )
 def test_models_that_cannot_be_built_are_refused(factory: str, args: dict[str, int], words: str) -> None:

@@ -14,7 +14,6 @@ from app.training.checkpoints.snapshot import take_snapshot
 from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter, Commit
-from app.training.data.batches import EPOCH_ORDER
 from app.training.engine import TrainingEngine
 from app.training.records import EpochRecord, best_of
 from app.training.worker import Worker, on_first
@@ -33,17 +32,15 @@ class CheckpointManager:
         worker: Worker,
         activity: Activity,
         before_commit: Callable[[], None] = no_op,
-        epoch_order: str = EPOCH_ORDER,
     ) -> None:
         """Raises TrainingError if the state of ``engine`` cannot be saved, before there is work to lose.
 
-        ``before_commit`` is passed to ``CheckpointWriter``. ``epoch_order`` names the order of the samples.
+        ``before_commit`` is passed to ``CheckpointWriter``.
         """
         # This is called for its errors only.
         fragments_of(engine, layout)
         self._engine, self._config, self._layout = engine, config, layout
         self._worker, self._activity = worker, activity
-        self.epoch_order = epoch_order
         self._store = CheckpointStore(folder, activity.report_progress, warn if worker.is_first else no_op)
         self._writer = CheckpointWriter(self._store, config.checkpoint, activity.report_progress, before_commit)
         self._saved: tuple[int, int] | None = None
@@ -84,8 +81,8 @@ class CheckpointManager:
         if self._saved == (position.step, position.epoch) and not again:
             return
         self._activity.begin(f"the checkpoint of step {position.step}")
-        precision, order = self._config.precision, self.epoch_order
-        take = partial(take_snapshot, self._engine, self._layout, position, records, precision, order)
+        precision = self._config.precision
+        take = partial(take_snapshot, self._engine, self._layout, position, records, precision)
         self._writer.save(take, best_of(records, self._config).step if records else None)
         self._saved = position.step, position.epoch
 

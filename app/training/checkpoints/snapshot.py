@@ -10,7 +10,7 @@ from app.config import Layout, Precision
 from app.training.checkpoints import names
 from app.training.checkpoints.fragments import Fragment, Shards, by_master, fragments_of, shards_of
 from app.training.checkpoints.state import Position, TrainState
-from app.training.data.batches import EPOCH_ORDER
+from app.training.data.order import SampleOrder
 from app.training.engine import TrainingEngine
 from app.training.engine.deepspeed_internals import loss_scale_of, read_from_nvme
 from app.training.engine.engine import buffers_of, mean_buffers
@@ -43,12 +43,8 @@ def take_snapshot(
     position: Position,
     records: list[EpochRecord],
     precision: Precision,
-    epoch_order: str = EPOCH_ORDER,
 ) -> Snapshot:
-    """Copy the part of the engine's state that this process writes. Collective.
-
-    ``epoch_order`` names the order of samples that ``position`` counts in.
-    """
+    """Copy the part of the engine's state that this process writes. Collective."""
     fragments = fragments_of(engine, layout)
     optimizer = engine.deepspeed.basic_optimizer
     content: Content = {}
@@ -73,7 +69,7 @@ def take_snapshot(
     state = TrainState(
         # The loop counts on while the snapshot is written.
         position=position.model_copy(deep=True),
-        epoch_order=epoch_order,
+        epoch_order=SampleOrder.name,
         records=records,
         workers=layout.workers,
         tensor=layout.tensor,

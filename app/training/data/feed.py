@@ -17,13 +17,14 @@ from app.config import Layout, TrainConfig
 from app.data.augmentation import Augmentation, augmentation_of
 from app.data.images import allocate_with
 from app.data.labelled import LabelledDataset
-from app.data.prepared import IGNORED, Batch, Dataset, PreparedData
+from app.data.prepared import IGNORED, Batch, Dataset, Indices, PreparedData
 from app.models.precision import TORCH_DTYPES
 from app.telemetry.record import NO_TIME, Medium, ReadAhead, ReadingRecord, ReadTime
 from app.telemetry.step_time import Phase
 from app.torch_internals import shared_array
 from app.training.activity import Activity
-from app.training.data.batches import DataRank, Indices, SampleOrder, validation_share
+from app.training.data.order import SampleOrder
+from app.training.data.ranks import DataRank, validation_share
 from app.training.data.reading import ReadingControl
 from app.training.worker import Worker, seed_random
 

@@ -14,7 +14,7 @@ from app.data.streaming.micro_epochs import Collection, MicroEpoch, MicroEpochSt
 from app.data.streaming.rows import LabelledRows, RowsFactory
 from app.storage import to_path
 from app.training.data.feed import Feed
-from app.training.data.orders import order_of
+from app.training.data.recipe_order import order_of
 from app.training.worker import Worker, on_first
 from app.warnings import best_effort
 

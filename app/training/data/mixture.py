@@ -27,7 +27,7 @@ class MixturePeriod(BaseModel):
     """Names of the sources. Those of earlier periods come first."""
     shares: list[float]
     window_rows: int
-    """With shards: number of rows of these sources that are shuffled together."""
+    """Rows of these sources that are shuffled together."""
 
     @property
     def start(self) -> tuple[int, int]:
@@ -64,7 +64,8 @@ class Mixture:
     """Share of the training samples of each source. They add up to 1."""
     origins: Origins
     """Of all samples. Samples of sources added later have no name here."""
-    window_rows: int = 0
+    window_rows: int
+    """Rows of these sources that are shuffled together."""
 
     @classmethod
     def of(cls, config: DataConfig, data: PreparedData) -> "Mixture | None":
@@ -76,7 +77,7 @@ class Mixture:
         given = [source.weight for source in config.sources if source.weight is not None]
         weights = np.array(given) if given else sizes ** (1.0 / config.temperature)
         names = [source.title for source in config.sources]
-        return cls(names, weights / weights.sum(), origins, shards.window_rows if shards else 0)
+        return cls(names, weights / weights.sum(), origins, shards.window_rows if shards else len(data.train))
 
     def __str__(self) -> str:
         shares = zip(self.names, self.shares.tolist(), strict=True)

@@ -35,7 +35,7 @@ from app.tasks import find_task, load_prepared
 from app.tasks.objective import objective_of
 from app.training.activity import Activity
 from app.training.data.feed import Feed
-from app.training.data.orders import order_of
+from app.training.data.recipe_order import order_of
 from app.training.engine import create_engine
 from app.training.planning.report import plan_keys
 from app.training.worker import Worker, keep_freed_memory, leave_process_group, seed_random, start_worker

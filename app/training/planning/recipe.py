@@ -20,7 +20,7 @@ from app.planner.plan import parallel_plan
 from app.planner.profile import ModelProfile
 from app.planner.search import Candidate, Findings, Problem, price_plan, search
 from app.tasks import prepare
-from app.training.data.orders import count_steps, order_of
+from app.training.data.recipe_order import count_steps, order_of
 from app.training.planning.machine import measure_machine, measure_plan
 from app.training.planning.report import PlanReport, plan_keys, report
 
