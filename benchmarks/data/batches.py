@@ -20,9 +20,11 @@ from app.models.factory import blueprint_of
 from app.tasks import find_task, prepare
 from app.tasks.objective import objective_of
 from app.training.activity import Activity
-from app.training.data.batches import Indices, MemoryOrder, SampleOrder
 from app.training.data.feed import Feed
+from app.training.data.order import SampleOrder
 from app.training.data.recipe_order import count_steps, order_of
+from app.training.data.rules import Rules
+from app.training.data.samples import InMemory
 from app.training.engine import create_engine
 from app.training.worker import Worker, seed_random, start_worker
 from benchmarks.machine import load_average, machine, today, versions
@@ -33,15 +35,6 @@ from benchmarks.spread import Spread
 RESULTS = Path(__file__).with_name("BATCHES.md")
 RANDOM, BUDGET = "random, fixed batch size", "sorted in groups of 32, fixed token budget"
 _SAMPLES, _GOAL, _TOLERANCE = 64, 1.5, 0.01
-
-
-class RandomOrder(MemoryOrder):
-    """Batches of samples of any length."""
-
-    def batch(self, epoch: int, number: int) -> Indices:
-        """Return a part of one permutation."""
-        shuffled = np.random.default_rng((self.seed, epoch)).permutation(len(self.lengths))
-        return shuffled[number * self.size : (number + 1) * self.size]
 
 
 @dataclass(frozen=True)
@@ -100,9 +93,9 @@ def _train(recipe: Recipe, data: PreparedData, worker: Worker, name: str) -> Tra
     """Train, and validate at the end."""
     config, layout, activity = recipe.train, recipe.train.layout(1), Activity()
     seed_random(config.seed)
-    order: SampleOrder = order_of(recipe, data)
-    if name == RANDOM:
-        order = RandomOrder(data.train.lengths, _SAMPLES, config.seed)
+    order = order_of(recipe, data)
+    if name == RANDOM:  # samples of equal lengths are not sorted
+        order = SampleOrder(InMemory(np.zeros(len(data.train), np.int64)), Rules(_SAMPLES), config.seed)
     objective = objective_of(find_task(recipe.task), config, data)
     blueprint = copy.deepcopy(blueprint_of(recipe.model, data.facts))
     engine = create_engine(blueprint, config, layout, count_steps(recipe, order), objective)

@@ -11,8 +11,9 @@ from queue import Queue
 from pydantic import BaseModel
 
 from app.data.sharded import ShardReference
+from app.training.data.order import SampleOrder
 from app.training.data.ranks import DataRank
-from app.training.data.shard_order import ShardOrder
+from app.training.data.rules import Rules
 from benchmarks.data.memory import PeakMemory
 
 RANKS, BATCH = 2, 128
@@ -107,7 +108,7 @@ Texts = Iterator[list[str]]
 def our_texts(source: Source, rank: int) -> Texts:
     """The rank's part of each batch of an epoch, from canonical streams."""
     with closing(source.shards.open("train")) as rows:
-        order = ShardOrder(rows, BATCH, 0)
+        order = SampleOrder(rows, Rules(BATCH), 0)
         for number in range(source.seek_to, order.num_batches(1)):
             yield rows.read(order.share(1, number, DataRank(rank, RANKS)))["input"].to_pylist()
 

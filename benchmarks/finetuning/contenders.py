@@ -23,7 +23,9 @@ from app.data.chat import ChatBlocks, ChatData
 from app.data.prepared import IGNORED, Dataset, PreparedData
 from app.runs import Run
 from app.tasks import prepare
-from app.training.data.batches import train_batches
+from app.training.data.order import SampleOrder
+from app.training.data.rules import Rules
+from app.training.data.samples import samples_of
 from app.training.run import open_run, prepare_run
 from app.training.session import train
 from app.training.worker import start_worker
@@ -114,8 +116,7 @@ def _from_scratch(folder: Path) -> Figures:
 
 def _order(data: Dataset, batch: int) -> list[int]:
     """The samples of Rayloom's first epoch, in order."""
-    order: list[int] = train_batches(data.lengths, batch, 0, 1).flatten().tolist()
-    return order
+    return [row for rows in _batches(data, batch) for row in rows]
 
 
 def _tensors(data: Dataset, indices: list[int]) -> dict[str, torch.Tensor]:
@@ -196,7 +197,7 @@ def _chats(folder: Path, packing: bool) -> Figures:
     figures, data = ours(chat_recipe(folder, packing))
     assert isinstance(data, ChatData)
     batch = CHAT_BLOCKS if packing else CHATS
-    return _useful(figures, data.train, _batches(data.train, batch), _loss(folder, data.validation))
+    return _useful(figures, data.train, _batches(data.train, batch)[:CHAT_STEPS], _loss(folder, data.validation))
 
 
 def _padded(folder: Path) -> Figures:
@@ -211,9 +212,9 @@ def _padded(folder: Path) -> Figures:
     return _useful(Figures(clock.steps_per_s), data.train, batches, None)
 
 
-def _batches(split: ChatBlocks, size: int) -> list[list[int]]:
-    batches: list[list[int]] = train_batches(split.lengths, size, 0, 1)[:CHAT_STEPS].tolist()
-    return batches
+def _batches(split: Dataset, size: int) -> list[list[int]]:
+    order = SampleOrder(samples_of(split), Rules(size), seed=0)
+    return [order.batch(1, number).tolist() for number in range(order.num_batches(1))]
 
 
 def _useful(figures: Figures, split: ChatBlocks, batches: list[list[int]], loss: float | None) -> Figures:

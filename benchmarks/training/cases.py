@@ -9,7 +9,7 @@ import numpy as np
 
 from app.config import Recipe, load_recipe
 from app.data import language
-from app.training.data.batches import train_batches
+from app.training.data.recipe_order import order_of
 from benchmarks.training.workload import Workload
 
 WORKERS = 2
@@ -62,8 +62,9 @@ class Case:
         """The same for the peers; the batches that Rayloom makes of the corpus are written for them."""
         recipe = self.recipe(folder)
         data, optimizer = language.prepare(recipe.data), recipe.train.optimizer
-        batches = train_batches(data.train.lengths, self.global_batch, recipe.train.seed, epoch=1)[: self.steps]
-        blocks = data.train.batch(batches.ravel().tolist())
+        order = order_of(recipe, data)
+        batches = [order.batch(1, number) for number in range(self.steps)]
+        blocks = data.train.batch(np.concatenate(batches).tolist())
         blocks_file = folder / f"{self.name}.npy"
         np.save(blocks_file, np.column_stack([blocks.inputs["input_ids"], blocks.targets[:, -1]]))
         return Workload(

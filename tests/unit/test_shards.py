@@ -1,7 +1,5 @@
 """Shards: written whole, refused when torn, and read in an order that does not depend on the number of workers."""
 
-import hashlib
-import itertools
 import os
 import pickle
 from collections import Counter
@@ -11,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from app.training.data.order import SampleOrder
-from app.training.data.rules import Rules
 from upath import UPath
 
 from app.config import ShardsConfig, load_recipe
@@ -23,7 +19,9 @@ from app.data.sharded import ShardColumn, ShardedBlocks, ShardedRows, ShardedSpl
 from app.data.shards import Shard, ShardIndex, ShardWriter
 from app.errors import RecipeError, StorageError
 from app.storage import to_path
+from app.training.data.order import SampleOrder
 from app.training.data.ranks import DataRank, validation_share
+from app.training.data.rules import Rules
 
 SCHEMA = pa.schema({"input": pa.string(), "class": pa.int32(), "length": pa.int32()})
 ROWS, BATCH = 3001, 24

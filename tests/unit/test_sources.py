@@ -16,7 +16,6 @@ from app.runs import Run
 from app.tasks import load_prepared, prepare
 from app.training.data.mixture import Mixture
 from app.training.data.order import SampleOrder
-from app.training.data.ranks import DataRank
 from app.training.data.recipe_order import order_of
 from app.training.records import EpochRecord
 from app.training.run import prepare_run

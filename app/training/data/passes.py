@@ -12,6 +12,11 @@ _SHARDS = 0
 """The random numbers of the order of shards. Those of windows have other keys."""
 
 
+def entropy_of(seed: int) -> tuple[int]:
+    """Return a seed as NumPy takes it, which is never negative."""
+    return (seed % 2**64,)
+
+
 @dataclass
 class Passes:
     """The rows of a source, of which each of ``streams`` streams has an equal part of every pass."""

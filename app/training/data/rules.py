@@ -89,10 +89,14 @@ class Rules:
             return None
         return Kinds(self)
 
+    @property
+    def unit(self) -> int:
+        """What the rows of a window are a multiple of: a batch, unless batches are counted."""
+        return 1 if self.kinds or self.size is None else self.size
+
     def arrange(self, window: Window) -> Batches:
         """Return the rows of a window in batches."""
-        groups = self._groups(window)
-        parts = [self._batches(window, places, sizes) for places, sizes in groups]
+        parts = [self._batches(window, places, sizes) for places, sizes in self._groups(window)]
         if len(parts) == 1 and isinstance(parts[0], np.ndarray):
             return window.rows[parts[0]]
         batches = [window.rows[batch] for part in parts for batch in part]
@@ -144,8 +148,10 @@ class Kinds:
         self.longest = int(bounds.max())
         """Tokens of the longest sample."""
         span = self.longest + 1
-        found, of_row = np.unique(group * span + self.longest - bounds, return_inverse=True)
-        self.of_row: Indices = of_row
+        numbers = group * span + self.longest - bounds
+        is_found = np.bincount(numbers) > 0
+        found = np.flatnonzero(is_found)
+        self.of_row: Indices = (np.cumsum(is_found) - 1)[numbers]
         """The kind of each sample."""
         self.names: list[str] = list(names)
         """The groups."""
