@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 from upath import UPath
 
+from app.conditional import read
 from app.config import Recipe
 from app.data.labelled import LabelledData
 from app.data.prepared import PreparedData
@@ -31,10 +32,7 @@ def recorded_difficulty(
         RecipeError: the task's samples have no such difficulty, or the model does not suit them.
         DataError: the column is missing, or has cells that are not numbers.
     """
-    recorded = np.empty(0, np.float32)
-    if (run_folder / _FILE).exists():
-        recorded = np.load(io.BytesIO((run_folder / _FILE).read_bytes()), allow_pickle=False)
-    if len(recorded) == len(data.train):
+    if len(recorded := _recorded(run_folder)) == len(data.train):
         return recorded
     # A resumed run reads the values it started with: other values would give another order. Added sources come last.
     found = np.concatenate([recorded, find_difficulty(recipe, data, on_progress)[len(recorded) :]])
@@ -43,11 +41,17 @@ def recorded_difficulty(
     return found
 
 
+def _recorded(run_folder: UPath) -> NDArray[np.float32]:
+    """Return what the run has recorded; of no samples if it has recorded nothing."""
+    content = read(run_folder / _FILE)
+    return np.load(io.BytesIO(content), allow_pickle=False) if content else np.empty(0, np.float32)
+
+
 def require_difficulty(recipe: Recipe, data: PreparedData, run_folder: UPath) -> None:
     """Raise the errors of ``recorded_difficulty``, without asking a model."""
     curriculum = recipe.train.curriculum
     assert curriculum is not None
-    if (run_folder / _FILE).exists():
+    if len(_recorded(run_folder)) == len(data.train):
         return
     if curriculum.model is None:
         find_difficulty(recipe, data)

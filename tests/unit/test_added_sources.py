@@ -19,6 +19,7 @@ from app.training.data.mixture import Mixture, recorded_periods
 from app.training.data.order import SampleOrder
 from app.training.data.ranks import DataRank
 from app.training.data.recipe_order import count_steps, order_of
+from app.training.difficulty import recorded_difficulty
 from app.training.records import Ending
 from app.training.resume import start_or_resume
 from app.training.run import open_run, prepare_run
@@ -122,10 +123,19 @@ def test_weights_may_change_in_a_run(tmp_path: Path, keys: list[str], capsys: py
     assert records[-1].step == count_steps(run.recipe, order)
 
 
-def test_a_source_may_be_added_to_a_run_on_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    every = [SHARDS, "train.checkpoint.every_steps=5", "train.epochs=3"]
+def order_in(run: Run, data: Any) -> SampleOrder:
+    """The order in which the run reads its samples from now on."""
+    hard = recorded_difficulty(run.recipe, data, run.folder) if run.recipe.train.curriculum else None
+    return order_of(run.recipe, data, hard, recorded_periods(run.folder))
+
+
+@pytest.mark.parametrize("keys", [[], ["train.curriculum={epochs: 2}"]], ids=["shuffled", "curriculum"])
+def test_a_source_may_be_added_to_a_run_on_shards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: list[str]
+) -> None:
+    every = [*keys, SHARDS, "train.checkpoint.every_steps=5", "train.epochs=3"]
     run, data = started(recipe_of(tmp_path, write_sources(tmp_path, (3.0, 1.0)), *every))
-    before = order_of(run.recipe, data)
+    before = order_in(run, data)
     step, labels = trained(run, data, stops=True).step, data.labels
     recipe = recipe_of(tmp_path, write_sources(tmp_path, (2.0, 1.0, 1.0)), *every, f"train.resume={run.run_id}")
     run, data = started(recipe)
@@ -135,7 +145,7 @@ def test_a_source_may_be_added_to_a_run_on_shards(tmp_path: Path, capsys: pytest
     assert (data.labels, len(data.train)) == (labels, len(prepare(recipe).train))
     records = trained(run, data).records
 
-    order = order_of(run.recipe, data, periods=recorded_periods(run.folder))
+    order = order_in(run, data)
     places, origins = places_of(order, 3), data.origins.train
     assert records[-1].step == len(places)
     batches = records[0].step
@@ -148,7 +158,7 @@ def test_a_source_may_be_added_to_a_run_on_shards(tmp_path: Path, capsys: pytest
     for place in range(3):
         times = [seen_rows[row] for row in np.flatnonzero(origins == place).tolist()]
         assert max(times) - min(times) <= 1
-    again = order_of(run.recipe, data, periods=recorded_periods(run.folder))
+    again = order_in(run, data)
     for at in ((1, step), (2, 3)):
         shares = [again.share(*at, DataRank(rank, 4)) for rank in range(4)]
         assert sorted(np.concatenate(shares)) == sorted(order.batch(*at))

@@ -83,8 +83,9 @@ def test_a_column_is_found_by_the_text_of_each_sample(tmp_path: Path, keys: list
     assert np.array_equal(recorded_difficulty(recipe, data, UPath(tmp_path / "run")), found)
 
 
-def test_a_run_records_what_is_hard_and_trains_on_it(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, "{by: length, epochs: 1.5}", "train.max_steps=14")
+@pytest.mark.parametrize("keys", [[], [SHARDS], [SHARDS, "data.sampling=balanced"]])
+def test_a_run_records_what_is_hard_and_trains_on_it(tmp_path: Path, keys: list[str]) -> None:
+    recipe = recipe_of(tmp_path, "{by: length, epochs: 1.5}", "train.max_steps=14", *keys)
     data, folder = prepare_run(Run.start("train", recipe)), UPath(tmp_path / "run")
     ending = train(recipe, data, start_worker(recipe.train), folder)
     assert ending.step == 14

@@ -248,7 +248,10 @@ def test_steps_are_known_before_any_shard_is_read(
 def test_the_recorded_order_stays_as_it_was(whole: dict[str, list[list[int]]]) -> None:
     """Checkpoints count batches in it. A change of the order needs a new name."""
     digests = {case: hashlib.sha256(repr(whole[case]).encode()).hexdigest()[:8] for case in CASES}
-    assert (SampleOrder.name, hashlib.sha256(repr(digests).encode()).hexdigest()[:16]) == ("windows-1", "b7763d58f5180091")
+    assert (SampleOrder.name, hashlib.sha256(repr(digests).encode()).hexdigest()[:16]) == (
+        "windows-1",
+        "b7763d58f5180091",
+    )
 
 
 @pytest.mark.parametrize(

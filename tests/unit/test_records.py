@@ -104,6 +104,27 @@ def test_batches_never_mix_fields_on_any_number_of_ranks(table: Path) -> None:
     assert again.batch(2, 1).tolist() == order.batch(2, 1).tolist()
 
 
+def test_labels_come_equally_often_among_records_with_the_same_fields(table: Path) -> None:
+    head, *lines = table.read_text(encoding="utf-8").split("\n")
+    labelled = [f"{line.rpartition(',')[0]},{'rare' if n // 4 % 4 == 0 else 'often'}" for n, line in enumerate(lines)]
+    table.write_text("\n".join([head, *labelled]), encoding="utf-8")
+    tree = recipe_of(table).model_dump(exclude_defaults=True)
+    tree["data"]["sampling"] = "balanced"
+    tree["train"]["curriculum"] = {"by": "length", "epochs": 2}
+    recipe = Recipe.model_validate(tree)
+    data: Any = prepare(recipe)
+    hard = np.asarray(data.train.lengths, np.float32)
+    order, plain = order_of(recipe, data, hard), order_of(recipe_of(table), data)
+    assert order.num_batches(1) == plain.num_batches(1)
+    batches = [order.batch(1, number) for number in range(order.num_batches(1))]
+    assert all(len(fields_in(data.train, batch)) == 1 for batch in batches)
+    classes = np.asarray(data.train.split.classes)
+    rare, often = sorted(np.bincount(classes).tolist())
+    assert rare < often / 2
+    # Each of four groups leaves out what fills no batch.
+    assert np.ptp(np.bincount(classes[np.concatenate(batches)])) <= 4 * 3
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_ranks_validate_the_same_fields_at_the_same_time(table: Path, ranks: int) -> None:
     data: Any = prepare(recipe_of(table))
