@@ -144,8 +144,9 @@ class SampleOrder:
                 return window.batches[number - window.numbers.start]
         period = self._period_of(epoch, number)
         place = int(np.searchsorted(period.starts(epoch), number, side="right")) - 1
-        # The last one, too: training asks for the sizes of batches that were read ahead.
-        self._windows = [*self._windows[-1:], self._enter(period, epoch, place, streams)]
+        # With streams, two ranges of them are read by turns. Of counted batches, training asks for earlier sizes.
+        kept = 0 if self.num_streams == 1 and self.rules.size else 1
+        self._windows = [*self._windows[-1:][:kept], self._enter(period, epoch, place, streams)]
         return self._read(epoch, number, streams)
 
     def _enter(self, period: Period, epoch: int, window: int, streams: range) -> "_Arranged":

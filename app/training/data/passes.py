@@ -29,8 +29,8 @@ class Passes:
     pass_rows: int
     """Rows that a pass reads. The others are left out, and differ from pass to pass."""
     streams: int = 1
-    _passes: "dict[int, _Pass]" = field(default_factory=dict, init=False)
-    """The last two: a window may lie in both."""
+    _last: "tuple[int, _Pass] | None" = field(default=None, init=False)
+    """The last pass that was read, and its number."""
 
     def rows(self, start: int, stop: int, stream: int = 0) -> Indices:
         """Return a stream's rows from one place to another, counted over all passes."""
@@ -44,12 +44,11 @@ class Passes:
         return np.concatenate(parts)
 
     def _pass(self, number: int) -> "_Pass":
-        if number not in self._passes:
+        if self._last is None or self._last[0] != number:
             generator = np.random.default_rng((*self.entropy, _SHARDS, number))
             shards = self.shards[generator.permutation(len(self.shards))]
-            made = _Pass(self.samples, shards, self.pass_rows, generator)
-            self._passes = {**dict([*self._passes.items()][-1:]), number: made}
-        return self._passes[number]
+            self._last = number, _Pass(self.samples, shards, self.pass_rows, generator)
+        return self._last[1]
 
 
 def _part_of(stream: int, streams: int) -> int:

@@ -226,7 +226,7 @@ def evenly(counts: Sequence[int]) -> Indices:
 
 
 def balanced(places: Indices, classes: Numbers, generator: np.random.Generator) -> Indices:
-    """Return as many places, shuffled, with the same number of each class of ``classes``, give or take one.
+    """Return as many places, shuffled again, with the same number of each class of ``classes``, give or take one.
 
     The places of a class are repeated as whole permutations, so that each comes about equally often.
     """
@@ -235,8 +235,8 @@ def balanced(places: Indices, classes: Numbers, generator: np.random.Generator) 
     chosen = []
     for label, share in zip(found, shares, strict=True):
         members = places[classes == label]
-        rounds = [generator.permutation(members) for _ in range(-(-share // len(members)))]
-        chosen.append(np.concatenate(rounds)[:share])
+        further = -(-share // len(members)) - 1
+        chosen.append(np.concatenate([members, *(generator.permutation(members) for _ in range(further))])[:share])
     return generator.permutation(np.concatenate(chosen))
 
 

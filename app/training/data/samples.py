@@ -25,7 +25,7 @@ class InMemory:
     @cached_property
     def shard_rows(self) -> Indices:
         """Number of rows of each shard."""
-        return np.ones(len(self), np.int64)
+        return np.broadcast_to(np.int64(1), len(self))
 
     @cached_property
     def first_rows(self) -> Indices:
