@@ -70,9 +70,9 @@ class Mixture:
     @classmethod
     def of(cls, config: DataConfig, data: PreparedData) -> "Mixture | None":
         """Return the mixture of ``data.sources``; None if there is one source."""
-        origins, shards = data.origins, data.train.shards
-        if not config.sources or origins is None:
+        if not config.sources or (origins := data.origins) is None:
             return None
+        shards = data.train.shards
         sizes = np.bincount(origins.train, minlength=len(config.sources)).astype(np.float64)
         given = [source.weight for source in config.sources if source.weight is not None]
         weights = np.array(given) if given else sizes ** (1.0 / config.temperature)
