@@ -149,7 +149,7 @@ def test_what_kafka_refuses_is_told_once(
         ("data.clean={near_duplicates: 0.8}", "compares all rows"),
         ("train.schedule={name: cosine}", "set train.max_steps, or schedule"),
         ("train.schedule={name: constant}", "the number of steps of a stream is not known"),
-        ("train={tokens_per_batch: 4096, global_batch_size: null}", r"tokens_per_batch and data\.stream contradict each other"),
+        ("train={tokens_per_batch: 4096, global_batch_size: null}", r"tokens_per_batch and data\.stream contradict"),
         ("train.class_weights=balanced", "data.stream has no end: give each label a weight"),
         ("train.global_batch_size=128", "data.stream.samples is 96, fewer than the 128"),
         ("tune={space: tune_spaces.text:space}", "leave tune out"),
