@@ -297,6 +297,24 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _order_is_consistent(self) -> Self:
+        """Refuse keys that contradict each other on how samples become batches. All others compose."""
+        data, train = self.data, self.train
+        if data.sources and self.task in (CHAT, SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION, *MULTIMODAL):
+            raise ValueError(f"data.sources are not for task {self.task} yet: give one source")
+        is_set = {
+            "train.tokens_per_batch": train.tokens_per_batch is not None,
+            "train.curriculum": train.curriculum is not None,
+            "data.sampling balanced": data.sampling == "balanced",
+            "data.sources": bool(data.sources),
+            "data.stream": data.stream is not None,
+        }
+        for (one, other), reason in _CONTRADICTIONS.items():
+            if is_set[one] and is_set[other]:
+                raise ValueError(f"{one} and {other} contradict each other: {reason}; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
     def _stream_has_no_end(self) -> Self:
         """Refuse what needs all data of a stream, or the number of its steps."""
         stream, train = self.data.stream, self.train
@@ -322,24 +340,6 @@ class Recipe(Section):
                 f"data.stream.samples is {stream.samples}, fewer than the {train.batch_size} of "
                 "train.global_batch_size: raise it, or lower the batch"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _order_is_consistent(self) -> Self:
-        """Refuse keys that contradict each other on how samples become batches. All others compose."""
-        data, train = self.data, self.train
-        if data.sources and self.task in (CHAT, SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION, *MULTIMODAL):
-            raise ValueError(f"data.sources are not for task {self.task} yet: give one source")
-        is_set = {
-            "train.tokens_per_batch": train.tokens_per_batch is not None,
-            "train.curriculum": train.curriculum is not None,
-            "data.sampling balanced": data.sampling == "balanced",
-            "data.sources": bool(data.sources),
-            "data.stream": data.stream is not None,
-        }
-        for (one, other), reason in _CONTRADICTIONS.items():
-            if is_set[one] and is_set[other]:
-                raise ValueError(f"{one} and {other} contradict each other: {reason}; leave one of them out")
         return self
 
     @model_validator(mode="after")
