@@ -106,7 +106,7 @@ Texts = Iterator[list[str]]
 
 
 def our_texts(source: Source, rank: int) -> Texts:
-    """The rank's part of each batch of an epoch, from canonical streams."""
+    """The rank's part of each batch of an epoch, from its own streams."""
     with closing(source.shards.open("train")) as rows:
         order = SampleOrder(rows, Rules(BATCH), 0)
         for number in range(source.seek_to, order.num_batches(1)):
