@@ -37,11 +37,11 @@ SHARDS = "data.shards={size: 4096, window: 12KB}"
 Places = list[tuple[int, int]]
 
 
-def mixed(*periods: tuple[tuple[int, int], list[float]]) -> SampleOrder:
+def mixed(window_rows: int, *periods: tuple[tuple[int, int], list[float]]) -> SampleOrder:
     """Return an order over the first few of three sources, with these shares from each of these batches on."""
     origins = Origins(ORIGINS, ORIGINS)
     mixtures = [
-        (start, Mixture(["a", "b", "c"][: len(shares)], np.array(shares), origins, len(ORIGINS)))
+        (start, Mixture(["a", "b", "c"][: len(shares)], np.array(shares), origins, window_rows))
         for start, shares in periods
     ]
     return in_memory(LENGTHS, BATCH, seed=5, periods=mixtures)
@@ -64,9 +64,12 @@ def times_read(order: SampleOrder, places: Places) -> Counter[int]:
     ],
     ids=["one-more-source", "other-weights", "several-times"],
 )
-def test_every_source_goes_on_where_it_was(periods: list[tuple[tuple[int, int], list[float]]]) -> None:
-    order, places = mixed(*periods), places_of(mixed(*periods), 5)
-    before = mixed(*periods[:-1])
+@pytest.mark.parametrize("window_rows", [1000, 130])
+def test_every_source_goes_on_where_it_was(
+    window_rows: int, periods: list[tuple[tuple[int, int], list[float]]]
+) -> None:
+    order, places = mixed(window_rows, *periods), places_of(mixed(window_rows, *periods), 5)
+    before = mixed(window_rows, *periods[:-1])
     start, shares = periods[-1]
     assert all(np.array_equal(order.batch(*at), before.batch(*at)) for at in places if at < start)
     seen = times_read(order, places)
