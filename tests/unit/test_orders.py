@@ -17,7 +17,7 @@ from torch import distributed
 from app.config import Recipe, load_recipe
 from app.data.labelled import LabelledDataset
 from app.data.prepared import Indices
-from app.errors import RecipeError
+from app.errors import RecipeError, TrainingError
 from app.ports import unused
 from app.tasks import prepare
 from app.training.data.order import SampleOrder
@@ -203,6 +203,26 @@ def test_a_batch_has_samples_of_one_group(folder: str, case: str) -> None:
     assert set.union(*met) == {"text", "image", "both"}
     # They are spread over the window.
     assert len({*map(tuple, met[: len(met) // 2])}) == 3
+
+
+class OneRare(Grouped):
+    """Samples of which enough for a batch are of a group of their own, but not in a window of shards."""
+
+    @property
+    def groups(self) -> NDArray[np.str_]:
+        return np.where(np.arange(len(self)) % 20, "text", "image")
+
+
+def test_a_group_that_fills_no_batch_of_any_window_is_refused(folder: str) -> None:
+    for case in ("shuffled", "shuffled, in shards"):
+        recipe = recipe_of(folder, case)
+        train: Any = prepare(recipe).train
+        data: Any = SimpleNamespace(train=OneRare(train.split, train.processor, train.targets), origins=None)
+        if "shards" in case:
+            with pytest.raises(TrainingError, match=r"18 training samples have only image: .*, of one window; lower"):
+                order_of(recipe, data)
+        else:
+            assert order_of(recipe, data).num_batches(1) == 1 + 342 // BATCH
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "equally" in case])
