@@ -18,7 +18,8 @@ from app.config import CleanConfig, ColumnsConfig, DataConfig
 from app.config.stream import StreamConfig
 from app.data.sources import units
 from app.data.sources.documents import document_columns
-from app.data.sources.labelled import INPUT, load_examples
+from app.data.sources.formats import FORMATS
+from app.data.sources.labelled import INPUT, columns_of, load_examples
 from app.data.sources.source import Source
 from app.data.sources.tagged import read_tagged
 from app.data.sources.units import read_source
@@ -26,6 +27,7 @@ from app.data.streaming.messages import Message
 from app.data.streaming.rows import LabelledRows
 from app.data.written import name_of
 from app.errors import DataError
+from tests.helpers import ROOT
 from tests.odd import LEFT_OUT, Odd, arrow, lines, parquet, picture, tar, zipped
 
 TINY = 16
@@ -116,7 +118,7 @@ CSV = [
     csv("UTF-32", (HEAD + "a,b\n").encode("utf-32"), refused="rows.csv…UTF-32…UTF-8"),
     csv("cp1252 in the header", "té,label\na,b\n".encode("cp1252"), refused="rows.csv…names of the columns…UTF-8"),
     csv("cp1252 in a text", HEAD.encode() + b"\xe9,b\nx,c\n", [LEFT_OUT, ("x", "c")]),
-    csv("cp1252 in a label", HEAD.encode() + b"x,\xe9\n", refused="rows.csv', row 1…'label'…UTF-8: write"),
+    csv("cp1252 in a label", HEAD.encode() + b"x,\xe9\n", refused="rows.csv', row 1…'label'…UTF-8: correct"),
     csv("cp1252 in a feature", b"n,label\n\xe9,a\n", refused="rows.csv', row 1…'n'…UTF-8", contents="row"),
     csv("gzip", gzip.compress((HEAD + "a,b\n").encode()), refused="rows.csv…gzip: unpack"),
     csv("zip", zipped("rows.csv", HEAD), refused="rows.csv…zip…unpack"),
@@ -166,6 +168,7 @@ CSV = [
 ]  # fmt: skip
 JSONL = [
     jsonl("BOM", b"\xef\xbb\xbf" + lines(ROW, ROW).encode(), ONE * 2),
+    jsonl("BOM on a blank line", "\ufeff\n" + lines(ROW), ONE),
     jsonl("BOM between rows", lines(ROW) + "\ufeff" + lines(ROW), ONE * 2),
     jsonl("ends of lines in texts", lines({"text": "a\u2028b\u0085c\u2029", "label": "x\u2028"}), [
         ("a\u2028b\u0085c\u2029", "x")
@@ -199,12 +202,12 @@ JSONL = [
     jsonl("a list as feature", lines({"n": [1], "label": "x"}), refused="line 1…'n'…a list…features", contents="row"),
     jsonl("nested deeply", '{"text": "a", "label": "b", "x": ' + "[" * 500 + "]" * 500 + "}\n", ONE),
     jsonl("nested too deeply", '{"text": "a", "x": ' + "[" * 99_000 + "]" * 99_000 + "}\n", refused="line 1…flat"),
-    jsonl("an array", json.dumps([ROW, ROW]), refused="line 1…a list…one object on each line"),
-    jsonl("in several lines", json.dumps(ROW, indent=1), refused="line 1…not JSON…one object on each line"),
+    jsonl("an array", json.dumps([ROW, ROW]), refused="line 1…a list…object on each line"),
+    jsonl("in several lines", json.dumps(ROW, indent=1), refused="line 1…not JSON…object on each line"),
     jsonl("a trailing comma", '{"text": "a", "label": "b",}\n', refused="line 1…not JSON"),
     jsonl("commas between rows", '{"text": "a", "label": "b"},\n' * 2, refused="line 1…not JSON…Extra data"),
     jsonl("single quotes", "{'text': 'a', 'label': 'b'}\n", refused="line 1…not JSON"),
-    jsonl("a number", "1\n", refused="line 1…a number…one object"),
+    jsonl("a number", "1\n", refused="line 1…a number…an object"),
     jsonl("CRLF and blank lines", lines(ROW).replace("\n", "\r\n") + "\r\n  \n" + lines(ROW), ONE * 2),
     jsonl("CR", lines(ROW, ROW).replace("\n", "\r"), refused="line 1…not JSON"),
     jsonl("no last line end", lines(ROW, ROW).rstrip("\n"), ONE * 2),
@@ -395,7 +398,30 @@ RECORDS = [
     Odd("record: a list of bytes", {"rows.parquet": parquet(image=[[PNG]], text=["a"], label=["b"])},
         refused="row 1…'image'…a list…fields.image", contents="record", columns=FIELDS),
 ]  # fmt: skip
-ODD = [*CSV, *JSONL, *TABLES, *NUMBERS, *FILES, *TAGS, *RECORDS]
+REPORTED = [
+    csv("apache/arrow#51368", 'text,label\r\n"' + "z" * (2**21 - 2) + '\r\nB",x\r\nc,d\r\n', [
+        ("z" * (2**21 - 2) + "\r\nB", "x"), ("c", "d"),
+    ]),
+    csv("apache/arrow#2883", HEAD + "\na,b\n", ONE),
+    csv("pola-rs/polars#19078", HEAD + '"ABCDE FGHIJ\nKLMNOP",x\n' * 1041, [("ABCDE FGHIJ\nKLMNOP", "x")] * 1041),
+    csv("pandas-dev/pandas#66415", HEAD + '"x\0y",a\n', [("x\0y", "a")]),
+    csv("pandas-dev/pandas#47073", HEAD + '""malformed","quotes"",\n', refused="rows.csv', row 1…quote"),
+    csv("pandas-dev/pandas#22374", "1,\n2, 1.23, 4.56\n3, 1.24, 4.57\n", refused="data.columns.label…rows.csv…it has 1",
+        contents="row"),
+    csv("pandas-dev/pandas#9294", "a,b,c,label\n0, 5, 9, 2\n1, 6, 4,,\n", refused="rows.csv', row 2…5 cells…4 columns",
+        contents="row"),
+    csv("JuliaData/CSV.jl#54", "text;label\n1,1,10\n", refused="data.columns.input…text;label…correct"),
+    tars("ray-project/ray#44068", tar(("0.png", PNG), ("1.png", PNG), ("0.cls", b"a"), ("1.cls", b"b")),
+         refused="sample 0…label…it has .png"),
+    pictures("huggingface/datasets#5761", {"metadata.csv": "file_name,label\n1.png,a\n", "1.png": PNG},
+             refused="1.png…CLASS/FILE"),
+    jsonl("huggingface/datasets#7664", lines({"text": "action: string, datetime: timestamp[s], x", "label": "b"}), [
+        ("action: string, datetime: timestamp[s], x", "b"),
+    ]),
+    jsonl("huggingface/datasets#3729", lines({"text": "a\u2028b\u0085", "label": "x"}), [("a\u2028b\u0085", "x")]),
+]  # fmt: skip
+"""Bug reports of other projects about such files."""
+ODD = [*CSV, *JSONL, *TABLES, *NUMBERS, *FILES, *TAGS, *RECORDS, *REPORTED]
 MESSAGES = [
     odd for odd in JSONL if odd.name != "json: another ending" and odd.contents == "text" and odd.name != "jsonl: empty"
 ]
@@ -486,3 +512,19 @@ def test_a_relative_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     assert list(load_examples(DataConfig(source="tables"))) == ONE
     assert list(load_examples(DataConfig(source="pictures/.x"), "image")) == [(PNG, "a")]
+
+
+def test_a_new_format_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = (ROOT / "CONTRIBUTING.md").read_text().partition("```python\n")[2].partition("```")[0]
+    namespace: dict[str, Any] = {}
+    exec(compile(example, "CONTRIBUTING.md", "exec"), namespace)
+    monkeypatch.setitem(FORMATS, "fasttext", namespace["FastText"]())
+    path = tmp_path / "films.ft"
+    path.write_bytes("__label__good a fine film\n__label__bad a dull é\n".encode())
+    assert list(load_examples(DataConfig(source=str(path)))) == [("a fine film", "good"), ("a dull é", "bad")]
+    (unit,) = units.cut_units(units.list_files(Source(str(path)), "text"), TINY)
+    (rows,) = units.read_unit(unit, columns_of(ColumnsConfig(), "text"))
+    assert rows.cells[INPUT].to_pylist() == ["a fine film", "a dull é"]
+    path.write_bytes(b"__label__\xff a film\n")
+    with pytest.raises(DataError, match=r"films\.ft', row 1: 'label' is not text in UTF-8"):
+        load_examples(DataConfig(source=str(path)))

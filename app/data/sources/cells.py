@@ -310,7 +310,7 @@ def texts_of(given: pa.Array, name: str, place: Place) -> pa.Array:
 
 
 def _not_text(place: str, name: str) -> DataError:
-    return DataError(f"{place}: {name!r} is not text in UTF-8: write the file in UTF-8")
+    return DataError(f"{place}: {name!r} is not text in UTF-8: correct it, or write the file in UTF-8")
 
 
 def _file_of(table: UPath, given: str) -> UPath:

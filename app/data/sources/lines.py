@@ -46,7 +46,7 @@ def parse_json(line: bytes, place: Callable[[], str], where: str = "on each line
     except orjson.JSONDecodeError:
         row = _parse_python(line, place, where)
     if not isinstance(row, dict):
-        raise DataError(f"{place()} is {kind_in_words(row)}: expected one object {where}; write it so")
+        raise DataError(f"{place()} is {kind_in_words(row)}: expected an object {where}; write it so")
     # orjson keeps the last of two equal keys, and rounds a whole number of more than 64 bits.
     if (line.count(b":") > len(row) and len(_KEY.findall(line)) > len(row)) or _has_large(row):
         row = _parse_python(line, place, where)

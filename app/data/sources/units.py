@@ -5,7 +5,7 @@ preparation goes on with the units that are left.
 """
 
 import tarfile
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS, BUILTIN_TEST
 from app.data.examples import Modality
 from app.data.sources.cells import Columns, Rows
 from app.data.sources.formats import FORMATS, format_of
-from app.data.sources.formats.base import DOCUMENTS, Piece, SourceFile
+from app.data.sources.formats.base import DOCUMENTS, Format, Piece, SourceFile
 from app.data.sources.formats.builtin import Builtin
 from app.data.sources.formats.idx import Idx, find_idx
 from app.data.sources.source import Source, find_builtin, list_source, open_source
@@ -31,7 +31,7 @@ Contents = Literal[Modality, "language-modeling"]
 """What a source holds: labelled inputs of one kind, or documents to model the language of."""
 WHOLE = 2**63
 """Bytes of a unit that has all files of a source."""
-_READERS = {**FORMATS, Builtin.name: Builtin(), Idx.name: Idx()}
+_READERS = ChainMap[str, Format]({Builtin.name: Builtin(), Idx.name: Idx()}, FORMATS)
 _FILES_OF_CLASSES: dict[str, str] = {"image": "pictures", "audio": "recordings"}
 
 
@@ -89,7 +89,7 @@ def _expected(contents: Contents) -> str:
     if contents not in _FILES_OF_CLASSES:
         # Documents may have any ending.
         endings = [ending for one in FORMATS.values() for ending in one.suffixes if one.reads(contents, ending)]
-        return f"{', '.join(endings)} files"
+        return f"{', '.join(endings[:-1])} or {endings[-1]} files"
     suffixes = ", ".join(FORMATS[contents].suffixes)
     return f"{_FILES_OF_CLASSES[contents]} ({suffixes}) in a folder for each class, or .tar files"
 

@@ -1,7 +1,5 @@
 """Formats of source files, one module each."""
 
-from collections.abc import Mapping
-
 from upath import UPath
 
 from app.data.sources.formats.arrow import Arrow
@@ -12,7 +10,7 @@ from app.data.sources.formats.json_lines import JsonLines
 from app.data.sources.formats.parquet import Parquet
 from app.data.sources.formats.tar import Tar
 
-FORMATS: Mapping[str, Format] = {
+FORMATS: dict[str, Format] = {
     one.name: one
     for one in (
         Csv("csv", (".csv",), ","),

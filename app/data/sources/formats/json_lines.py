@@ -6,7 +6,7 @@ from typing import Any
 
 from app.data.sources.cells import BATCH_BYTES, BATCH_ROWS, Columns, Rows, rows_of_objects
 from app.data.sources.formats.base import HEAD_BYTES, Format, Piece, SourceFile, cut_bytes, require_text
-from app.data.sources.lines import go_to_line, parse_json, read_line
+from app.data.sources.lines import BOM, go_to_line, parse_json, read_line
 from app.storage import to_path
 
 
@@ -59,7 +59,7 @@ def _rows(piece: Piece) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
         position, number = go_to_line(file, piece.start, piece.path), 0
         while (piece.stop is None or position < piece.stop) and (line := read_line(file, piece.path)):
             position, number = position + len(line), number + 1
-            if line.strip():
+            if line.removeprefix(BOM).strip():
                 yield (number, position), parse_json(line, partial(_place, piece, number))
 
 
