@@ -148,6 +148,7 @@ CSV = [
     csv("empty", "", refused="rows.csv' has no examples"),
     csv("empty table", "", refused="rows.csv' has no examples", contents="row"),
     csv("blank lines", "\n  \n" + HEAD + "\na,b\n\n\nc,d\n\n", BOTH),
+    csv("joined files", (HEAD + "a,b\n") * 2, refused="rows.csv', row 2…repeats the names…remove"),
     csv("a comment before the header", "# x\n" + HEAD + "a,b\n", refused="data.columns.input…rows.csv…# x…correct"),
     csv("semicolons", "text;label\na;b\n", refused="data.columns.input…rows.csv…text;label…correct"),
     csv("tabs", "text\tlabel\na\tb\n", refused="data.columns.input…rows.csv…text\tlabel…correct"),
@@ -386,6 +387,7 @@ TAGS = [
 RECORDS = [
     record("a file, and none", "one.png,a,b\n,c,d\n", [({"image": PNG, "text": "a"}, "b"), ({"text": "c"}, "d")]),
     record("a file that is gone", "two.png,a,b\n", refused="rows.csv', row 1…image 'two.png'…expected a file"),
+    record("a file that is no picture", "rows.csv,a,b\n", refused="rows.csv', row 1…the file 'rows.csv'…repair"),
     record("base64 in the cell", '"data:image/png;base64,iVBOR",a,b\n', refused="rows.csv', row 1…expected a file"),
     record("a protocol that is not known", "foo://x/y,a,b\n", refused="rows.csv', row 1…foo://x/y…expected a file"),
     record("a zero byte in a path", "a\0b.png,a,b\n", refused="rows.csv', row 1…expected a file"),

@@ -1,7 +1,7 @@
 """The cells of a table, read in one way from every format: each column of a task has a kind, and each kind one type."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -107,6 +107,8 @@ class Rows:
     cells: Mapping[str, pa.Array]
     """The cells of each column, by the key that names it. Their type is that of the column's kind."""
     place: Place
+    paths: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    """The files that cells name, by the key of the column and the row, for messages."""
 
     def __len__(self) -> int:
         return len(next(iter(self.cells.values())))
@@ -114,12 +116,13 @@ class Rows:
 
 def rows_of_batch(batch: pa.RecordBatch, columns: Columns, path: str, place: Place) -> Rows:
     """Return the rows of a table in Arrow. Raises DataError for a cell that is not of its column's kind."""
-    cells = {}
+    cells, paths = {}, {}
     for column in columns.all:
         index = batch.schema.get_field_index(column.name)
         given = pa.nulls(batch.num_rows) if index < 0 else batch.column(index)
-        cells[column.key] = _Cells(column, path, place).of_array(given)
-    return Rows(cells, place)
+        converter = _Cells(column, path, place)
+        cells[column.key], paths[column.key] = converter.of_array(given), converter.paths
+    return Rows(cells, place, paths)
 
 
 def rows_of_objects(rows: Sequence[Mapping[str, Any]], columns: Columns, path: str, place: Place) -> Rows:
@@ -128,7 +131,7 @@ def rows_of_objects(rows: Sequence[Mapping[str, Any]], columns: Columns, path: s
     Raises:
         DataError: an object lacks a column, or a cell is not of its column's kind.
     """
-    cells = {}
+    cells, paths = {}, {}
     for column in columns.all:
         lacking = next((number for number, row in enumerate(rows) if column.name not in row), None)
         if lacking is not None and not column.is_optional:
@@ -137,8 +140,9 @@ def rows_of_objects(rows: Sequence[Mapping[str, Any]], columns: Columns, path: s
                 f"{', '.join(rows[lacking])}; give every row the same keys, and null where there is no value"
             )
         values = [row.get(column.name) for row in rows]
-        cells[column.key] = _Cells(column, path, place).of_values(values)
-    return Rows(cells, place)
+        converter = _Cells(column, path, place)
+        cells[column.key], paths[column.key] = converter.of_values(values), converter.paths
+    return Rows(cells, place, paths)
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,7 @@ class _Cells:
     column: Column
     path: str
     place: Place
+    paths: dict[int, str] = field(default_factory=dict)
 
     def of_array(self, given: pa.Array) -> pa.Array:
         """Return the cells of a column in Arrow."""
@@ -210,10 +215,10 @@ class _Cells:
 
     def _files(self, values: Sequence[Any]) -> pa.Array:
         cells = list(self._each(values, _as_file))
-        numbers = [number for number, cell in enumerate(cells) if isinstance(cell, str)]
+        self.paths.update((number, cell) for number, cell in enumerate(cells) if isinstance(cell, str))
         # Storage serves many requests at once.
-        contents = map_concurrently(to_path(self.path), lambda number: self._content(number, cells[number]), numbers)
-        for number, content in zip(numbers, contents, strict=True):
+        contents = map_concurrently(to_path(self.path), lambda item: self._content(*item), self.paths.items())
+        for number, content in zip(self.paths, contents, strict=True):
             cells[number] = content
         return pa.array(cells, pa.binary())
 

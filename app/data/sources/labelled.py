@@ -136,20 +136,21 @@ def _objects(rows: Rows, columns: Columns, config: ColumnsConfig) -> Iterator[st
             features = {column.name: row[column.key] for column, _ in cells.values()}
             yield json.dumps(features, ensure_ascii=False)
         else:
-            record = _record(row, config, rows.place(number))
+            record = _record(row, config, rows, number)
             yield json.dumps(record, ensure_ascii=False) if record else ""
 
 
-def _record(row: Mapping[str, Any], config: ColumnsConfig, place: str) -> dict[str, Any]:
+def _record(row: Mapping[str, Any], config: ColumnsConfig, rows: Rows, number: int) -> dict[str, Any]:
     """Return the fields that a row has. Raises DataError for a picture or a recording that cannot be read."""
     record = {}
     for name, field in config.fields.items():
         key = f"data.columns.fields.{name}"
         if field.columns is None:
             value = row[key]
-            _require_content(field.kind, name, value, place)
+            path = rows.paths[key].get(number)
+            _require_content(field.kind, name if path is None else f"file {path!r}", value, rows.place(number))
         else:
-            found = {column: row[f"{key}.columns.{number}"] for number, column in enumerate(field.columns)}
+            found = {column: row[f"{key}.columns.{place}"] for place, column in enumerate(field.columns)}
             value = found if any(cell is not None for cell in found.values()) else None
         if value is not None:
             record[name] = value

@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, BinaryIO, Self
 
 import numpy as np
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from app.data.sources.cells import Columns, Rows, rows_from, texts_of
+from app.data.sources.cells import Columns, Place, Rows, rows_from, texts_of
 from app.data.sources.formats.arrow import batch_rows
 from app.data.sources.formats.base import HEAD_BYTES, Format, Piece, SourceFile, require_text
 from app.data.sources.lines import BOM, CSV_BLOCK_BYTES, csv_row_ends, read_line
@@ -87,6 +88,7 @@ class Csv(Format):
     def _rows(self, batch: pa.RecordBatch, columns: Columns, part: "_Part", row: int) -> Iterator[Rows]:
         """Yield the rows of a batch of bytes. A file is named by a text."""
         place = rows_from(part.path, row, part.where)
+        _require_no_header(batch, place)
         for number, (name, cells) in enumerate(zip(batch.schema.names, batch.columns, strict=True)):
             if batch.nbytes > CSV_BLOCK_BYTES and (pc.max(pc.binary_length(cells)).as_py() or 0) > CSV_BLOCK_BYTES:
                 raise DataError(
@@ -164,6 +166,14 @@ class Csv(Format):
             f"{part.path!r}, row {row.number:,}{part.where}: {count} cells, and the header names {expected} columns: "
             f"{row.text[:_MAX_SHOWN]!r}; correct the row: {why}"
         )
+
+
+def _require_no_header(batch: pa.RecordBatch, place: Place) -> None:
+    """Raise DataError if a row has the names of the columns in its cells, as joined files do."""
+    if batch.num_columns > 1:
+        is_header = reduce(pc.and_, (pc.equal(batch[name], name.encode()) for name in batch.schema.names))
+        if (row := pc.index(is_header, True).as_py()) >= 0:
+            raise DataError(f"{place(row)} repeats the names of the columns, as joined files do: remove the row")
 
 
 @dataclass(frozen=True)
