@@ -1,6 +1,7 @@
 """Odd files give the same values whole, in tiny units and as messages, or one sentence that says what to do."""
 
 import base64
+import bz2
 import datetime as dt
 import gzip
 import json
@@ -124,6 +125,9 @@ CSV = [
     csv("zip", zipped("rows.csv", HEAD), refused="rows.csv…zip…unpack"),
     csv("xls", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(100), refused="rows.csv…Excel: save it as csv"),
     csv("parquet", parquet(text=TEXTS), refused="rows.csv…parquet table…ending"),
+    csv("names that begin as other formats do", "PAR1,text,label\nx,a,b\n", ONE),
+    csv("a name that begins as bzip2 does", "BZhang,text,label\nx,a,b\n", ONE),
+    csv("bzip2", bz2.compress(HEAD.encode()), refused="rows.csv…bzip2: unpack"),
     csv("in capitals", HEAD + "a,b\n", ONE, file="ROWS.CSV"),
     csv("CRLF", "text,label\r\na,b\r\nc,d\r\n", BOTH),
     csv("CR", "text,label\ra,b\rc,d\r", BOTH),
