@@ -1,4 +1,4 @@
-"""The recipe's alerts: rules over what training reports, in keys or as a sentence."""
+"""The recipe's alerts: rules over what training reports."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -12,13 +12,36 @@ from pydantic import (
     model_validator,
 )
 
-from app.config.alert_rules import DURATION, FORMS, METRIC, PERCENT, TIMES, Better, Rule, known_direction, parse_rule
+from app.config.alert_rules import (
+    CLOCK_TIME,
+    CLOCK_TIMES,
+    METRIC,
+    PERCENT,
+    TIME,
+    TIMES,
+    Better,
+    Condition,
+    Duration,
+    HasFallen,
+    MetricRule,
+    NotFinite,
+    NotImproved,
+    Rule,
+    SilenceRule,
+    Threshold,
+    direction_of,
+)
 from app.config.section import Section
 
 
-def _check_sentence(sentence: str) -> str:
-    parse_rule(sentence)
-    return " ".join(sentence.split())
+def _check_time(time: str) -> str:
+    Duration.of(time)
+    return time
+
+
+def _check_share(percent: str) -> str:
+    HasFallen.by(percent)
+    return percent
 
 
 def _check_actions(actions: list[str]) -> list[str]:
@@ -27,25 +50,22 @@ def _check_actions(actions: list[str]) -> list[str]:
     return actions
 
 
-def _number(value: float) -> str:
-    return repr(value).removesuffix(".0")
-
-
 Act = Literal["notify", "pause", "stop"]
-Time = Annotated[str, Field(pattern=f"^{DURATION}$")]
+Time = Annotated[str, Field(pattern=f"^{TIME}$"), AfterValidator(_check_time)]
+ClockTime = Annotated[str, Field(pattern=f"^{CLOCK_TIME}$"), AfterValidator(_check_time)]
+Share = Annotated[str, Field(pattern=f"^{PERCENT}$"), AfterValidator(_check_share)]
 _CONDITIONS = ("no_improvement_for", "above", "below", "not_finite", "fallen_by")
 """The keys that say something of a metric; an alert has one of them."""
-_RULES = ("when", "metric", *_CONDITIONS, "nothing_reported_for")
 
 
 def _require_one_rule(schema: dict[str, Any]) -> None:
     """Add to the JSON schema of an alert that it has exactly one rule."""
     of_metric = [{"required": ["metric", condition]} for condition in _CONDITIONS]
-    schema["oneOf"] = [*of_metric, {"required": ["nothing_reported_for"]}, {"required": ["when"]}]
+    schema["oneOf"] = [*of_metric, {"required": ["nothing_reported_for"]}]
 
 
 class AlertConfig(Section):
-    """A rule over what training reports, in keys or as a sentence, and what to do when it becomes true."""
+    """A rule over what training reports, and what to do when it becomes true."""
 
     model_config = ConfigDict(serialize_by_alias=True, json_schema_extra=_require_one_rule)
 
@@ -60,7 +80,7 @@ class AlertConfig(Section):
     above: FiniteFloat | None = Field(default=None, description="the value is above this bound")
     below: FiniteFloat | None = Field(default=None, description="the value is below this bound")
     not_finite: Literal[True] | None = Field(default=None, description="the value is infinite or not a number")
-    fallen_by: Annotated[str, Field(pattern=f"^{PERCENT}$")] | None = Field(
+    fallen_by: Share | None = Field(
         default=None, description="the value is by this share, or more, below its usual one", examples=["50 %"]
     )
     hold: Time | None = Field(
@@ -70,13 +90,10 @@ class AlertConfig(Section):
         default=None,
         description="with no_improvement_for: which values are better; default: as the end of the metric's name tells",
     )
-    nothing_reported_for: Time | None = Field(
-        default=None, description="no record of any kind came for so long; without metric", examples=["10 min"]
-    )
-    when: Annotated[str, AfterValidator(_check_sentence)] | None = Field(
+    nothing_reported_for: ClockTime | None = Field(
         default=None,
-        description=f"the rule as a sentence, in place of the keys above. One of: {'; '.join(FORMS)}. D is {TIMES}",
-        examples=["val_loss has not improved for 3 epochs", "loss is not finite", "nothing reported for 10 min"],
+        description=f"no record of any kind came for so long: {CLOCK_TIMES}; without metric",
+        examples=["10 min"],
     )
     do: Annotated[list[Act], Field(min_length=1), AfterValidator(_check_actions)] = Field(
         description="notify: tell the receivers under notify; pause: write a checkpoint and release the resources, "
@@ -85,15 +102,14 @@ class AlertConfig(Section):
 
     @model_validator(mode="after")
     def _has_one_rule(self) -> Self:
-        given = [key for key in _RULES if getattr(self, key) is not None]
-        conditions = [key for key in given if key in _CONDITIONS]
-        if not given:
+        conditions = [key for key in _CONDITIONS if getattr(self, key) is not None]
+        of_metric = ["metric"] * (self.metric is not None) + conditions
+        if self.nothing_reported_for and of_metric:
+            raise ValueError(f"nothing_reported_for is a whole rule: leave out {', '.join(of_metric)}")
+        if not (self.nothing_reported_for or of_metric):
             raise ValueError(
                 f"it has no rule: add metric and one of {', '.join(_CONDITIONS)}; or add nothing_reported_for"
             )
-        if len(given) > 1 and (alone := {"when", "nothing_reported_for"} & {*given}):
-            key = alone.pop() if len(alone) == 1 else "when"
-            raise ValueError(f"{key} is a whole rule: leave out {', '.join(other for other in given if other != key)}")
         if len(conditions) > 1:
             raise ValueError(f"{' and '.join(conditions)} are two rules: keep one, and write another alert")
         if conditions and self.metric is None:
@@ -101,44 +117,43 @@ class AlertConfig(Section):
         if self.metric and not conditions:
             raise ValueError(f"metric {self.metric} has no condition: add one of {', '.join(_CONDITIONS)}")
         self._check_details()
-        _ = self.rule  # raises ValueError if a number makes no sense
+        _ = self.rule  # raises ValueError if it is not known which values are better
         return self
 
     def _check_details(self) -> None:
         """Refuse ``for`` and ``better`` where they mean nothing. Raises ValueError."""
-        if self.hold and (self.when or self.no_improvement_for or self.nothing_reported_for):
+        if self.hold and (self.no_improvement_for or self.nothing_reported_for):
             raise ValueError("for goes with above, below, not_finite and fallen_by: other rules have their own time")
         if self.better and not self.no_improvement_for:
             raise ValueError("better goes with no_improvement_for alone: leave it out")
-        if self.no_improvement_for and self.metric and not (self.better or known_direction(self.metric)):
-            raise ValueError(
-                f"whether {self.metric} should rise or fall is not known: add better, which is higher or lower"
-            )
 
     @property
     def sentence(self) -> str:
         """The rule in words."""
-        if self.when is not None:
-            return self.when
-        if self.nothing_reported_for:
+        if self.metric is None:
             return f"nothing reported for {self.nothing_reported_for}"
-        told = f"{self.metric} {self._condition}" + (f" for {self.hold}" if self.hold else "")
+        time = self.no_improvement_for or self.hold
+        told = f"{self.metric} {self._condition(self.metric)}" + (f" for {time}" if time else "")
         return told + (f" ({self.better} is better)" if self.better else "")
-
-    @property
-    def _condition(self) -> str:
-        if self.no_improvement_for:
-            return f"has not improved for {self.no_improvement_for}"
-        if self.above is not None:
-            return f"above {_number(self.above)}"
-        if self.below is not None:
-            return f"below {_number(self.below)}"
-        return "is not finite" if self.not_finite else f"has fallen by {self.fallen_by}"
 
     @property
     def rule(self) -> Rule:
         """The rule as typed values."""
-        return parse_rule(self.sentence)
+        if self.metric is None:
+            return SilenceRule(Duration.of(str(self.nothing_reported_for)).amount)
+        time = self.no_improvement_for or self.hold
+        return MetricRule(self.metric, self._condition(self.metric), Duration.of(time) if time else None)
+
+    def _condition(self, metric: str) -> Condition:
+        if self.above is not None:
+            return Threshold("above", self.above)
+        if self.below is not None:
+            return Threshold("below", self.below)
+        if self.fallen_by:
+            return HasFallen.by(self.fallen_by)
+        if self.no_improvement_for:
+            return NotImproved(self.better or direction_of(metric))
+        return NotFinite()
 
     @property
     def strongest(self) -> Act:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from app.config.alert_rules import TIMES
+from app.config.alert_rules import CLOCK_TIMES, TIMES
 from app.config.overrides import apply_overrides, parse_yaml, set_value, yaml_problem
 from app.config.reading import read_text, title_of
 from app.config.recipe import BUILT_IN_TASKS, Recipe, texts
@@ -22,7 +22,8 @@ from app.uris import hide_secrets, shown
 _PATTERNS = {
     "task": f"{', '.join(BUILT_IN_TASKS)}, or an import string, package.module:name",
     "model.factory": "an import string, package.module:name",
-    **dict.fromkeys(("alerts.no_improvement_for", "alerts.for", "alerts.nothing_reported_for"), TIMES),
+    **dict.fromkeys(("alerts.no_improvement_for", "alerts.for"), TIMES),
+    "alerts.nothing_reported_for": CLOCK_TIMES,
     "alerts.fallen_by": "a share such as 50 %",
     "alerts.metric": "the name of a metric, such as val_loss",
     **dict.fromkeys(("serve.cascade.before", "train.teacher.model"), "a model, NAME or NAME/VERSION"),

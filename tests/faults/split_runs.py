@@ -31,7 +31,7 @@ RUN = ["data.block_length=32", "data.tokenizer={kind: bytes}", f"train.max_steps
 
 def recipe_of(corpus: str, plan: str, stop: int | None) -> Recipe:
     """Of a run that an alert stops after step ``stop``: what it asks at one step ends the run at the next."""
-    rules = [f"alerts=[{{when: step above {stop - 2}, do: [stop]}}]"] if stop else []
+    rules = [f"alerts=[{{metric: step, above: {stop - 2}, do: [stop]}}]"] if stop else []
     overrides = [f"data.source={corpus}", f"train.plan={PLANS[plan]}", f"train.workers={os.environ['WORLD_SIZE']}"]
     return load_recipe("recipes/stdlib_gpt.yaml", [*RUN, *overrides, *rules])
 

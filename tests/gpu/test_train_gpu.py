@@ -71,7 +71,7 @@ def test_a_run_in_fp16_goes_on_with_its_loss_scale() -> None:
     run = ["train.precision=fp16", "train.max_steps=20", "train.checkpoint.every_steps=1",
            "model.factory=tests.faults.models:LoudCnn"]  # fmt: skip
     whole = steps_of(folder_of(train_on_gpu(*run)))
-    stopped = train_on_gpu(*run, "name=parts", "alerts=[{when: step above 9, do: [stop]}]")
+    stopped = train_on_gpu(*run, "name=parts", "alerts=[{metric: step, above: 9, do: [stop]}]")
     assert stopped["status"] == "stopped"
     parts = steps_of(folder_of(train_on_gpu(*run, "name=parts", "train.resume=latest")))
     next_step = stopped["metrics"]["steps"]

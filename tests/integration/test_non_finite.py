@@ -69,7 +69,7 @@ def test_a_step_that_is_not_finite_stops_the_run_tells_and_can_be_left_out(
     metric: str,
 ) -> None:
     storage, receiver = tmp_path / "storage", http(200)
-    rule = {"when": f"{metric} is not finite", "do": ["notify"]}
+    rule = {"metric": metric, "not_finite": True, "do": ["notify"]}
     alerts = [f"alerts={json.dumps([rule])}", f"notify.webhook={json.dumps({'url': receiver.url})}"]
     with faults("T9", f"torchrun: {model}: {whose.rstrip(',')}", "all ranks stop; told; nothing of it kept") as fault:
         stopped, _ = train(model, poison, *alerts)
@@ -81,7 +81,7 @@ def test_a_step_that_is_not_finite_stops_the_run_tells_and_can_be_left_out(
         assert [record["step"] for record in logged] == list(range(1, 1 + len(logged)))
         assert [record["step"] for record in logged if not math.isfinite(record[metric])] == [NUMBER + 1]
         (told,) = [json.loads(body) for _, body in receiver.requests]
-        assert (told["rule"], told["step"], told["epoch"]) == (rule["when"], NUMBER + 1, 1)
+        assert (told["rule"], told["step"], told["epoch"]) == (f"{metric} is not finite", NUMBER + 1, 1)
         for checkpoint in folder.glob("checkpoints/*"):
             assert all(tensor.double().isfinite().all() for tensor in tensors_of(checkpoint).values())
         fault.saw(error.partition("(")[0].strip())
@@ -104,7 +104,7 @@ def test_a_loss_that_is_not_finite_is_seen_where_its_gradient_is_and_the_fourth_
 ) -> None:
     endless = ["train.non_finite=rollback", "train.epochs=9"]
     with faults("T9", "torchrun: an infinite loss, a finite gradient, rollback", "seen before it is kept") as fault:
-        stopped, printed = train("InfiniteCnn", poison, *endless, "alerts=[{when: step above 35, do: [stop]}]")
+        stopped, printed = train("InfiniteCnn", poison, *endless, "alerts=[{metric: step, above: 35, do: [stop]}]")
         assert stopped["status"] == "stopped"
         fault.saw(f"{printed.count('without this batch')} batches left out")
         assert printed.count("without this batch") == 2

@@ -270,7 +270,9 @@ def lose_checkpoint(folder: Path) -> None:
 
 def recipe_of(stop: int | None = None) -> Recipe:
     """Return the recipe of the kept runs. With ``stop``, an alert ends the run after this step, mid-epoch."""
-    rules = [f"alerts=[{{when: step above {stop - 2}, do: [stop]}}]", "train.checkpoint.every_steps=1"] if stop else []
+    rules = (
+        [f"alerts=[{{metric: step, above: {stop - 2}, do: [stop]}}]", "train.checkpoint.every_steps=1"] if stop else []
+    )
     return load_recipe("recipes/digits.yaml", [*RECIPE, "train.workers=2", *rules])
 
 

@@ -1,4 +1,4 @@
-"""The recipe's alerts: which sentences are understood, and how others are refused."""
+"""The recipe's alerts: what their keys mean, and how others are refused."""
 
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from app.config.alert_rules import (
     Rule,
     SilenceRule,
     Threshold,
-    parse_rule,
 )
 from app.errors import RecipeError
 from tests.helpers import ROOT
@@ -24,90 +23,70 @@ from tests.helpers import ROOT
 DIGITS = ROOT / "recipes/digits.yaml"
 
 
-@pytest.mark.parametrize(
-    ("sentence", "rule"),
-    [
-        ("val_loss has not improved for 3 epochs", MetricRule("val_loss", NotImproved("lower"), Duration(3, "epochs"))),
-        (
-            "samples_per_s has not improved for 1 step",
-            MetricRule("samples_per_s", NotImproved("higher"), Duration(1, "steps")),
-        ),
-        (
-            "f1 has not improved for 2 hours (higher is better)",
-            MetricRule("f1", NotImproved("higher"), Duration(7200, "s")),
-        ),
-        ("loss above 5 for 20 steps", MetricRule("loss", Threshold("above", 5.0), Duration(20, "steps"))),
-        ("grad_norm is above 1e3", MetricRule("grad_norm", Threshold("above", 1000.0), None)),
-        ("my/metric below -.5 for 5 min", MetricRule("my/metric", Threshold("below", -0.5), Duration(300, "s"))),
-        ("loss is not finite", MetricRule("loss", NotFinite(), None)),
-        ("samples_per_s has fallen by 50 %", MetricRule("samples_per_s", HasFallen(0.5), None)),
-        ("samples_per_s has fallen by 12.5% for 10s", MetricRule("samples_per_s", HasFallen(0.125), Duration(10, "s"))),
-        ("  nothing   reported\nfor 10 min ", SilenceRule(600)),
-    ],
-)
-def test_a_sentence_is_read(sentence: str, rule: Rule) -> None:
-    assert parse_rule(sentence) == rule
-
-
-@pytest.mark.parametrize(
-    ("sentence", "words"),
-    [
-        ("val_loss has not imporved for 3 epochs", ["did you mean 'val_loss has not improved for 3 epochs'?"]),
-        ("Nothing reportd for 10 minuts", ["did you mean 'nothing reported for 10 minutes'?"]),
-        ("loss abvoe 5 for 3 step", ["did you mean 'loss above 5 for 3 steps'?"]),
-        ("loss > 5", ["'loss > 5' is not a rule", "METRIC above X", "nothing reported for D", "20 steps"]),
-        ("", ["'' is not a rule", "METRIC above X"]),
-        ("val_loss has not improved", ["for how long", "for 3 epochs"]),
-        ("grad_norm has not improved for 3 epochs", ["grad_norm", "(higher is better)", "(lower is better)"]),
-        ("loss_scale has not improved for 3 epochs", ["loss_scale", "(higher is better)"]),
-        ("loss above 3 (lower is better)", ["'has not improved' only"]),
-        ("loss above 3 for 0 s", ["more than 0"]),
-        ("val_loss has not improved for 2.5 epochs", ["2.5 epochs", "whole number"]),
-        ("samples_per_s has fallen by 100 %", ["100 %", "less than 100"]),
-        ("nothing reported for 10 steps", ["nothing reported for 10 min"]),
-    ],
-)
-def test_another_sentence_is_refused_with_a_way_out(sentence: str, words: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"\S") as refused:
-        parse_rule(sentence)
-    assert all(word in str(refused.value) for word in words), str(refused.value)
-
-
-SAME = [
-    ("metric: val_loss, no_improvement_for: 3 epochs", "val_loss has not improved for 3 epochs"),
-    ("metric: f1, no_improvement_for: 2 h, better: higher", "f1 has not improved for 2 h (higher is better)"),
-    ("metric: loss, above: 5, for: 20 steps", "loss above 5 for 20 steps"),
-    ("metric: grad_norm, above: 1.0e-7", "grad_norm above 1e-7"),
-    ("metric: my/metric, below: -0.5, for: 5 min", "my/metric below -0.5 for 5 min"),
-    ("metric: lr, below: 0", "lr below 0"),
-    ("metric: loss, not_finite: true", "loss is not finite"),
-    ("metric: samples_per_s, fallen_by: 12.5 %, for: 10 s", "samples_per_s has fallen by 12.5 % for 10 s"),
-    ("nothing_reported_for: 10 min", "nothing reported for 10 min"),
+RULES = [
+    (
+        "metric: val_loss, no_improvement_for: 3 epochs",
+        MetricRule("val_loss", NotImproved("lower"), Duration(3, "epochs")),
+        "val_loss has not improved for 3 epochs",
+    ),
+    (
+        "metric: samples_per_s, no_improvement_for: 1 step",
+        MetricRule("samples_per_s", NotImproved("higher"), Duration(1, "steps")),
+        "samples_per_s has not improved for 1 step",
+    ),
+    (
+        "metric: f1, no_improvement_for: 2 hours, better: higher",
+        MetricRule("f1", NotImproved("higher"), Duration(7200, "s")),
+        "f1 has not improved for 2 hours (higher is better)",
+    ),
+    (
+        "metric: loss, above: 5, for: 20 steps",
+        MetricRule("loss", Threshold("above", 5.0), Duration(20, "steps")),
+        "loss above 5 for 20 steps",
+    ),
+    (
+        "metric: grad_norm, above: 1.0e-7",
+        MetricRule("grad_norm", Threshold("above", 1e-7), None),
+        "grad_norm above 1e-07",
+    ),
+    (
+        "metric: my/metric, below: -0.5, for: 5 min",
+        MetricRule("my/metric", Threshold("below", -0.5), Duration(300, "s")),
+        "my/metric below -0.5 for 5 min",
+    ),
+    ("metric: lr, below: 0", MetricRule("lr", Threshold("below", 0.0), None), "lr below 0"),
+    ("metric: loss, not_finite: true", MetricRule("loss", NotFinite(), None), "loss is not finite"),
+    (
+        "metric: samples_per_s, fallen_by: 12.5%, for: 10s",
+        MetricRule("samples_per_s", HasFallen(0.125), Duration(10, "s")),
+        "samples_per_s has fallen by 12.5 % for 10s",
+    ),
+    ("nothing_reported_for: 10 min", SilenceRule(600), "nothing reported for 10 min"),
 ]
-"""Rules in keys, and as sentences."""
+"""Keys, the rule that they make, and the rule in words."""
 
 
-@pytest.mark.parametrize(("keys", "sentence"), SAME)
-def test_keys_and_a_sentence_are_the_same_rule(keys: str, sentence: str) -> None:
+@pytest.mark.parametrize(("keys", "rule", "sentence"), RULES)
+def test_keys_are_read_and_told_in_words(keys: str, rule: Rule, sentence: str) -> None:
     alert = load_recipe(DIGITS, [f"alerts=[{{{keys}, do: [stop]}}]"]).alerts[0]
-    assert alert.rule == parse_rule(sentence) == parse_rule(alert.sentence)
+    assert (alert.rule, alert.sentence) == (rule, sentence)
 
 
-@pytest.mark.parametrize("keys", [*(keys for keys, _ in SAME), *(f'when: "{sentence}"' for _, sentence in SAME)])
+@pytest.mark.parametrize("keys", [keys for keys, _, _ in RULES])
 def test_the_schema_takes_what_the_recipe_takes(keys: str) -> None:
     schema = Recipe.model_json_schema()
     alert = yaml.safe_load(f"{{{keys}, do: [stop]}}")
     validate = jsonschema.Draft202012Validator({**schema["$defs"]["AlertConfig"], "$defs": schema["$defs"]}).is_valid
     assert validate(alert)
     assert not validate({**alert, "for": "soon"})
-    assert not validate({**alert, "when": "loss above 5", "metric": "loss", "above": 5})
+    assert not validate({**alert, "nothing_reported_for": "3 epochs"})
 
 
 def test_what_is_dumped_is_the_same_recipe(tmp_path: Path) -> None:
     recipe = load_recipe(
         DIGITS,
         [
-            "alerts=[{when: val_loss  has not improved for 3 epochs, do: [notify, pause]}, "
+            "alerts=[{metric: val_loss, no_improvement_for: 3 epochs, do: [notify, pause]}, "
             "{metric: loss, above: 5, for: 3 steps, do: [stop]}]",
             "notify.webhook={url: 'env:HOOK', secret: 'file:/etc/rayloom/secret'}",
             "notify.apprise=['env:SLACK']",
@@ -116,7 +95,6 @@ def test_what_is_dumped_is_the_same_recipe(tmp_path: Path) -> None:
     )
     (tmp_path / "dumped.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     assert load_recipe(tmp_path / "dumped.yaml") == recipe
-    assert recipe.alerts[0].when == "val_loss has not improved for 3 epochs"
     dumped = yaml.safe_load(dump_recipe(recipe))["alerts"]
     assert dumped[1] == {"metric": "loss", "above": 5.0, "for": "3 steps", "do": ["stop"]}
 
@@ -124,31 +102,32 @@ def test_what_is_dumped_is_the_same_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("alerts=[{when: loss is not finit, do: [stop]}]", ["alerts.0.when", "did you mean 'loss is not finite'?"]),
-        ("alerts=[{when: loss is not finite, do: [page]}]", ["alerts.0.do.0", "'page'", "'notify', 'pause' or 'stop'"]),
-        ("alerts=[{when: loss is not finite, do: []}]", ["alerts.0.do"]),
-        ("alerts=[{when: loss is not finite, do: [pause, stop]}]", ["alerts.0.do", "keep one"]),
-        ("alerts=[{whn: loss is not finite, do: [stop]}]", ["unknown key alerts.0.whn", "'when'"]),
+        ("alerts=[{when: loss is not finite, do: [stop]}]", ["unknown key alerts.0.when", "known are metric, no_imp"]),
+        (
+            "alerts=[{metric: loss, not_finite: true, do: [page]}]",
+            ["alerts.0.do.0", "'page'", "'notify', 'pause' or 'stop'"],
+        ),
+        ("alerts=[{metric: loss, not_finite: true, do: []}]", ["alerts.0.do"]),
+        ("alerts=[{metric: loss, not_finite: true, do: [pause, stop]}]", ["alerts.0.do", "keep one"]),
+        ("alerts=[{metrc: loss, do: [stop]}]", ["unknown key alerts.0.metrc", "'metric'"]),
         ("alerts=[{do: [stop]}]", ["alerts.0", "no rule", "no_improvement_for", "nothing_reported_for"]),
         ("alerts=[{metric: loss, do: [stop]}]", ["metric loss has no condition", "above, below"]),
         ("alerts=[{above: 1, do: [stop]}]", ["above needs the metric"]),
         ("alerts=[{metric: loss, above: 1, not_finite: true, do: [stop]}]", ["above and not_finite are two rules"]),
-        (
-            "alerts=[{when: loss above 1, metric: loss, above: 1, do: [stop]}]",
-            ["when is a whole rule"],
-        ),
         ("alerts=[{metric: loss, nothing_reported_for: 1 h, do: [stop]}]", ["nothing_reported_for is a whole rule"]),
         ("alerts=[{metric: val_loss, no_improvement_for: 3 epochs, for: 2 h, do: [stop]}]", ["for goes with above"]),
-        ("alerts=[{when: loss above 1, for: 2 h, do: [stop]}]", ["for goes with above"]),
+        ("alerts=[{nothing_reported_for: 1 h, for: 2 h, do: [stop]}]", ["for goes with above"]),
         ("alerts=[{metric: loss, above: 1, better: lower, do: [stop]}]", ["better goes with no_improvement_for"]),
         ("alerts=[{metric: mfu, no_improvement_for: 3 epochs, do: [stop]}]", ["mfu", "add better"]),
+        ("alerts=[{metric: loss_scale, no_improvement_for: 1 step, do: [stop]}]", ["loss_scale", "add better"]),
         ("alerts=[{metric: loss, above: 1, for: 10, do: [stop]}]", ["alerts.0.for is 10", "20 steps or 3 epochs"]),
-        ("alerts=[{metric: loss, above: 1, for: 0 s, do: [stop]}]", ["alerts.0", "more than 0"]),
+        ("alerts=[{metric: loss, above: 1, for: 0 s, do: [stop]}]", ["alerts.0.for", "more than 0"]),
+        ("alerts=[{metric: loss, above: 1, for: 2.5 epochs, do: [stop]}]", ["alerts.0.for", "whole number of epochs"]),
         ("alerts=[{metric: loss, above: .inf, do: [stop]}]", ["alerts.0.above", "finite number"]),
         ("alerts=[{metric: loss, fallen_by: 50, do: [stop]}]", ["alerts.0.fallen_by is 50", "50 %"]),
-        ("alerts=[{metric: loss, fallen_by: 100 %, do: [stop]}]", ["100 %", "less than 100"]),
+        ("alerts=[{metric: loss, fallen_by: 100 %, do: [stop]}]", ["alerts.0.fallen_by", "less than 100"]),
         ("alerts=[{metric: a b, above: 1, do: [stop]}]", ["alerts.0.metric is 'a b'", "val_loss"]),
-        ("alerts=[{nothing_reported_for: 3 epochs, do: [stop]}]", ["10 min"]),
+        ("alerts=[{nothing_reported_for: 3 epochs, do: [stop]}]", ["alerts.0.nothing_reported_for", "5 min or 2 h"]),
         ("alerts=[{metric: loss, hold: 3 s, above: 4, do: [stop]}]", ["unknown key alerts.0.hold", "fallen_by, for"]),
         ("notify.apprise=['slack://hunter2/b/c']", ["notify.apprise.0", "env:NAME"]),
         ("notify.webhook={url: example.org}", ["notify.webhook.url", "https://"]),
@@ -173,9 +152,8 @@ def test_the_rules_of_the_documentation_are_understood() -> None:
     text = (ROOT / "docs/how-to/get_alerts.md").read_text(encoding="utf-8")
     table = [line.split("`") for line in reference.partition("## Do")[0].splitlines() if line.startswith("| `")]
     assert len(table) >= 6
-    for _, keys, _, sentence, *_ in table:
-        alert = load_recipe(DIGITS, [f"alerts=[{{{keys}, do: [stop]}}]"]).alerts[0]
-        assert alert.rule == parse_rule(sentence)
+    for _, keys, *_ in table:
+        load_recipe(DIGITS, [f"alerts=[{{{keys}, do: [stop]}}]"])
     blocks = text.split("```yaml\n")[1:]
     assert blocks
     for block in blocks:

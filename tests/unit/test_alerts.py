@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from math import inf, nan
 
 import pytest
+import yaml
 
 from app.config import AlertConfig
 from app.config.alerts import Act
@@ -28,12 +29,17 @@ class Kept:
         self.notifications.append(notification)
 
 
+def alert(rule: str, *do: Act) -> AlertConfig:
+    """Return an alert whose rule is given as keys in YAML."""
+    return AlertConfig.model_validate({**yaml.safe_load(f"{{{rule}}}"), "do": [*do]})
+
+
 class Bench:
     """Alerts with a receiver that keeps, and a clock that stands still until it is set."""
 
-    def __init__(self, *whens: str, do: Iterable[Act] = ("notify",)) -> None:
+    def __init__(self, *rules: str, do: Iterable[Act] = ("notify",)) -> None:
         self.now_s, self.kept = 0.0, Kept()
-        alerts = [AlertConfig(when=when, do=list(do)) for when in whens]
+        alerts = [alert(rule, *do) for rule in rules]
         notifier = Notifier([Outbox(self.kept, ReceiverConfig())])
         self.alerts = Alerts(alerts, notifier, "run-1", "digits", clock=lambda: self.now_s)
 
@@ -67,49 +73,53 @@ def asked(alerts: Alerts, record: Record) -> Act:
 
 
 @pytest.mark.parametrize(
-    ("when", "values", "fires_after"),
+    ("rule", "values", "fires_after"),
     [
-        ("val_loss has not improved for 3 epochs", [1.0, 0.9, 0.95, 0.92, 0.9, 0.91, 0.8, 0.8, 0.8, 0.8], [5, 10]),
-        ("val_accuracy has not improved for 2 epochs", [0.5, 0.6, 0.5, 0.7, 0.7, 0.6, 0.5], [6]),
-        ("val_error has not improved for 1 epochs (lower is better)", [3, 2, 2, 1, 2], [3, 5]),
-        ("val_loss has not improved for 2 epochs", [nan, nan, 1.0, nan, inf], [2, 5]),
-        ("val_loss above 2 for 3 epochs", [3, 3, 1, 3, 3, 3, 3], [6]),
+        (
+            "metric: val_loss, no_improvement_for: 3 epochs",
+            [1.0, 0.9, 0.95, 0.92, 0.9, 0.91, 0.8, 0.8, 0.8, 0.8],
+            [5, 10],
+        ),
+        ("metric: val_accuracy, no_improvement_for: 2 epochs", [0.5, 0.6, 0.5, 0.7, 0.7, 0.6, 0.5], [6]),
+        ("metric: val_error, no_improvement_for: 1 epochs, better: lower", [3, 2, 2, 1, 2], [3, 5]),
+        ("metric: val_loss, no_improvement_for: 2 epochs", [nan, nan, 1.0, nan, inf], [2, 5]),
+        ("metric: val_loss, above: 2, for: 3 epochs", [3, 3, 1, 3, 3, 3, 3], [6]),
     ],
 )
-def test_rules_over_epochs(when: str, values: list[float], fires_after: list[int]) -> None:
-    bench = Bench(when)
-    bench.alerts.append(*epochs(when.split()[0], values))
+def test_rules_over_epochs(rule: str, values: list[float], fires_after: list[int]) -> None:
+    bench = Bench(rule)
+    bench.alerts.append(*epochs(yaml.safe_load(f"{{{rule}}}")["metric"], values))
     assert [notification.epoch for notification in bench.told()] == fires_after
 
 
 @pytest.mark.parametrize(
-    ("when", "values", "fires_after"),
+    ("rule", "values", "fires_after"),
     [
-        ("loss above 2", [1, 2, 2.5, 3, 1, 3], [3, 6]),
-        ("loss below 2", [3, 2, 1, 1, nan, 1], [3, 6]),
-        ("loss above 2 for 3 steps", [3, 3, 1, 3, 3, 3, 3, 1, 3, 3, 3], [6, 11]),
-        ("loss is not finite", [1, nan, inf, 1, -inf], [2, 5]),
-        ("samples_per_s has fallen by 50 %", [*STEADY, 51, 50, 40, 90, 49], [22, 25]),
-        ("samples_per_s has fallen by 50 % for 2 steps", [*STEADY, 50, 90, 50, 50], [24]),
-        ("samples_per_s has fallen by 50 %", [*STEADY[1:], 1], []),  # what is usual is not known yet
-        ("samples_per_s has fallen by 50 %", [*STEADY, *[10] * 300, 100, 10], [21, 322]),  # low is never usual
+        ("metric: loss, above: 2", [1, 2, 2.5, 3, 1, 3], [3, 6]),
+        ("metric: loss, below: 2", [3, 2, 1, 1, nan, 1], [3, 6]),
+        ("metric: loss, above: 2, for: 3 steps", [3, 3, 1, 3, 3, 3, 3, 1, 3, 3, 3], [6, 11]),
+        ("metric: loss, not_finite: true", [1, nan, inf, 1, -inf], [2, 5]),
+        ("metric: samples_per_s, fallen_by: 50 %", [*STEADY, 51, 50, 40, 90, 49], [22, 25]),
+        ("metric: samples_per_s, fallen_by: 50 %, for: 2 steps", [*STEADY, 50, 90, 50, 50], [24]),
+        ("metric: samples_per_s, fallen_by: 50 %", [*STEADY[1:], 1], []),  # what is usual is not known yet
+        ("metric: samples_per_s, fallen_by: 50 %", [*STEADY, *[10] * 300, 100, 10], [21, 322]),  # low is never usual
     ],
 )
-def test_rules_over_steps(when: str, values: list[float], fires_after: list[int]) -> None:
-    bench = Bench(when)
-    bench.alerts.append(*steps(when.split()[0], values))
+def test_rules_over_steps(rule: str, values: list[float], fires_after: list[int]) -> None:
+    bench = Bench(rule)
+    bench.alerts.append(*steps(yaml.safe_load(f"{{{rule}}}")["metric"], values))
     assert [notification.step for notification in bench.told()] == fires_after
 
 
 def test_a_step_is_in_an_epoch_that_is_not_over() -> None:
-    bench = Bench("loss above 2 for 2 epochs")
+    bench = Bench("metric: loss, above: 2, for: 2 epochs")
     for step in range(1, 7):
         bench.alerts.append(Step(step=step, epoch=(step + 1) // 2, loss=3.0))
     assert [notification.step for notification in bench.told()] == [5]
 
 
 def test_time_passes_on_the_clock() -> None:
-    bench = Bench("loss above 2 for 5 min")
+    bench = Bench("metric: loss, above: 2, for: 5 min")
     for now_s, loss in [(0, 1), (10, 3), (309, 3), (310, 3), (311, 1), (312, 3), (612, 3)]:
         bench.now_s = now_s
         bench.alerts.append(Step(step=now_s, loss=loss))
@@ -117,7 +127,7 @@ def test_time_passes_on_the_clock() -> None:
 
 
 def test_silence_is_noticed_once_and_again_after_a_report() -> None:
-    bench = Bench("nothing reported for 10 min", do=["notify", "pause"])
+    bench = Bench("nothing_reported_for: 10 min", do=["notify", "pause"])
     for now_s, expected in [(599, "notify"), (600, "pause"), (900, "pause")]:
         bench.now_s = now_s
         bench.alerts.check_silence()
@@ -131,14 +141,18 @@ def test_silence_is_noticed_once_and_again_after_a_report() -> None:
 
 
 def test_the_thread_notices_silence() -> None:
-    bench = Bench("nothing reported for 10 min", do=["stop"])
+    bench = Bench("nothing_reported_for: 10 min", do=["stop"])
     bench.now_s = 600
     wait_until(lambda: bench.alerts.action == "stop")
 
 
 def test_stop_beats_pause_and_what_was_asked_for_stays() -> None:
-    rules: list[tuple[str, Act]] = [("loss is not finite", "stop"), ("loss above 2", "pause"), ("lr above 0", "notify")]
-    alerts = Alerts([AlertConfig(when=when, do=[act]) for when, act in rules], Notifier(), "run-1", "digits")
+    rules: list[tuple[str, Act]] = [
+        ("metric: loss, not_finite: true", "stop"),
+        ("metric: loss, above: 2", "pause"),
+        ("metric: lr, above: 0", "notify"),
+    ]
+    alerts = Alerts([alert(rule, act) for rule, act in rules], Notifier(), "run-1", "digits")
     losses = [1.0, 3.0, 1.0, inf, 1.0]
     heard = [asked(alerts, Step(step=1, loss=loss, lr=0.1)) for loss in losses]
     assert heard == ["notify", "pause", "pause", "stop", "stop"]
@@ -146,7 +160,9 @@ def test_stop_beats_pause_and_what_was_asked_for_stays() -> None:
 
 def test_a_resumed_run_knows_what_came_before() -> None:
     before = epochs("val_loss", [0.5, 0.6, 0.6])
-    paused, resumed, lost = (Bench("val_loss has not improved for 2 epochs", do=["notify", "pause"]) for _ in range(3))
+    paused, resumed, lost = (
+        Bench("metric: val_loss, no_improvement_for: 2 epochs", do=["notify", "pause"]) for _ in range(3)
+    )
     assert [asked(paused.alerts, record) for record in before][-1] == "pause"
     resumed.alerts.recall(before)
     assert resumed.alerts.action == "notify"
@@ -156,7 +172,7 @@ def test_a_resumed_run_knows_what_came_before() -> None:
 
 
 def test_what_is_no_number_counts_as_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    bench = Bench("val_perplexity above 0", "val_los above 3", "plan is not finite")
+    bench = Bench("metric: val_perplexity, above: 0", "metric: val_los, above: 3", "metric: plan, not_finite: true")
     bench.alerts.append(Step(step=5, loss=1.0))
     assert "val_los" not in capsys.readouterr().err
     for epoch in (1, 2):
@@ -166,7 +182,7 @@ def test_what_is_no_number_counts_as_not_reported(capsys: pytest.CaptureFixture[
 
 
 def test_a_metric_within_another_is_known_by_its_path() -> None:
-    bench = Bench("memory.peak_bytes above 10")
+    bench = Bench("metric: memory.peak_bytes, above: 10")
     bench.alerts.append(*(Step(step=peak, memory={"peak_bytes": peak}) for peak in (9, 10, 11)))
     assert [(notification.step, notification.metric, notification.value) for notification in bench.told()] == [
         (11, "memory.peak_bytes", 11.0)
@@ -174,7 +190,7 @@ def test_a_metric_within_another_is_known_by_its_path() -> None:
 
 
 def test_the_log_has_a_line_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
-    bench = Bench("val_loss above 0.5", do=["pause"])
+    bench = Bench("metric: val_loss, above: 0.5", do=["pause"])
     bench.alerts.append(Epoch(epoch=7, step=1400, val_loss=0.52134))
     assert capsys.readouterr().out == (
         "alert: val_loss above 0.5 (val_loss 0.52134, epoch 7, step 1,400): training pauses\n"

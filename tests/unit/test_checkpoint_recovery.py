@@ -98,7 +98,7 @@ def test_training_goes_on_when_a_checkpoint_is_lost_and_from_the_one_before_a_da
 def test_a_run_that_resumes_within_an_epoch_of_another_order_warns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stops = ["alerts=[{when: step above 1, do: [stop]}]", "train.checkpoint.every_steps=1"]
+    stops = ["alerts=[{metric: step, above: 1, do: [stop]}]", "train.checkpoint.every_steps=1"]
     recipe = load_recipe("recipes/digits.yaml", ["train.epochs=1", "model.args.width=8", *stops])
     data, worker, store = prepare(recipe), start_worker(recipe.train), CheckpointStore(UPath(tmp_path) / CHECKPOINTS)
     for _ in range(2):

@@ -58,7 +58,7 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("train.optimzer.lr=1", ["train.optimzer", "'optimizer'"]),
         ("epochs=3", ["epochs", "'train.epochs'"]),
         ("train.Epochs=3", ["unknown key train.Epochs", "'epochs'"]),
-        ("alerts.0.whn=x", ["unknown key alerts.0.whn", "'when'"]),
+        ("alerts.0.metrc=x", ["unknown key alerts.0.metrc", "'metric'"]),
         ("train.epochs=three", ["train.epochs", "'three'", "integer"]),
         ("train.epochs=true", ["train.epochs", "True", "integer"]),
         ("train.optimizer.lr=0", ["train.optimizer.lr", "greater than 0"]),

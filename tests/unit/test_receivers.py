@@ -64,10 +64,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def alerts_of(when: str = "loss above 2", apprise: Sequence[str] = (), **notify: dict[str, Any]) -> Alerts:
+def alerts_of(rule: Mapping[str, Any] = {"above": 2}, apprise: Sequence[str] = (), **notify: dict[str, Any]) -> Alerts:
     receivers: dict[str, Any] = {kind: {"retry_wait_s": 0.01, **settings} for kind, settings in notify.items()}
     receivers["apprise"] = [*apprise]
-    overrides = [f"alerts={json.dumps([{'when': when, 'do': ['notify', 'pause']}])}", f"notify={json.dumps(receivers)}"]
+    overrides = [
+        f"alerts={json.dumps([{'metric': 'loss', **rule, 'do': ['notify', 'pause']}])}",
+        f"notify={json.dumps(receivers)}",
+    ]
     return Alerts.of(load_recipe(ROOT / "recipes/digits.yaml", overrides), "run-1")
 
 
@@ -122,7 +125,7 @@ def test_a_webhook_is_tried_until_it_takes_a_signed_notification(
 
 def test_a_value_that_is_no_number_is_still_json(http: Callable[..., HttpReceiver]) -> None:
     receiver = http(204)
-    alerts = alerts_of("loss is not finite", webhook={"url": receiver.url})
+    alerts = alerts_of({"not_finite": True}, webhook={"url": receiver.url})
     observe(alerts, nan)
     alerts.close()
     headers, body = receiver.requests[0]

@@ -52,7 +52,7 @@ def synced(step_s: float) -> SyncedSteps:
 
 
 def test_a_run_that_becomes_slow_is_noticed_with_its_first_slow_steps() -> None:
-    rule = AlertConfig(when="samples_per_s has fallen by 50 %", do=["pause"])
+    rule = AlertConfig(metric="samples_per_s", fallen_by="50 %", do=["pause"])
     alerts = Alerts([rule], Notifier(), "run-1", "digits")
     recorder = Recorder(torch.device("cpu"), None, report, lambda *_: [alerts], started=0.0)
     recorder.open(Position(), [])

@@ -203,7 +203,7 @@ def test_ray_tunes_spaces_are_taken(define: Callable[[object], Space]) -> None:
 
 
 def test_a_trial_has_as_few_workers_as_its_plan_needs() -> None:
-    recipe = load_recipe(RECIPE, ["alerts=[{when: loss is not finite, do: [stop]}]"])
+    recipe = load_recipe(RECIPE, ["alerts=[{metric: loss, not_finite: true, do: [stop]}]"])
     assert recipe.tune is not None
     alone = trial_recipe(recipe, {"train.optimizer.lr": 0.1}, recipe.tune)
     assert (alone.train.workers, alone.train.optimizer.lr, alone.alerts) == (1, 0.1, [])
