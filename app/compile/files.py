@@ -48,7 +48,7 @@ class ModelFile(BaseModel):
     @property
     def name(self) -> str:
         """The file's name in messages."""
-        return f"{self.precision}{' 2:4' * self.sparse}"
+        return f"{self.precision}{' 2-of-4' * self.sparse}"
 
     @property
     def passes(self) -> bool:

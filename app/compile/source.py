@@ -67,7 +67,7 @@ class Source(ABC):
 
     @property
     def sparse(self) -> bool:
-        """Whether the model was pruned to 2:4 sparsity."""
+        """Whether the model was pruned to 2-of-4 sparsity."""
         return False
 
     @abstractmethod
@@ -84,7 +84,7 @@ class Source(ABC):
 
     @abstractmethod
     def pruned(self) -> "Source":
-        """Return the model pruned to 2:4 sparsity, with the score to keep of this one. Raises CompileError."""
+        """Return the model pruned to 2-of-4 sparsity, with the score to keep of this one. Raises CompileError."""
 
     @abstractmethod
     def calibration_batches(self, count: int | None) -> Iterable[Tensors]:

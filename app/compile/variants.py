@@ -37,7 +37,7 @@ class Variant(BaseModel):
     precision: ComputePrecision
     device: Device
     sparse: bool = False
-    """Whether its weights have 2:4 sparsity."""
+    """Whether its weights have 2-of-4 sparsity."""
 
     baseline: bool = Field(default=False, validation_alias=AliasChoices("baseline", "yardstick"))
     """Whether it is only measured for comparison, and never published. Earlier reports call this ``yardstick``."""
@@ -53,7 +53,7 @@ class Variant(BaseModel):
         return runs_module(self.engine)
 
     def __str__(self) -> str:
-        return f"{self.engine} {self.precision}{' 2:4' * self.sparse}{' on the GPU' * (self.device == 'gpu')}"
+        return f"{self.engine} {self.precision}{' 2-of-4' * self.sparse}{' on the GPU' * (self.device == 'gpu')}"
 
 
 class Skipped(BaseModel):
@@ -130,7 +130,7 @@ def _refuse_keys_of_tensorrt(config: CompileConfig) -> None:
     """Refuse keys that no engine of this machine supports. (With named engines, the recipe itself is refused.)"""
     for key, is_set in (
         ("precisions name fp8", "fp8" in config.precisions),
-        ("sparsity is 2:4", config.sparsity != "none"),
+        ("sparsity is 2-of-4", config.sparsity != "none"),
         (f"workspace_mb is {config.workspace_mb}", config.workspace_mb is not None),
     ):
         if is_set:

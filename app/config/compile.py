@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from app.config.section import LOCATION, SEXAGESIMAL_2_4, CustomResources, Fraction, Section
+from app.config.section import LOCATION, CustomResources, Fraction, Section
 
 ComputePrecision = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 EngineName = Literal["openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"]
@@ -106,8 +106,8 @@ class CompileConfig(Section):
     int8: Int8Config = Int8Config()
     gates: GatesConfig = GatesConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    sparsity: Literal["none", "2:4"] = Field(
-        default="none", description="2:4: the two smallest of four consecutive weights become zero, for GPUs"
+    sparsity: Literal["none", "2-of-4"] = Field(
+        default="none", description="2-of-4: the two smallest of four consecutive weights become zero, for GPUs"
     )
     workspace_mb: PositiveInt | None = Field(
         default=None,
@@ -138,12 +138,6 @@ class CompileConfig(Section):
         if isinstance(given, list) and len(set(given)) < len(given):
             raise ValueError(f"{given} has a value twice")
         return given
-
-    @field_validator("sparsity", mode="before")
-    @classmethod
-    def _undo_sexagesimal(cls, given: object) -> object:
-        """Restore 2:4, which YAML 1.1 reads as a sexagesimal number unless it is quoted."""
-        return "2:4" if given == SEXAGESIMAL_2_4 else given
 
     @model_validator(mode="after")
     def _keys_for_gpus_have_an_engine(self) -> Self:

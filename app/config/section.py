@@ -12,9 +12,6 @@ VersionReference = Annotated[str, Field(pattern=rf"^{NAME}(/[1-9][0-9]*)?$")]
 LOCATION = "location"
 """Marks a key whose value is the path or URI of what jobs read, or a name in place of one: Annotated[str, LOCATION]."""
 
-SEXAGESIMAL_2_4 = 2 * 60 + 4
-"""The number as which YAML 1.1 reads 2:4, unless it is quoted."""
-
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 

@@ -15,7 +15,6 @@ from app.config.plan import AutoPlan, Device, Plan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.section import (
     LOCATION,
-    SEXAGESIMAL_2_4,
     CustomResources,
     Fraction,
     NumberOrRange,
@@ -124,14 +123,10 @@ class PruneConfig(Section):
     weights: Annotated[str, LOCATION] = Field(
         description="URI of the weights folder of a run with the same data and model"
     )
-    pattern: Literal["2:4"] = Field(
-        default="2:4", description="the two smallest of four consecutive weights along the input channels become zero"
+    pattern: Literal["2-of-4"] = Field(
+        default="2-of-4",
+        description="the two smallest of four consecutive weights along the input channels become zero",
     )
-
-    @field_validator("pattern", mode="before")
-    @classmethod
-    def _undo_sexagesimal(cls, given: object) -> object:
-        return "2:4" if given == SEXAGESIMAL_2_4 else given
 
 
 class TrainConfig(Section):

@@ -1,4 +1,4 @@
-"""2:4 structured sparsity, which NVIDIA GPUs from Ampere on multiply twice as fast (SM80 and later)."""
+"""2-of-4 structured sparsity (2:4), which NVIDIA GPUs from Ampere on multiply twice as fast (SM80 and later)."""
 
 import copy
 from collections.abc import Iterator

@@ -270,7 +270,7 @@ def test_what_does_not_hold_is_reported_with_numbers_and_not_published(
             ["compile.precisions=[fp32,fp8]"],
             "compile.precisions name fp8, which only tensorrt and tensorrt_rtx support",
         ),
-        (["compile.sparsity=2:4"], "compile.sparsity is 2:4, which only tensorrt and tensorrt_rtx"),
+        (["compile.sparsity=2-of-4"], "compile.sparsity is 2-of-4, which only tensorrt and tensorrt_rtx"),
         (["compile.workspace_mb=64"], "compile.workspace_mb is 64, which only tensorrt and tensorrt_rtx"),
         (["compile.engines=[onnxruntime]", "compile.precisions=[bf16]"], "no variant that runs here"),
     ],
@@ -346,7 +346,7 @@ def test_a_pruned_variant_below_the_gate_is_kept_out_and_the_others_are_of_the_w
     source_model: SourceModel, tmp_path: Path
 ) -> None:
     config = CompileConfig.model_validate(
-        {"batch_sizes": [1], "engines": ["openvino", "tensorrt_rtx"], "targets": ["SM89"], "sparsity": "2:4",
+        {"batch_sizes": [1], "engines": ["openvino", "tensorrt_rtx"], "targets": ["SM89"], "sparsity": "2-of-4",
          "gates": {"max_accuracy_drop": 0.0}}
     )  # fmt: skip
     wanted = RequestedVariants([on_gpu(sparse=True), on_cpu("openvino", "fp32")], ["fp32"], [])
@@ -356,7 +356,7 @@ def test_a_pruned_variant_below_the_gate_is_kept_out_and_the_others_are_of_the_w
     assert sparse.accuracy < whole.accuracy
     assert whole.score == source_model.score_to_keep
     assert any("compile.gates.max_accuracy_drop is 0.0" in reason for reason in sparse.reasons)
-    assert [(file.name, file.failures == ()) for file in compilation.files] == [("fp32", True), ("fp32 2:4", False)]
+    assert [(file.name, file.failures == ()) for file in compilation.files] == [("fp32", True), ("fp32 2-of-4", False)]
     assert compilation.choose().record == whole
     assert list(compilation.build_ahead()) == []
     (skipped,) = compilation.skipped

@@ -287,7 +287,7 @@ def test_pytorch_is_what_others_are_compared_with_unless_it_is_named() -> None:
     ("given", "words"),
     [
         ({"engines": ["openvino"], "precisions": ["fp8"]}, "fp8 needs tensorrt or"),
-        ({"engines": ["openvino"], "sparsity": "2:4"}, "sparsity 2:4 needs tensorrt or"),
+        ({"engines": ["openvino"], "sparsity": "2-of-4"}, "sparsity 2-of-4 needs tensorrt or"),
         ({"engines": ["openvino"], "workspace_mb": 64}, "workspace_mb 64 needs tensorrt or"),
         ({"targets": ["SM89"]}, "targets"),
         ({"batch_sizes": [1, 1]}, "twice"),

@@ -52,7 +52,7 @@ class BuildSettings(FrozenModel):
     """The precision of the ONNX file, for readers of the manifest. The file's own types decide."""
     profile: ShapeProfile
     sparse_weights: bool = False
-    """Whether weights with 2:4 sparsity may run on sparse kernels."""
+    """Whether weights with 2-of-4 sparsity may run on sparse kernels."""
     workspace_mb: int | None = None
     """MiB of GPU memory that a layer may use while it runs; None for no limit."""
 

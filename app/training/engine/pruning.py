@@ -1,4 +1,4 @@
-"""Fine-tuning after pruning to 2:4 sparsity: the start from trained weights, and the zeros that stay."""
+"""Fine-tuning after pruning to 2-of-4 sparsity: the start from trained weights, and the zeros that stay."""
 
 import safetensors.torch
 import torch
