@@ -170,7 +170,7 @@ def ui(
     ] = None,
     storage: Storage = None,
 ) -> None:
-    """Serve a page of all runs and models in storage: live curves, comparisons, and the reports."""
+    """Serve a page of all runs and models in storage, with their reports and comparisons."""
     from app.ui.server import serve_ui  # imports FastAPI
 
     serve_ui(chosen_storage(storage), host, port, token_file)

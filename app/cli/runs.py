@@ -13,18 +13,16 @@ from app.conditional import read
 from app.config import load_stored_recipe
 from app.errors import RequestError, StorageError
 from app.pages.page import REPORT_FILE
-from app.pages.words import MISSING, duration, number
+from app.pages.words import duration, minute, number
 from app.reports.catalog import (
     RunSummary,
-    compared_figures,
+    compare_runs,
     delete_run,
     find_run,
     flat_metrics,
     list_runs,
-    recipe_differences,
     versions_of,
 )
-from app.reports.curves import read_curves
 from app.reports.run_folder import RunFolder, cost_of
 from app.run_log import LOG_FILE
 from app.runs import CONFIG_FILE
@@ -80,18 +78,11 @@ def compare(
     storage: Storage = None,
 ) -> None:
     """Show in what the recipes of runs differ, and their figures side by side."""
-    if len(run_ids) < 2:
-        raise RequestError(f"one run is given, {run_ids[0]!r}: give two or more to compare")
-    root = chosen_storage(storage)
-    found = [find_run(root, run_id) for run_id in run_ids]
-    differences = recipe_differences([run.recipe for run in found])
-    metrics = [compared_figures(run, read_curves(run.path)) for run in found]
-    names = dict.fromkeys(name for figures in metrics for name in figures)
-    rows = [("", *(run.run_id for run in found)), ("status", *(run.status for run in found))]
-    rows += [(difference.key, *map(number, difference.values)) for difference in differences]
-    rows += [(name, *(number(figures.get(name, MISSING)) for figures in metrics)) for name in names]
+    found = compare_runs(chosen_storage(storage), run_ids)
+    rows = [("", *(run.run_id for run in found.runs)), ("status", *(run.status for run in found.runs))]
+    rows += [(row.key, *map(number, row.values)) for row in (*found.differences, *found.figures)]
     print("\n".join(aligned(rows)))
-    if not differences:
+    if not found.differences:
         print("the recipes are the same")
 
 
@@ -175,6 +166,5 @@ def _require_unused(root: UPath, found: list[RunFolder]) -> None:
 
 
 def _row(run: RunSummary) -> tuple[str, ...]:
-    began = f"{run.began:%Y-%m-%d %H:%M}" if run.began else ""
     seconds = "" if run.duration_s is None else duration(run.duration_s)
-    return run.job, run.run_id, run.status, began, seconds, run.headline.partition("\n")[0]
+    return run.job, run.run_id, run.status, minute(run.began), seconds, run.headline.partition("\n")[0]

@@ -15,10 +15,10 @@ STYLE = read_asset("style.css")
 """Colors, type and controls of every page, light and dark."""
 
 
-def page_headers(page: str) -> dict[str, str]:
-    """Return the headers of a page that has one style and one script. The browser runs nothing else.
+def page_headers(page: str, has_forms: bool = False) -> dict[str, str]:
+    """Return the headers of a page. The browser runs nothing but the script and style in it.
 
-    The script may ask only the server that the page came from.
+    Its script and its forms may ask only the server that the page came from.
     """
     policy = [
         "default-src 'none'",
@@ -27,18 +27,20 @@ def page_headers(page: str) -> dict[str, str]:
         "connect-src 'self'",
         "img-src blob: data:",
         "base-uri 'none'",
-        "form-action 'none'",
+        "form-action 'self'" if has_forms else "form-action 'none'",
         "frame-ancestors 'none'",
     ]
     return {
         "content-security-policy": "; ".join(policy),
         "cache-control": "no-cache",
-        "referrer-policy": "no-referrer",
+        # Without a referrer, a browser sends a form with 'Origin: null'.
+        "referrer-policy": "same-origin" if has_forms else "no-referrer",
         "x-content-type-options": "nosniff",
     }
 
 
 def _source(page: str, tag: str) -> str:
-    """Return what the page's one element of that kind contains, as a content security policy names it."""
-    (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+    """Return what the page's elements of that kind contain, as a content security policy names it."""
+    contents = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
+    return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"

@@ -74,14 +74,10 @@ class Chart {
     this.tip = Object.assign(document.createElement("div"), {className: "tip", hidden: true});
     this.legend = Object.assign(document.createElement("div"), {className: "legend"});
     figure.append(this.holder, this.tip, this.legend);
-    this.update(data);
-    new ResizeObserver(() => this.draw()).observe(figure);
-  }
-
-  update(data) {
     this.data = data;
     this.drawLegend();
     this.draw();
+    new ResizeObserver(() => this.draw()).observe(figure);
   }
 
   get shown() {

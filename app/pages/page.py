@@ -32,7 +32,7 @@ class _Section:
 
 @dataclass(frozen=True)
 class _Column:
-    name: str
+    name: str | Link
     kind: str
     """A class of the style: number, long or neither."""
 
@@ -44,7 +44,7 @@ class _Column:
 class Page:
     """Parts of a page, from the top down. Text is shown as text, never as markup."""
 
-    def __init__(self, title: str, state: State | None = None, links: Sequence[Link] = ()) -> None:
+    def __init__(self, title: str, state: State | None = None, links: Sequence[Link | Markup] = ()) -> None:
         self._title, self._state, self._links = title, state, list(links)
         self._sections = [_Section(None)]
         self._has_charts = self._has_figures = False
@@ -52,6 +52,10 @@ class Page:
     def add_heading(self, text: str) -> None:
         """Begin a section."""
         self._sections.append(_Section(text))
+
+    def add(self, block: Markup) -> None:
+        """Add what is markup already, such as a form."""
+        self._sections[-1].blocks.append(block)
 
     def add_text(self, text: object) -> None:
         """Add a paragraph."""
@@ -73,7 +77,9 @@ class Page:
         """Add a table of names and values."""
         self._add("facts", facts)
 
-    def add_table(self, columns: Sequence[str], rows: Iterable[Sequence[object]], marked: Collection[int] = ()) -> None:
+    def add_table(
+        self, columns: Sequence[str | Link], rows: Iterable[Sequence[object]], marked: Collection[int] = ()
+    ) -> None:
         """Add a table with a name over each column. Rows with an index in ``marked`` stand out."""
         listed = [list(row) for row in rows]
         kinds = [_Column(name, _kind_of([row[index] for row in listed])) for index, name in enumerate(columns)]
@@ -122,7 +128,7 @@ class Page:
         script = not self._has_figures
         self._has_figures = True
         html = figure.to_html(full_html=False, include_plotlyjs=script, config={"responsive": True})
-        self._sections[-1].blocks.append(Markup(html))  # noqa: S704 # plotly escapes what it is given
+        self.add(Markup(html))  # noqa: S704 # plotly escapes what it is given
 
     def to_html(self) -> str:
         """Return the whole page."""
@@ -146,7 +152,7 @@ class Page:
 
     def _add(self, macro: str, *arguments: object) -> None:
         blocks: Any = _templates().get_template("blocks.html.j2").module
-        self._sections[-1].blocks.append(Markup(getattr(blocks, macro)(*arguments)))  # noqa: S704 # it escapes
+        self.add(Markup(getattr(blocks, macro)(*arguments)))  # noqa: S704 # it escapes
 
 
 @cache

@@ -1,6 +1,7 @@
 """Figures as a person reads them."""
 
 import math
+from datetime import datetime
 
 MISSING = "–"
 
@@ -13,6 +14,11 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60:,} h {minutes % 60} min"
+
+
+def minute(time: datetime | None) -> str:
+    """Return a time to the minute, or nothing for None."""
+    return f"{time:%Y-%m-%d %H:%M}" if time else ""
 
 
 def hours(value: float) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 from upath import UPath
 
 from app.conditional import map_concurrently
-from app.errors import StorageError
+from app.errors import RequestError, StorageError
 from app.pages.words import MISSING
-from app.reports.curves import Curves
+from app.reports.curves import read_curves
 from app.reports.run_folder import RunFolder, Status, headline
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
@@ -163,26 +163,55 @@ def delete_run(run: RunFolder) -> None:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A key with different values in several recipes."""
+class Compared:
+    """A key of the recipe, or a figure, of several runs."""
 
     key: str
     values: tuple[Any, ...]
-    """One for each recipe; ``MISSING`` where a recipe has no such key."""
+    """One for each run; ``MISSING`` where a run has no such key."""
 
 
-def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> list[Difference]:
+@dataclass(frozen=True)
+class Comparison:
+    """Several runs side by side."""
+
+    runs: list[RunFolder]
+    differences: list[Compared]
+    """Of the recipes."""
+    figures: list[Compared]
+
+
+def compare_runs(storage: UPath, named: Sequence[str]) -> Comparison:
+    """Return in what the recipes of runs differ, and their figures.
+
+    Raises:
+        RequestError: fewer than two runs are named.
+        StorageError: one of them is not there, or its recipe is damaged.
+    """
+    if len(named) < 2:
+        raise RequestError(f"the runs to compare are {list(named)}: give two or more")
+    runs = [find_run(storage, name) for name in named]
+    figures = [_figures(run) for run in runs]
+    names = dict.fromkeys(name for each in figures for name in each)
+    return Comparison(
+        runs,
+        recipe_differences([run.recipe for run in runs]),
+        [Compared(name, tuple(each.get(name, MISSING) for each in figures)) for name in names],
+    )
+
+
+def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> list[Compared]:
     """Return the keys whose values are not the same in all recipes, in the recipes' order."""
     flat = [dict(flatten(recipe)) for recipe in recipes]
     keys = dict.fromkeys(key for recipe in flat for key in recipe)
-    compared = [Difference(key, tuple(recipe.get(key, MISSING) for recipe in flat)) for key in keys]
+    compared = [Compared(key, tuple(recipe.get(key, MISSING) for recipe in flat)) for key in keys]
     return [found for found in compared if any(value != found.values[0] for value in found.values)]
 
 
-def compared_figures(run: RunFolder, curves: Curves) -> dict[str, float | str]:
+def _figures(run: RunFolder) -> dict[str, float | str]:
     """Return the figures of a run's result, and the seconds that each phase of its training took, by dotted keys."""
     metrics = flat_metrics(run.result.metrics) if run.result else {}
-    phases = {f"phase_s.{phase}": seconds for phase, seconds in curves.total("phase_s.").items()}
+    phases = {f"phase_s.{phase}": seconds for phase, seconds in read_curves(run.path).total("phase_s.").items()}
     own = {key: value for key, value in metrics.items() if "." not in key}
     return {**own, **phases, **metrics}  # such as the plan's come last
 

@@ -7,8 +7,8 @@ from typing import Literal
 from upath import UPath
 
 from app.artifacts import METRICS_FILE
-from app.conditional import GrowingFile
-from app.pages.content import MAX_POINTS, Chart, Kind, Series, thin
+from app.conditional import read
+from app.pages.content import Chart, Kind, Series
 from app.telemetry.record import ReadingRecord, numbers, parse_line
 
 Of = Literal["step", "epoch"]
@@ -24,11 +24,6 @@ class Curve:
     def to_series(self, name: str, kind: Kind = "line") -> Series:
         """Return the curve for a chart."""
         return Series(name, self.steps, self.values, kind)
-
-    def thinned(self, max_points: int = MAX_POINTS) -> "Curve":
-        """Return the curve with at most ``max_points`` points."""
-        kept = thin(self.values, max_points)
-        return Curve([self.steps[index] for index in kept], [self.values[index] for index in kept])
 
 
 @dataclass
@@ -82,20 +77,6 @@ class Curves:
 
 def read_curves(run_folder: UPath) -> Curves:
     """Return the curves of a run, which may be under way."""
-    return CurveFile(run_folder).read()
-
-
-class CurveFile:
-    """The curves of one run, read again and again while the run goes on. Each time only new lines are parsed."""
-
-    def __init__(self, run_folder: UPath) -> None:
-        self._file = GrowingFile(run_folder / METRICS_FILE)
-        self._curves = Curves()
-
-    def read(self) -> Curves:
-        """Return the curves by now."""
-        lines, is_new_file = self._file.new_lines()
-        if is_new_file:  # a run went back, and dropped lines
-            self._curves = Curves()
-        self._curves.add(lines)
-        return self._curves
+    curves = Curves()
+    curves.add(read(run_folder / METRICS_FILE) or b"")
+    return curves

@@ -92,7 +92,7 @@ class RunFolder:
     @property
     def state(self) -> State:
         """The status, as a page shows it."""
-        return State(self.status, _MOODS[self.status])
+        return state_of(self.status)
 
     def _is_alive(self) -> bool:
         """Return whether the heartbeat is fresh, by the clocks of this machine and of storage."""
@@ -102,6 +102,11 @@ class RunFolder:
         except OSError:
             return False
         return (datetime.now(UTC) - written).total_seconds() < _SILENT_S
+
+
+def state_of(status: Status) -> State:
+    """Return a status, as a page shows it."""
+    return State(status, _MOODS[status])
 
 
 def write_page(make: Callable[[UPath], Page], run_folder: UPath) -> None:

@@ -1,1 +1,1 @@
-"""``rayloom ui``: a page of all runs and models in storage, live while they run."""
+"""``rayloom ui``: pages that list all runs and models in storage, link to their reports, and compare runs."""

@@ -3,19 +3,22 @@
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
+from urllib.parse import parse_qs
 
 import uvicorn
 from fastapi import FastAPI, Query, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from upath import UPath
 
 from app.conditional import read
 from app.errors import ClusterError, RayloomError, StorageError, UnauthorizedError
 from app.pages.assets import page_headers
-from app.pages.page import REPORT_FILE
-from app.reports.report import has_page, page_of
+from app.pages.page import REPORT_FILE, Page
+from app.reports.catalog import RunSummary, compare_runs, find_run, list_runs
+from app.reports.report import page_of
 from app.reports.run_folder import RunFolder
+from app.repository.repository import Repository
 from app.serving.access import (
     ENDPOINT_TOKEN_FILE,
     Access,
@@ -26,10 +29,10 @@ from app.serving.access import (
     make_token,
     read_token,
 )
-from app.ui.assets import PAGE
-from app.ui.storage_view import ComparedRuns, ListedRun, ListedVersion, RunCurves, RunDetails, StorageView
+from app.ui.pages import Site
 
 _COOKIE = "rayloom_token"
+_MAX_FORM_BYTES = 4096
 _REPORT_HEADERS = {
     # A report has its script inline. In a sandbox it can ask neither this server nor another one.
     "content-security-policy": "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; "
@@ -46,78 +49,75 @@ def create_app(storage: UPath, access: Access, host: str) -> FastAPI:
     Without a token it answers only requests that name this machine, so that no other site's page can ask it.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    view = StorageView(storage)
+
+    def site(request: Request) -> Site:
+        home = "../" * (request.url.path.count("/") - 1) or "./"
+        return Site(storage, access.token_sha256 is not None, home)
 
     @app.middleware("http")
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         try:
-            if request.url.path not in ("/", "/login", "/logout"):
+            if request.url.path not in ("/login", "/logout"):
                 _check_token(request, access)
             return await answer(request)
         except UnauthorizedError as error:
-            return JSONResponse({"error": str(error)}, 401)
+            has_token = _COOKIE in request.cookies or "authorization" in request.headers
+            return _html(site(request).login(error if has_token else None), 401)
 
     if is_loopback(host):
         app.add_middleware(LocalOnly)
 
     @app.exception_handler(RayloomError)
-    def refuse(request: Request, error: RayloomError) -> JSONResponse:  # noqa: ARG001 # FastAPI passes it
-        return JSONResponse({"error": str(error)}, 404 if isinstance(error, StorageError) else 400)
+    def refuse(request: Request, error: RayloomError) -> Response:
+        if isinstance(error, UnauthorizedError):
+            return _html(site(request).login(error), 401)
+        return _html(site(request).refusal(error), 404 if isinstance(error, StorageError) else 400)
 
     @app.exception_handler(OSError)
-    def report_storage(request: Request, error: OSError) -> JSONResponse:  # noqa: ARG001 # FastAPI passes it
-        return JSONResponse({"error": f"storage {str(storage)!r} cannot be read ({error}): check its rights"}, 503)
-
-    @app.get("/")
-    def page() -> HTMLResponse:
-        return HTMLResponse(PAGE, headers=page_headers(PAGE))
+    def report_storage(request: Request, error: OSError) -> Response:
+        told = StorageError(f"storage {str(storage)!r} cannot be read ({error}): check its rights")
+        return _html(site(request).refusal(told), 503)
 
     @app.post("/login")
-    def login(request: Request) -> Response:
-        access.check(caller := Caller.of(headers_of(request.scope)))
-        response = JSONResponse({})
-        token = (caller.authorization or "").partition(" ")[2].strip()
+    async def login(request: Request) -> Response:
+        token = await _token_in(request)
+        access.check(Caller(f"Bearer {token}"))
+        response = RedirectResponse("./", 303)
         response.set_cookie(_COOKIE, token, httponly=True, samesite="lax", secure=request.url.scheme == "https")
         return response
 
     @app.post("/logout")
     def logout() -> Response:
-        response = JSONResponse({})
+        response = RedirectResponse("./", 303)
         response.delete_cookie(_COOKIE)
         return response
 
-    _add_api(app, view, access)
+    _add_pages(app, storage, site)
     return app
 
 
-def _add_api(app: FastAPI, view: StorageView, access: Access) -> None:
-    @app.get("/api")
-    def about() -> dict[str, Any]:
-        return {"storage": str(view.storage), "asks_for_token": access.token_sha256 is not None}
+def _add_pages(app: FastAPI, storage: UPath, site: Callable[[Request], Site]) -> None:
+    ended: dict[str, RunSummary] = {}
+    """Summaries of runs that have succeeded, which nothing changes any more."""
 
-    @app.get("/api/runs")
-    def runs(job: str | None = None, recipe: str | None = None, limit: int = 200) -> list[ListedRun]:
-        return view.runs(job, recipe, limit)
+    @app.get("/")
+    def runs(request: Request, job: str = "", recipe: str = "", limit: int = 200) -> Response:
+        listed = list_runs(storage, job or None, recipe.strip() or None, limit, ended)
+        ended.update((run.key, run) for run in listed if run.status == "succeeded")
+        return _html(site(request).runs(listed, job, recipe))
 
-    @app.get("/api/runs/{job}/{run_id}")
-    def run(job: str, run_id: str) -> RunDetails:
-        return view.run(f"{job}/{run_id}")
+    @app.get("/models")
+    def models(request: Request) -> Response:
+        return _html(site(request).models(Repository(storage).list_versions()))
 
-    @app.get("/api/runs/{job}/{run_id}/curves")
-    def curves(job: str, run_id: str) -> RunCurves:
-        return view.curves(f"{job}/{run_id}")
-
-    @app.get("/api/compare")
-    def compare(run: Annotated[list[str], Query()]) -> ComparedRuns:
-        return view.compare(run)
-
-    @app.get("/api/models")
-    def models() -> list[ListedVersion]:
-        return view.models()
+    @app.get("/compare")
+    def compare(request: Request, run: Annotated[list[str], Query()] = []) -> Response:  # noqa: B006 # never changed
+        oldest_first = sorted(run, key=lambda named: named.rpartition("/")[2])
+        return _html(site(request).comparison(compare_runs(storage, oldest_first)))
 
     @app.get(f"/runs/{{job}}/{{run_id}}/{REPORT_FILE}")
     def report(job: str, run_id: str) -> HTMLResponse:
-        return HTMLResponse(_report_of(view.find(f"{job}/{run_id}")), headers=_REPORT_HEADERS)
+        return HTMLResponse(_report_of(find_run(storage, f"{job}/{run_id}")), headers=_REPORT_HEADERS)
 
 
 def serve_ui(storage: UPath, host: str, port: int, token_file: Path | None) -> None:
@@ -155,13 +155,22 @@ def _check_token(request: Request, access: Access) -> None:
     access.check(caller._replace(authorization=f"Bearer {cookie}") if cookie and not caller.authorization else caller)
 
 
+async def _token_in(request: Request) -> str:
+    """Return the token in the form that is sent. Raises UnauthorizedError if it is longer than any token."""
+    content = b""
+    async for part in request.stream():
+        content += part
+        if len(content) > _MAX_FORM_BYTES:
+            raise UnauthorizedError(f"the form has more than {_MAX_FORM_BYTES:,} bytes: expected the token alone")
+    return parse_qs(content.decode(errors="replace")).get("token", [""])[0].strip()
+
+
+def _html(page: Page, status: int = 200) -> HTMLResponse:
+    html = page.to_html()
+    return HTMLResponse(html, status, page_headers(html, has_forms=True))
+
+
 def _report_of(run: RunFolder) -> bytes:
     """Return the page of a run. While the run goes on, it is made anew."""
-    if has_page(run.job) and run.result is None:
-        return page_of(run.path).to_html().encode()
-    content = read(run.path / REPORT_FILE)
-    if content is not None:
-        return content
-    if has_page(run.job):
-        return page_of(run.path).to_html().encode()
-    raise StorageError(f"run {run.run_id} has no {REPORT_FILE}: it is written when the run ends")
+    written = read(run.path / REPORT_FILE) if run.result else None
+    return written or page_of(run.path).to_html().encode()

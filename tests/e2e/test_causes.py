@@ -31,6 +31,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.debian("prometheus", "prometheus-alertmanager", "prometheus-node-exporter"),
 ]
+DIFFERENCES, RESULTS = "[aria-label='Differences of the recipes']", "[aria-label='Results']"
+"""The tables of a comparison."""
 DIGITS = ["recipes/digits.yaml", "train.early_stopping=null", "tune=null"]
 ENDLESS = [
     "name=uneven",
@@ -68,11 +70,11 @@ def rows(page: WebDriver, css: str) -> dict[str, list[str]]:
 
 def compare(page: WebDriver, ui: str, *run_ids: str) -> None:
     """Mark runs in the list, and open their comparison."""
-    page.get(f"{ui}/#/runs")
+    page.get(ui)
     for run_id in run_ids:
         seen(page, f"[aria-label='Compare train/{run_id}']").click()
-    seen(page, "#compare", f"Compare {len(run_ids)}").click()
-    seen(page, "#metrics", "val_loss")
+    seen(page, "#compare button").click()
+    seen(page, RESULTS, "val_loss")
 
 
 def legend(page: WebDriver, title: str, line: str, about: str = "") -> str:
@@ -99,10 +101,10 @@ def test_a_data_stall_is_found_by_comparing_two_runs(
         run_job(watched, "train", *DIGITS, f"data.source={source}", "train.epochs=8")["run_id"] for source in sources
     )
     compare(browser, ui, usual, slow)
-    assert rows(browser, "#differences") == {"data.source": sources}
+    assert rows(browser, DIFFERENCES) == {"data.source": sources}
     seconds = {
         name: [float(value) for value in values]
-        for name, values in rows(browser, "#metrics").items()
+        for name, values in rows(browser, RESULTS).items()
         if name.startswith("phase_s")
     }
     longer = {name: after - before for name, (before, after) in seconds.items()}
@@ -110,6 +112,9 @@ def test_a_data_stall_is_found_by_comparing_two_runs(
     before, after = seconds["phase_s.data"]
     assert after > 3 * before
     picture(browser, "cause_data", 1100)
+    seen(browser, f"a[href*='{slow}']").click()
+    waits = "//figure[figcaption='Waiting for data']"
+    WebDriverWait(browser, 20.0).until(lambda page: page.find_element(By.XPATH, waits))
     picture(browser, "cause_data_curves", 800, at="//figure[contains(., 'Samples per second')]")
 
 
@@ -129,14 +134,15 @@ def test_a_version_that_is_worse_is_traced_to_its_recipe(watched: dict[str, str]
         lambda page: str(page.find_element(By.XPATH, line).get_attribute("points")).count(" ") > 1
     )
     picture(browser, "cause_shadow", 560, at="//section[h2='Versions']")
-    browser.get(f"{ui}/#/models")
-    versions = rows(browser, "#view")
-    column = [head.text for head in browser.find_elements(By.CSS_SELECTOR, "#view th")].index("accuracy") - 1
-    assert float(versions["digits/1"][column]) > 0.9 > float(versions["digits/2"][column])
+    browser.get(f"{ui}/models")
+    versions = rows(browser, ".table")
+    column = [head.text for head in browser.find_elements(By.TAG_NAME, "th")].index("score") - 1
+    first, second = (float(versions[name][column].removeprefix("accuracy ")) for name in ("digits/1", "digits/2"))
+    assert first > 0.9 > second
     picture(browser, "cause_models", 420)
-    trained = [link.text for link in browser.find_elements(By.CSS_SELECTOR, "#view a[href^='#/run/train']")]
+    trained = [link.text for link in browser.find_elements(By.CSS_SELECTOR, "a[href^='./runs/train']")]
     compare(browser, ui, *sorted(trained))
-    assert rows(browser, "#differences")["train.max_steps"] == ["null", "12"]
+    assert rows(browser, DIFFERENCES)["train.max_steps"] == ["–", "12"]
     picture(browser, "cause_version", 1300)
     assert good["status"] == "succeeded"
 

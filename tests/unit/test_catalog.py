@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +15,16 @@ from typer.testing import CliRunner
 from upath import UPath
 
 from app.cli.main import app
+from app.conditional import GrowingFile
 from app.errors import RayloomError
 from app.heartbeat import HEARTBEAT_FILE
 from app.pages.content import Chart
 from app.reports.catalog import delete_run, find_run, list_runs, recipe_differences
-from app.reports.curves import CurveFile
+from app.reports.curves import read_curves
 from app.run_log import LOG_FILE, keep_log
 from app.storage import to_path
 from app.telemetry.events import Event
-from tests.stored_runs import add_steps, write_run
+from tests.stored_runs import write_run
 
 OLDER, NEWER, LIVE = "20260101-000000-digits-aaaa", "20260102-000000-digits-bbbb", "20260103-000000-digits-cccc"
 ODD = "20260104-000000-digits-dddd"
@@ -119,24 +121,28 @@ def test_a_run_is_deleted_unless_it_is_under_way(root: UPath) -> None:
         delete_run(find_run(root, LIVE))
 
 
-def test_curves_go_on_from_where_they_were_read_and_begin_anew_when_a_run_goes_back(root: UPath) -> None:
+def test_a_growing_file_is_read_on_by_whole_lines_and_anew_once_it_was_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = GrowingFile(UPath(path))
+    assert file.new_lines() == (b"", False)
+    path.write_bytes(b"1\n2\n3")
+    assert file.new_lines() == (b"1\n2\n", False)
+    path.write_bytes(b"1\n2\n3\n4")
+    assert file.new_lines() == (b"3\n", False)
+    path.write_bytes(b"7\n8\n9\n")
+    assert file.new_lines() == (b"7\n8\n9\n", True)
+
+
+def test_curves_are_read_up_to_a_torn_line(root: UPath) -> None:
     folder = find_run(root, OLDER).path
-    file = CurveFile(folder)
-    assert file.read().of_steps["loss"].values == [2.0, 1.0]
-    add_steps(folder, [0.5, 0.25], first=3)
-    assert file.read().of_steps["loss"].values == [2.0, 1.0, 0.5, 0.25]
-    assert file.read().of_epochs["phase_s.forward"].values == [2.0, 2.0]
-    (folder / "metrics.jsonl").unlink()
-    assert file.read().of_steps == {}
-    add_steps(folder, [9.0, 8.0, 7.0, 6.0, 5.0, 4.0])
-    assert file.read().of_steps["loss"].values == [9.0, 8.0, 7.0, 6.0, 5.0, 4.0]
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as torn:
         torn.write('{"step": 7, "epo')
-    assert len(file.read().of_steps["loss"].values) == 6
+    assert read_curves(folder).of_steps["loss"].values == [2.0, 1.0]
+    assert read_curves(folder).of_epochs["phase_s.forward"].values == [2.0]
 
 
 def test_a_value_that_is_no_number_is_a_gap_in_a_chart(root: UPath) -> None:
-    curves = CurveFile(find_run(root, NEWER).path).read()
+    curves = read_curves(find_run(root, NEWER).path)
     chart = curves.chart("Loss", "loss", {"training": ("step", "loss")})
     assert isinstance(chart, Chart)
     assert '"y": [null]' in str(chart.json)
