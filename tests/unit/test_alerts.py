@@ -73,41 +73,37 @@ def asked(alerts: Alerts, record: Record) -> Act:
 
 
 @pytest.mark.parametrize(
-    ("rule", "values", "fires_after"),
+    ("metric", "rule", "values", "fires_after"),
     [
-        (
-            "metric: val_loss, no_improvement_for: 3 epochs",
-            [1.0, 0.9, 0.95, 0.92, 0.9, 0.91, 0.8, 0.8, 0.8, 0.8],
-            [5, 10],
-        ),
-        ("metric: val_accuracy, no_improvement_for: 2 epochs", [0.5, 0.6, 0.5, 0.7, 0.7, 0.6, 0.5], [6]),
-        ("metric: val_error, no_improvement_for: 1 epochs, better: lower", [3, 2, 2, 1, 2], [3, 5]),
-        ("metric: val_loss, no_improvement_for: 2 epochs", [nan, nan, 1.0, nan, inf], [2, 5]),
-        ("metric: val_loss, above: 2, for: 3 epochs", [3, 3, 1, 3, 3, 3, 3], [6]),
+        ("val_loss", "no_improvement_for: 3 epochs", [1.0, 0.9, 0.95, 0.92, 0.9, 0.91, 0.8, 0.8, 0.8, 0.8], [5, 10]),
+        ("val_accuracy", "no_improvement_for: 2 epochs", [0.5, 0.6, 0.5, 0.7, 0.7, 0.6, 0.5], [6]),
+        ("val_error", "no_improvement_for: 1 epochs, better: lower", [3, 2, 2, 1, 2], [3, 5]),
+        ("val_loss", "no_improvement_for: 2 epochs", [nan, nan, 1.0, nan, inf], [2, 5]),
+        ("val_loss", "above: 2, for: 3 epochs", [3, 3, 1, 3, 3, 3, 3], [6]),
     ],
 )
-def test_rules_over_epochs(rule: str, values: list[float], fires_after: list[int]) -> None:
-    bench = Bench(rule)
-    bench.alerts.append(*epochs(yaml.safe_load(f"{{{rule}}}")["metric"], values))
+def test_rules_over_epochs(metric: str, rule: str, values: list[float], fires_after: list[int]) -> None:
+    bench = Bench(f"metric: {metric}, {rule}")
+    bench.alerts.append(*epochs(metric, values))
     assert [notification.epoch for notification in bench.told()] == fires_after
 
 
 @pytest.mark.parametrize(
-    ("rule", "values", "fires_after"),
+    ("metric", "rule", "values", "fires_after"),
     [
-        ("metric: loss, above: 2", [1, 2, 2.5, 3, 1, 3], [3, 6]),
-        ("metric: loss, below: 2", [3, 2, 1, 1, nan, 1], [3, 6]),
-        ("metric: loss, above: 2, for: 3 steps", [3, 3, 1, 3, 3, 3, 3, 1, 3, 3, 3], [6, 11]),
-        ("metric: loss, not_finite: true", [1, nan, inf, 1, -inf], [2, 5]),
-        ("metric: samples_per_s, fallen_by: 50 %", [*STEADY, 51, 50, 40, 90, 49], [22, 25]),
-        ("metric: samples_per_s, fallen_by: 50 %, for: 2 steps", [*STEADY, 50, 90, 50, 50], [24]),
-        ("metric: samples_per_s, fallen_by: 50 %", [*STEADY[1:], 1], []),  # what is usual is not known yet
-        ("metric: samples_per_s, fallen_by: 50 %", [*STEADY, *[10] * 300, 100, 10], [21, 322]),  # low is never usual
+        ("loss", "above: 2", [1, 2, 2.5, 3, 1, 3], [3, 6]),
+        ("loss", "below: 2", [3, 2, 1, 1, nan, 1], [3, 6]),
+        ("loss", "above: 2, for: 3 steps", [3, 3, 1, 3, 3, 3, 3, 1, 3, 3, 3], [6, 11]),
+        ("loss", "not_finite: true", [1, nan, inf, 1, -inf], [2, 5]),
+        ("samples_per_s", "fallen_by: 50 %", [*STEADY, 51, 50, 40, 90, 49], [22, 25]),
+        ("samples_per_s", "fallen_by: 50 %, for: 2 steps", [*STEADY, 50, 90, 50, 50], [24]),
+        ("samples_per_s", "fallen_by: 50 %", [*STEADY[1:], 1], []),  # what is usual is not known yet
+        ("samples_per_s", "fallen_by: 50 %", [*STEADY, *[10] * 300, 100, 10], [21, 322]),  # low is never usual
     ],
 )
-def test_rules_over_steps(rule: str, values: list[float], fires_after: list[int]) -> None:
-    bench = Bench(rule)
-    bench.alerts.append(*steps(yaml.safe_load(f"{{{rule}}}")["metric"], values))
+def test_rules_over_steps(metric: str, rule: str, values: list[float], fires_after: list[int]) -> None:
+    bench = Bench(f"metric: {metric}, {rule}")
+    bench.alerts.append(*steps(metric, values))
     assert [notification.step for notification in bench.told()] == fires_after
 
 
@@ -147,12 +143,12 @@ def test_the_thread_notices_silence() -> None:
 
 
 def test_stop_beats_pause_and_what_was_asked_for_stays() -> None:
-    rules: list[tuple[str, Act]] = [
-        ("metric: loss, not_finite: true", "stop"),
-        ("metric: loss, above: 2", "pause"),
-        ("metric: lr, above: 0", "notify"),
+    rules = [
+        alert("metric: loss, not_finite: true", "stop"),
+        alert("metric: loss, above: 2", "pause"),
+        alert("metric: lr, above: 0", "notify"),
     ]
-    alerts = Alerts([alert(rule, act) for rule, act in rules], Notifier(), "run-1", "digits")
+    alerts = Alerts(rules, Notifier(), "run-1", "digits")
     losses = [1.0, 3.0, 1.0, inf, 1.0]
     heard = [asked(alerts, Step(step=1, loss=loss, lr=0.1)) for loss in losses]
     assert heard == ["notify", "pause", "pause", "stop", "stop"]
@@ -160,9 +156,8 @@ def test_stop_beats_pause_and_what_was_asked_for_stays() -> None:
 
 def test_a_resumed_run_knows_what_came_before() -> None:
     before = epochs("val_loss", [0.5, 0.6, 0.6])
-    paused, resumed, lost = (
-        Bench("metric: val_loss, no_improvement_for: 2 epochs", do=["notify", "pause"]) for _ in range(3)
-    )
+    rule = "metric: val_loss, no_improvement_for: 2 epochs"
+    paused, resumed, lost = (Bench(rule, do=["notify", "pause"]) for _ in range(3))
     assert [asked(paused.alerts, record) for record in before][-1] == "pause"
     resumed.alerts.recall(before)
     assert resumed.alerts.action == "notify"
