@@ -82,7 +82,6 @@ class Chart:
     series: Sequence[Series]
     log_x: bool = False
     log_y: bool = False
-    max_points: int = MAX_POINTS
 
     @property
     def json(self) -> Markup:
@@ -103,7 +102,7 @@ class Chart:
         }
 
     def _series_data(self, series: Series) -> dict[str, object]:
-        kept = thin(series.y, self.max_points)
+        kept = thin(series.y, MAX_POINTS)
         return {
             "name": series.name,
             "kind": series.kind,

@@ -189,7 +189,7 @@ def compare_runs(storage: UPath, named: Sequence[str]) -> Comparison:
         StorageError: one of them is not there, or its recipe is damaged.
     """
     if len(named) < 2:
-        raise RequestError(f"the runs to compare are {list(named)}: give two or more")
+        raise RequestError(f"{', '.join(named) or 'no run'} is given: give two or more to compare")
     runs = [find_run(storage, name) for name in named]
     figures = [_figures(run) for run in runs]
     names = dict.fromkeys(name for each in figures for name in each)
