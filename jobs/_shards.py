@@ -12,7 +12,7 @@ from app.config import Placement
 from app.data.prepared import PreparedData
 from app.errors import ClusterError
 from app.runs import Run
-from app.tasks import prepare_shards
+from app.tasks import prepare
 from app.training.sources import adds_sources
 from jobs._cluster import connect, require
 from jobs._shared_storage import require_shared_storage
@@ -30,9 +30,9 @@ def prepare_on_cluster(run: Run, prepared: UPath | None = None) -> PreparedData 
     A run that goes on, or that gets the folder ``prepared`` of another job, keeps the data that it has.
     """
     keeps_data = (run.folder / DATA).exists() and not adds_sources(run)
-    if run.recipe.data.shards is None or prepared is not None or keeps_data:
+    if run.recipe.data.stream is not None or prepared is not None or keeps_data:
         return None
-    return prepare_shards(run.recipe, partial(_run_units, run.storage, run.recipe.train.preparation))
+    return prepare(run.recipe, partial(_run_units, run.storage, run.recipe.train.preparation))
 
 
 def _run_units(storage: UPath, placement: Placement, work: Callable[[int], int], units: Sequence[int]) -> Iterator[int]:

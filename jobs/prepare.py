@@ -5,8 +5,9 @@ import sys
 from pydantic import BaseModel
 
 from app.data.examples import Reason
+from app.data.labelled import LabelledData
+from app.data.language import LanguageData
 from app.data.prepared import TEST, TRAIN, VALIDATION
-from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
 from app.errors import RecipeError
 from app.runs import Outcome, Run
 from app.telemetry.tracing import stage
@@ -33,14 +34,13 @@ def prepare(run: Run) -> Outcome:
         raise RecipeError(
             f"recipe {run.recipe.name} reads a stream, which training prepares as its messages arrive: submit train"
         )
-    if run.recipe.data.shards is None:
-        raise RecipeError(
-            f"recipe {run.recipe.name} has no data.shards, and its data are held in memory: set data.shards={{}}"
-        )
     run.open()
     with stage("prepare"):
         data = prepare_on_cluster(run)
-    assert isinstance(data, ShardedLabelledData | ShardedLanguageData)
+    if not isinstance(data, LabelledData | LanguageData):
+        raise RecipeError(
+            f"task {run.recipe.task} keeps its data in the folder of each run, which training prepares: submit train"
+        )
     print(data.summary, flush=True)
     index, report = data.reference.index, data.report
     metrics = PrepareMetrics(

@@ -19,7 +19,7 @@ def list_command(storage: Storage = None) -> None:
 
     found = list_shards(chosen_storage(storage))
     if not found:
-        print("no data: 'rayloom submit prepare RECIPE' makes some, from a recipe with data.shards")
+        print("no data: 'rayloom submit prepare RECIPE' makes some")
         return
     rows = [("data", "source", "rows", "size", "created, UTC", "runs")]
     for one in found:

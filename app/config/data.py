@@ -13,7 +13,11 @@ class CleanConfig(Section):
     """The examples that are dropped before the split. Texts with several labels are always dropped."""
 
     drop_empty: bool = Field(default=True, description="drop empty examples")
-    deduplicate: bool = Field(default=True, description="keep one of several equal examples")
+    deduplicate: bool | None = Field(
+        default=None,
+        description="keep one of several equal examples; default: for texts, pictures and recordings, but not for rows "
+        "of tables",
+    )
     min_length: PositiveInt | None = Field(
         default=None, description="drop texts with fewer characters; not for chat; default: any length"
     )
@@ -32,12 +36,12 @@ class CleanConfig(Section):
     )
     max_unreadable: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         default=0.01,
-        description="with shards: refuse a source with a larger share of pictures that cannot be decoded, or of texts "
+        description="refuse a source with a larger share of pictures that cannot be decoded, or of texts "
         "that are not UTF-8; fewer are dropped",
     )
     near_duplicates: Annotated[float, Field(ge=0.5, le=1.0)] | None = Field(
         default=None,
-        description="with shards: drop texts whose word sequences of five are at least so similar to an earlier text "
+        description="drop texts whose word sequences of five are at least so similar to an earlier text "
         "(Jaccard index, estimated by MinHash), such as 0.8; default: keep them",
     )
     label_noise: Literal["report", "drop"] | None = Field(
@@ -201,21 +205,15 @@ class DataConfig(Section):
         description="for language modelling and chat: tokens of a sample, and the maximum that the model reads",
     )
     chat: ChatConfig = ChatConfig()
-    shards: ShardsConfig | None = Field(
-        default=None, description="prepare the data as shards, and stream them; default: hold all of it in memory"
+    shards: ShardsConfig = Field(
+        default=ShardsConfig(), description="the files in which prepared data lie in storage, and how they are read"
     )
     stream: StreamConfig | None = Field(
         default=None, description="for a source that is a stream: how it is cut into micro-epochs; default: no stream"
     )
     group_column: str | None = Field(
         default=None,
-        description="with shards or stream: column whose rows with equal values stay in one split; default: each row "
-        "on its own",
-    )
-
-    stratify: bool = Field(
-        default=False,
-        description="with shards, for classes: put each label with enough rows into every split; always so in memory",
+        description="column whose rows with equal values stay in one split; default: each row on its own",
     )
 
     @model_validator(mode="before")
@@ -240,10 +238,6 @@ class DataConfig(Section):
         require_consistent(self.sources)
         if self.temperature != 1.0 and self.sources[0].weight is not None:
             raise ValueError(f"temperature is {self.temperature}, and sources have weights: leave one of them out")
-        if not self.clean.deduplicate:
-            raise ValueError(
-                "clean.deduplicate is false, and a row of two sources would have two origins: leave it out"
-            )
         return self
 
     def each_source(self) -> list["DataConfig"]:
@@ -257,11 +251,6 @@ class DataConfig(Section):
     def held_out_fraction(self) -> float:
         """Share of a stream's messages that is held out for validation."""
         return 0.0 if self.validation_source else self.validation_fraction
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the data are read from shards. The micro-epochs of a stream are."""
-        return self.shards is not None or self.stream is not None
 
     @model_validator(mode="after")
     def _stream_is_whole(self) -> Self:
@@ -281,7 +270,7 @@ class DataConfig(Section):
             return self
         if not is_stream(self.source):
             raise ValueError(f"stream is for sources nats:// and kafka://, and source is {self.source!r}: leave it out")
-        unread = ("shards", "test_fraction", "test_source")
+        unread = ("test_fraction", "test_source")
         if key := next((key for key in unread if getattr(self, key) is not None), None):
             raise ValueError(f"{key} is not read with stream, whose micro-epochs have their own shards: leave it out")
         if self.clean.near_duplicates is not None:
@@ -291,25 +280,12 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _shards_can_be_made(self) -> Self:
-        if self.stratify and self.shards is None:
-            raise ValueError("stratify is for data in shards; other data are always stratified: leave it out")
-        if self.stratify and self.group_column is not None:
-            raise ValueError(
-                f"stratify and group_column {self.group_column!r} contradict each other: a row cannot leave the split "
-                "of its group; leave one of them out"
-            )
-        if self.group_column is not None and not self.is_sharded:
-            raise ValueError(f"group_column is {self.group_column!r}, which only data in shards has: set shards: {{}}")
-        if self.group_column is not None and not self.clean.deduplicate:
+    def _groups_are_whole(self) -> Self:
+        if self.group_column is not None and self.clean.deduplicate is False:
             raise ValueError(
                 f"group_column is {self.group_column!r} and clean.deduplicate is false: equal inputs of two groups "
                 "could be in two splits; leave one of them out"
             )
-        if self.clean.near_duplicates is not None and self.shards is None:
-            raise ValueError("clean.near_duplicates are found in data in shards only: set shards: {}")
-        if self.shards and self.test_source is not None:
-            raise ValueError("test_source cannot be read with shards: use test_fraction, or leave shards out")
         return self
 
     @model_validator(mode="after")

@@ -230,7 +230,7 @@ class Recipe(Section):
             if self.task == CHAT:
                 unread.append((data.columns, "data.columns.input"))
         elif self.task in (SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION):
-            unread = [(data.columns, "data.columns.label"), (data, "data.image"), (data, "data.shards")]
+            unread = [(data.columns, "data.columns.label"), (data, "data.image")]
             unread += [(self.train, "train.teacher"), (self.train, "train.linear_baseline")]
             if self.task == SENTENCE_EMBEDDING:
                 unread += [(data.columns, "data.columns.input"), (self.train, "train.label_smoothing")]
@@ -241,7 +241,7 @@ class Recipe(Section):
         if ":" not in self.task and not self.task.startswith(("tabular-", "multimodal-")):
             unread += [(data.columns, "data.columns.categories"), (data.columns, "data.columns.numbers")]
         if self.task in MULTIMODAL:
-            unread += [(data.columns, "data.columns.input"), (data, "data.shards")]
+            unread += [(data.columns, "data.columns.input")]
             unread += [(data.clean, "data.clean.min_length"), (data.clean, "data.clean.max_length")]
             unread += [(self.model, "model.pretrained"), (self.train, "train.linear_baseline")]
             unread += [(self.train, f"train.{key}") for key in ("augment", "tokens_per_batch")]
@@ -285,18 +285,6 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _shards_are_not_held_in_memory(self) -> Self:
-        if not self.data.is_sharded:
-            return self
-        section = "data.shards" if self.data.shards else "data.stream"
-        if self.task == CHAT:
-            raise ValueError(f"{section} is not for task {CHAT} yet: leave it out")
-        for key, value in (("teacher", self.train.teacher), ("linear_baseline", self.train.linear_baseline)):
-            if value:
-                raise ValueError(f"train.{key} reads all data into memory, which {section} avoids: leave one out")
-        return self
-
-    @model_validator(mode="after")
     def _order_is_consistent(self) -> Self:
         """Refuse keys that contradict each other on how samples become batches. All others compose."""
         data, train = self.data, self.train
@@ -322,6 +310,11 @@ class Recipe(Section):
             return self
         if self.task == LANGUAGE_MODELING and stream.labels:
             raise ValueError(f"data.stream.labels are for classes, and task {LANGUAGE_MODELING} has none: leave it out")
+        for key, value in (("teacher", train.teacher), ("linear_baseline", train.linear_baseline)):
+            if value:
+                raise ValueError(f"train.{key} reads all data, which data.stream does not give: leave one out")
+        if self.task == CHAT:
+            raise ValueError(f"data.stream is not for task {CHAT} yet: leave it out")
         if self.tune:
             raise ValueError("tune compares trials on the same data, which data.stream does not give: leave tune out")
         if train.class_weights == "balanced":

@@ -2,10 +2,11 @@
 
 import bisect
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +15,13 @@ from upath import UPath
 from app.config import DataConfig
 from app.data.conversations import ChatEncoder, EncodedChat, fingerprint_of, read_conversations
 from app.data.examples import CleaningReport, Reason
-from app.data.language import split_documents
 from app.data.prepared import IGNORED, TRAIN, VALIDATION, Batch, Dataset, finish_saving
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 from app.pretrained import open_pretrained
 from app.storage import stream_atomically, write_atomically
 
+Document = TypeVar("Document")
 _TEMPLATE_FILE = "chat_template.jinja"
 _ARRAYS = ("tokens", "learned", "chats", "blocks")
 
@@ -219,7 +220,7 @@ def _encode_all(config: DataConfig, encoder: ChatEncoder) -> tuple[list[EncodedC
     num_cut = 0
     for chat in read_conversations(config):
         key = fingerprint_of(chat)
-        if key in seen and config.clean.deduplicate:
+        if key in seen and config.clean.deduplicate is not False:
             dropped["duplicate"] += 1
             continue
         seen.add(key)
@@ -237,3 +238,18 @@ def _encode_all(config: DataConfig, encoder: ChatEncoder) -> tuple[list[EncodedC
         )
     given = len(kept) + dropped.total()
     return kept, CleaningReport(what="conversations", given=given, kept=len(kept), dropped=dropped, cut=num_cut)
+
+
+def split_documents(documents: Sequence[Document], config: DataConfig) -> tuple[list[Document], list[Document]]:
+    """Return a seeded split by document, so that no part of a validation document is trained on."""
+    # A legacy generator: NumPy guarantees that its permutations never change.
+    order = np.random.RandomState(config.seed).permutation(len(documents))
+    held_out = math.ceil(config.validation_fraction * len(documents))
+    if not 0 < held_out < len(documents):
+        raise DataError(
+            f"data.source {config.source!r} has {len(documents)} documents after cleaning, which cannot be split with "
+            f"data.validation_fraction {config.validation_fraction}: give a folder of files, or a table with a "
+            "document a row"
+        )
+    validation, train = ([documents[index] for index in part] for part in (order[:held_out], order[held_out:]))
+    return train, validation

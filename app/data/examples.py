@@ -1,7 +1,7 @@
 """Raw examples, as a source gives them, and their cleaning before the split."""
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -160,46 +160,6 @@ class CleaningReport(BaseModel):
         return cls.model_validate_json((folder / _REPORT_FILE).read_bytes())
 
 
-def clean(
-    examples: Examples, config: CleanConfig, in_test: Collection[Input] = frozenset(), labels_agree: bool = True
-) -> tuple[Examples, CleaningReport]:
-    """Drop examples that would harm training or validation. The first of several equal inputs is kept.
-
-    An input with several labels has no right answer, so all of its copies are dropped. Texts are compared without the
-    white space around them. Cleaning comes before the split, because a duplicate on both sides of it would be a
-    validation example that the model was trained on. For the same reason examples whose input is in ``in_test``, the
-    cleaned test inputs, are dropped, whatever their label. Without ``labels_agree``, as of measured numbers, only
-    examples with equal inputs and labels are duplicates.
-    """
-    if examples.modality == "record":
-        # A record without any field cannot be encoded.
-        config = config.model_copy(update={"drop_empty": True})
-    labels_of: dict[Input, set[str]] = {}
-    for item, label in examples:
-        if label:
-            labels_of.setdefault(_strip(item), set()).add(label)
-
-    seen: set[Hashable] = set()
-    dropped: Counter[Reason] = Counter()
-    inputs, labels = [], []
-    for item, label in examples:
-        key = _strip(item)
-        example = key if labels_agree else (key, label)
-        is_conflicting = labels_agree and len(labels_of.get(key, ())) > 1
-        is_seen = example in seen and config.deduplicate
-        if reason := "in_test" if key in in_test else _reason_to_drop(key, label, is_seen, is_conflicting, config):
-            dropped[reason] += 1
-        else:
-            inputs.append(key)
-            labels.append(label)
-        # An unlabelled example is dropped, so a labelled copy that comes later is no duplicate.
-        if label:
-            seen.add(example)
-    dropped.update({reason: len(places) for reason, places in examples.left_out.items()})
-    report = CleaningReport(what="examples", given=examples.given, kept=len(inputs), dropped=dropped)
-    return Examples(examples.modality, inputs, labels, kinds=examples.kinds), report
-
-
 def refuse(item: Input, config: CleanConfig) -> Reason | None:
     """Return why a text is dropped by itself; None if it is not. Pictures never are.
 
@@ -219,22 +179,4 @@ def refuse(item: Input, config: CleanConfig) -> Reason | None:
             return "symbols"
         if config.languages is not None and language_of(item, tuple(config.languages)) not in config.languages:
             return "language"
-    return None
-
-
-def _strip(item: Input) -> Input:
-    return item.strip() if isinstance(item, str) else item
-
-
-def _reason_to_drop(key: Input, label: str, is_seen: bool, is_conflicting: bool, config: CleanConfig) -> Reason | None:
-    if not key and config.drop_empty:
-        return "empty"
-    if reason := refuse(key, config):
-        return reason
-    if not label:
-        return "unlabelled"
-    if is_seen:
-        return "duplicate"
-    if is_conflicting:
-        return "conflicting"
     return None

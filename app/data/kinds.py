@@ -61,9 +61,10 @@ Kinds = Mapping[str, ColumnKind]
 """The kind of each column, by name."""
 
 
-def merge_kinds(one: Kinds, other: Kinds) -> dict[str, ColumnKind]:
-    """Return the kinds of the cells of both."""
-    return {name: one.get(name, ColumnKind()) + other.get(name, ColumnKind()) for name in {**one, **other}}
+def merge_kinds(kinds: dict[str, ColumnKind], more: Kinds) -> None:
+    """Add the kinds of further cells."""
+    for name, kind in more.items():
+        kinds[name] = kinds[name] + kind if name in kinds else kind
 
 
 def resolve_categories(kinds: Kinds, config: ColumnsConfig) -> ColumnsConfig:

@@ -1,28 +1,40 @@
 """Labelled examples in splits, with the processor that reads the inputs and the targets of the labels."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from upath import UPath
 
-from app.data.examples import Input
-from app.data.prepared import Batch, Columns, KeptSplit, SplitData
+from app.checksums import sha256_of
+from app.data.examples import CleaningReport, Input
+from app.data.prepared import (
+    TEST,
+    TRAIN,
+    VALIDATION,
+    Batch,
+    Dataset,
+    PreparedData,
+    SplitData,
+    finish_saving,
+    load_padded_lengths,
+    save_padded_lengths,
+)
 from app.data.processor import GroupingProcessor, PaddingProcessor, Processor
+from app.data.sharded import ShardedRows, ShardedSplit, ShardReference
 from app.data.targets import Outputs, Targets
+from app.errors import DataError
 from app.tensors import Tensors
-
-if TYPE_CHECKING:  # it imports pyarrow
-    from app.data.sharded import ShardedRows
 
 
 class LabelledSplit(Protocol):
     """Inputs with their classes as indices into the labels, in memory or in shards."""
 
     @property
-    def shards(self) -> "ShardedRows | None": ...
+    def shards(self) -> ShardedRows | None: ...
 
     @property
     def inputs(self) -> Sequence[Input]: ...
@@ -73,7 +85,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class LabelledDataset(KeptSplit):
+class LabelledDataset(Dataset):
     """A split whose inputs a processor turns into tensors."""
 
     split: LabelledSplit
@@ -84,7 +96,7 @@ class LabelledDataset(KeptSplit):
         return len(self.split)
 
     @property
-    def shards(self) -> "ShardedRows | None":
+    def shards(self) -> ShardedRows | None:
         """The shards that the split lies in; None if it is in memory."""
         return self.split.shards
 
@@ -95,8 +107,7 @@ class LabelledDataset(KeptSplit):
             return np.zeros(len(self), np.int64)
         if self._measured is not None:
             return self._measured[0]
-        lengths = self.split.lengths
-        return lengths if self.shards else np.array(lengths, np.int64)
+        return self.split.lengths if self.shards else np.array(self.split.lengths, np.int64)
 
     @cached_property
     def padded_lengths(self) -> NDArray[np.int32] | None:
@@ -104,18 +115,6 @@ class LabelledDataset(KeptSplit):
         if not isinstance(self.processor, PaddingProcessor):
             return None
         return self.processor.padded_lengths(self.split.inputs)
-
-    @property
-    def columns(self) -> Mapping[str, Sequence[Any]]:
-        """``input`` and ``class``."""
-        return {"input": self.split.inputs, "class": self.split.classes}
-
-    def content(self) -> Iterator[bytes]:
-        """Yield each input after its value."""
-        for item, label in zip(self.split.inputs, self.split.classes, strict=True):
-            content = item.encode() if isinstance(item, str) else item
-            # With its length, an input cannot run into the next one.
-            yield f"{label} {len(content)} ".encode() + content
 
     @property
     def groups(self) -> NDArray[np.str_] | None:
@@ -140,13 +139,71 @@ class LabelledDataset(KeptSplit):
 
 @dataclass(frozen=True)
 class LabelledData(SplitData):
-    """Inputs, each with a class, several classes, a number, or another value that the targets read."""
+    """Inputs, each with a class, several classes, a number, or another value that the targets read, in shards."""
 
     train: LabelledDataset
     validation: LabelledDataset
     targets: Targets
     test: LabelledDataset | None = None
+    reference: ShardReference = field(kw_only=True)
 
     @classmethod
-    def open_split(cls, name: str, columns: Columns, processor: Processor, targets: Outputs) -> LabelledDataset:  # noqa: ARG003
-        return LabelledDataset(Split(columns["input"], columns["class"]), processor, cast(Targets, targets))
+    def open(cls, reference: ShardReference, processor: Processor, targets: Targets, report: CleaningReport) -> Self:
+        """Return the data in these shards, without the test split."""
+        train, validation = (
+            LabelledDataset(ShardedSplit(reference.open(split)), processor, targets) for split in (TRAIN, VALIDATION)
+        )
+        origins = reference.origins
+        return cls(train, validation, targets, processor, report, origins=origins, reference=reference)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over the labels and the checksums of all shards."""
+        return sha256_of(f"{self.labels} {self.reference.sha256}".encode())
+
+    @property
+    def summary(self) -> str:
+        return f"{super().summary}, in shards in {self.reference.location}"
+
+    def with_train(self, rows: ShardedRows) -> Self:
+        """Return the data with other training rows, such as those of a stream's next micro-epoch."""
+        return replace(self, train=LabelledDataset(ShardedSplit(rows), self.processor, self.targets))
+
+    def grown(self, prepared: PreparedData) -> Self:
+        """Return the data, extended by the sources that ``prepared`` appends. Labels and processor stay.
+
+        Raises:
+            DataError: an added source has other labels, or the existing sources have changed.
+        """
+        assert isinstance(prepared, LabelledData)
+        if unknown := sorted({*prepared.labels} - {*self.labels}):
+            raise DataError(f"an added source has the label {unknown[0]!r}, which the run's model lacks: leave it out")
+        self.reference.require_within(prepared.reference)
+        return self.open(prepared.reference, self.processor, self.targets, prepared.report)
+
+    def save(self, folder: UPath) -> None:
+        """Write the reference, the labels, the report and the processor's own files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.reference.save(folder)
+        save_padded_lengths(self.train, folder)
+        finish_saving(self, folder)
+
+    @classmethod
+    def load(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> Self:
+        processor, targets = processor_type.load(folder), cast(Targets, targets_type.load(folder))
+        data = cls.open(ShardReference.of(folder), processor, targets, CleaningReport.load(folder))
+        load_padded_lengths(data.train, folder)
+        return data
+
+    @classmethod
+    def load_test(
+        cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]
+    ) -> LabelledDataset | None:
+        processor, targets = processor_type.load(folder), cast(Targets, targets_type.load(folder))
+        return test_split(ShardReference.of(folder), processor, targets)
+
+
+def test_split(reference: ShardReference, processor: Processor, targets: Targets) -> LabelledDataset | None:
+    """Return the test split of shards, or None if there is none."""
+    rows = reference.open(TEST)
+    return LabelledDataset(ShardedSplit(rows), processor, targets) if len(rows) else None

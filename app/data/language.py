@@ -1,47 +1,40 @@
-"""Data of language modelling: documents, split, as arrays of tokens that are cut into blocks."""
+"""Data of language modelling: blocks of tokens in shards."""
 
-import hashlib
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 from upath import UPath
 
-from app.config import DataConfig
+from app.checksums import sha256_of
 from app.data.examples import CleaningReport
 from app.data.origins import Origins
-from app.data.prepared import TRAIN, VALIDATION, Batch, Dataset, finish_saving
-from app.data.sources.documents import load_documents
+from app.data.prepared import TRAIN, VALIDATION, Batch, Dataset, PreparedData, finish_saving
+from app.data.sharded import TOKENS, ShardedRows, ShardLengths, ShardReference
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
-from app.pretrained import open_pretrained
-from app.storage import is_local, stream_atomically
-
-Document = TypeVar("Document")
-Tokens = NDArray[np.unsignedinteger[Any]]
 
 
-@dataclass(frozen=True)
 class TokenBlocks(Dataset):
-    """Tokens in blocks of ``block_length``. The target of each token is the next one.
+    """Blocks of tokens in shards. Each row has one token more than a block, which is only a target."""
 
-    ``tokens`` has shape (tokens,). Tokens at the end that do not fill a block are left out.
-    """
-
-    tokens: Tokens
-    block_length: int
-
-    def __len__(self) -> int:
-        # The last token is only a target.
-        return max(len(self.tokens) - 1, 0) // self.block_length
+    def __init__(self, shards: ShardedRows, block_length: int) -> None:
+        self._rows, self.block_length = shards, block_length
 
     @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Equal lengths, of shape (blocks,): blocks are not padded."""
-        return np.full(len(self), self.block_length)
+    def shards(self) -> ShardedRows:
+        """The rows, of any number of shards."""
+        return self._rows
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Equal lengths: blocks are not padded."""
+        return ShardLengths(self.shards)
 
     @property
     def padded_lengths(self) -> NDArray[np.int32]:
@@ -50,26 +43,37 @@ class TokenBlocks(Dataset):
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return ``input_ids`` and targets, each int64 of shape (batch, block_length)."""
-        positions = np.asarray(indices, np.int64)[:, None] * self.block_length + np.arange(self.block_length)
-        inputs, targets = (self.tokens[positions + shift].astype(np.int64) for shift in (0, 1))
-        return Batch({"input_ids": inputs}, targets)
+        tokens = self.shards.read_blocks(indices, TOKENS).astype(np.int64)
+        return Batch({"input_ids": tokens[:, :-1]}, tokens[:, 1:])
 
 
 @dataclass(frozen=True)
 class LanguageData:
-    """Blocks of the training and validation documents, and the tokenizer learned from the training documents."""
+    """Blocks of tokens in shards, and the tokenizer that made them."""
 
     train: TokenBlocks
     validation: TokenBlocks
     tokenizer: LanguageTokenizer
     report: CleaningReport
-    origins: Origins | None = None
-    """The source of each block, if there are several."""
+    reference: ShardReference
+
+    @classmethod
+    def open(cls, reference: ShardReference, tokenizer: LanguageTokenizer, report: CleaningReport) -> Self:
+        """Return the data in these shards."""
+        train, validation = (
+            TokenBlocks(reference.open(split), tokenizer.facts["max_length"]) for split in (TRAIN, VALIDATION)
+        )
+        return cls(train, validation, tokenizer, report, reference)
 
     @property
     def facts(self) -> Mapping[str, int]:
         """``vocab_size`` and ``max_length``."""
         return self.tokenizer.facts
+
+    @property
+    def origins(self) -> Origins | None:
+        """The source of each block, if there are several."""
+        return self.reference.origins
 
     @property
     def tokens_per_sample(self) -> int:
@@ -78,12 +82,8 @@ class LanguageData:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over the tokenizer and the tokens of both splits, in order."""
-        digest = hashlib.sha256(f"{self.tokenizer.to_json()} {self.train.block_length}".encode())
-        for blocks in (self.train, self.validation):
-            digest.update(b"%d " % len(blocks.tokens))
-            digest.update(blocks.tokens.data)
-        return digest.hexdigest()
+        """sha256 over the tokenizer and the checksums of all shards."""
+        return sha256_of(f"{self.tokenizer.to_json()} {self.reference.sha256}".encode())
 
     @property
     def rows(self) -> Mapping[str, int]:
@@ -92,19 +92,33 @@ class LanguageData:
 
     @property
     def summary(self) -> str:
+        length = self.train.block_length
         return (
-            f"{self.report}\ntraining on {len(self.train.tokens):,} tokens in {len(self.train):,} blocks, validating "
-            f"on {len(self.validation.tokens):,} of documents held out; vocabulary {self.facts['vocab_size']:,}"
+            f"{self.report}\ntraining on {len(self.train):,} blocks of {length:,} tokens, validating on "
+            f"{len(self.validation):,} of documents held out; vocabulary {self.facts['vocab_size']:,}, in shards in "
+            f"{self.reference.location}"
         )
 
+    def with_train(self, rows: ShardedRows) -> Self:
+        """Return the data with other training rows, such as those of a stream's next micro-epoch."""
+        return replace(self, train=TokenBlocks(rows, self.train.block_length))
+
+    def grown(self, prepared: PreparedData) -> Self:
+        """Return the data, extended by the sources that ``prepared`` appends.
+
+        Raises:
+            DataError: the tokenizer depends on the sources, or the existing sources have changed.
+        """
+        assert isinstance(prepared, LanguageData)
+        if prepared.tokenizer.to_json() != self.tokenizer.to_json():
+            raise DataError("the tokenizer is learned from the sources, so none can be added: start a new run")
+        self.reference.require_within(prepared.reference)
+        return self.open(prepared.reference, self.tokenizer, prepared.report)
+
     def save(self, folder: UPath) -> None:
-        """Write the tokens as .npy, the report as JSON, and the tokenizer's own files."""
+        """Write the reference, the report and the tokenizer's own files."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, blocks in ((TRAIN, self.train), (VALIDATION, self.validation)):
-            with stream_atomically(folder / f"{name}.npy") as file:
-                np.save(file, blocks.tokens, allow_pickle=False)
-        if self.origins:
-            self.origins.save(folder)
+        self.reference.save(folder)
         finish_saving(self, folder)
 
     def save_codec(self, folder: UPath) -> None:
@@ -113,80 +127,5 @@ class LanguageData:
 
     @classmethod
     def load(cls, folder: UPath) -> Self:
-        """Return the data that ``save`` wrote. In a local folder, tokens are read from disk when they are used."""
-        tokenizer = LanguageTokenizer.load(folder)
-        train, validation = (
-            TokenBlocks(_load_tokens(folder / f"{name}.npy"), tokenizer.facts["max_length"])
-            for name in (TRAIN, VALIDATION)
-        )
-        return cls(train, validation, tokenizer, CleaningReport.load(folder), Origins.load(folder))
-
-
-def prepare(config: DataConfig, pretrained: str | None = None) -> LanguageData:
-    """Load, clean, split and tokenise the documents. Equal configurations give equal data.
-
-    ``pretrained`` is the location of a model whose tokenizer is used. None: learn one.
-
-    Raises:
-        DataError: the source cannot be read, or has too little text for both splits.
-    """
-    documents, origins, report = load_documents(config)
-    parts = split_documents(list(zip(documents, origins, strict=True)), config)
-    train = [document for document, _ in parts[0]]
-    tokenizer = (
-        LanguageTokenizer.fit(train, config)
-        if pretrained is None
-        else LanguageTokenizer.from_pretrained(open_pretrained(pretrained), config)
-    )
-    made = [_blocks_of(part, tokenizer, config) for part in parts]
-    blocks = [part for part, _ in made]
-    for part, name in zip(blocks, ("training", "validation"), strict=True):
-        if not len(part):
-            raise DataError(
-                f"data.source {config.source!r} has {len(part.tokens)} tokens in its {name} documents, too few for "
-                f"one block: give more text, or lower data.block_length, which is {config.block_length}"
-            )
-    return LanguageData(blocks[0], blocks[1], tokenizer, report, Origins.of(config, *(found for _, found in made)))
-
-
-def _blocks_of(
-    documents: Sequence[tuple[str, int]], tokenizer: LanguageTokenizer, config: DataConfig
-) -> tuple[TokenBlocks, list[int]]:
-    """Return the blocks of documents with their origins, and the origin of each block. No block has two origins."""
-    length = config.block_length
-    parts: list[Tokens] = []
-    origins: list[int] = []
-    # The split may leave a small source without documents.
-    last = max((origin for _, origin in documents), default=0)
-    for place in range(len(config.each_source())):
-        tokens = tokenizer.join([document for document, origin in documents if origin == place])
-        count = max(len(tokens) - 1, 0) // length
-        origins += [place] * count
-        # The last token is only a target. Before another source, that source's first token takes its place.
-        parts.append(tokens if place == last else tokens[: count * length])
-    joined: Tokens = np.concatenate(parts)
-    return TokenBlocks(joined, length), origins
-
-
-def split_documents(documents: Sequence[Document], config: DataConfig) -> tuple[list[Document], list[Document]]:
-    """Return a seeded split by document, so that no part of a validation document is trained on."""
-    # A legacy generator: NumPy guarantees that its permutations never change.
-    order = np.random.RandomState(config.seed).permutation(len(documents))
-    held_out = math.ceil(config.validation_fraction * len(documents))
-    if not 0 < held_out < len(documents):
-        raise DataError(
-            f"data.source {config.source!r} has {len(documents)} documents after cleaning, which cannot be split with "
-            f"data.validation_fraction {config.validation_fraction}: give a folder of files, or a table with a "
-            "document a row"
-        )
-    validation, train = ([documents[index] for index in part] for part in (order[:held_out], order[held_out:]))
-    return train, validation
-
-
-def _load_tokens(path: UPath) -> Tokens:
-    if is_local(path):
-        # A corpus may be larger than memory.
-        return np.asarray(np.load(path.path, mmap_mode="r", allow_pickle=False))
-    with path.open("rb") as file:
-        tokens: Tokens = np.load(file, allow_pickle=False)
-    return tokens
+        """Return the data that ``save`` wrote."""
+        return cls.open(ShardReference.of(folder), LanguageTokenizer.load(folder), CleaningReport.load(folder))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from app.config import DataConfig
 from app.data.builtin import BUILTIN_PAIRS
 from app.data.examples import CleaningReport, Reason, refuse
-from app.data.prepared import TRAIN, Batch, KeptSplit, SplitData
+from app.data.prepared import TRAIN, Batch, KeptData, KeptSplit
 from app.data.processor import Processor, fit_processor
 from app.data.sources.source import Source, find_builtin
 from app.data.targets import Outputs
@@ -99,7 +99,7 @@ class HeldOutTexts(_Pairs):
 
 
 @dataclass(frozen=True)
-class PairData(SplitData):
+class PairData(KeptData):
     """Pairs of texts that belong together, and the size of the model's vectors."""
 
     train: PairDataset
@@ -189,7 +189,7 @@ def _clean(given: Sequence[Pair], config: DataConfig) -> tuple[list[Pair], Clean
         pair = anchor.strip(), positive.strip()
         if not all(pair):
             dropped["empty"] += 1
-        elif pair[0] == pair[1] or (pair in kept and config.clean.deduplicate):
+        elif pair[0] == pair[1] or (pair in kept and config.clean.deduplicate is not False):
             dropped["duplicate"] += 1
         elif reasons := [reason for text in pair if (reason := refuse(text, config.clean))]:
             dropped[reasons[0]] += 1

@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from app.storage import stream_atomically, write_atomically
 from app.tensors import Tensors
 
 if TYPE_CHECKING:  # it imports pyarrow
-    from app.data.sharded import ShardedRows
+    from app.data.sharded import ShardedRows, ShardReference
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 _REPORT_FILE = "data.json"
@@ -207,11 +207,93 @@ class PreparedData(Protocol):
         ...
 
 
+@runtime_checkable
+class GrowingData(Protocol):
+    """Prepared data that a run may add sources to."""
+
+    reference: "ShardReference"
+
+    def grown(self, prepared: PreparedData) -> PreparedData:
+        """Return the data, extended by the sources that ``prepared`` appends. Labels and processor stay.
+
+        Raises:
+            DataError: an added source has other labels, or the existing sources have changed.
+        """
+        ...
+
+
 def finish_saving(data: PreparedData, folder: UPath) -> None:
     """Write what is kept beside the splits: the codec and the report, then the checksums of all files."""
     data.save_codec(folder)
     data.report.save(folder)
     write_checksums(folder)
+
+
+@dataclass(frozen=True)
+class SplitData(ABC):
+    """Prepared data of a task whose models are served. Subclasses say where the splits lie, and narrow the types."""
+
+    tokens_per_sample: ClassVar[None] = None
+    """The targets of a sample are not tokens."""
+
+    train: Dataset
+    validation: Dataset
+    targets: Outputs
+    processor: Processor
+    """Fitted on the training split."""
+    report: CleaningReport
+    test: Dataset | None = None
+    """The test split, used once, on the published version. ``load`` leaves it out: see ``load_test``."""
+    origins: Origins | None = None
+    """The source of each sample, if there are several."""
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of the output's columns; empty if they have none."""
+        return self.targets.labels
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """The facts of the targets and of the processor."""
+        return {**self.targets.facts, **self.processor.facts}
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """The rows of each split."""
+        splits = {TRAIN: self.train, VALIDATION: self.validation, TEST: self.test}
+        return {name: len(split) for name, split in splits.items() if split}
+
+    @property
+    def summary(self) -> str:
+        rows = self.rows
+        tested = f", testing the published version on {rows[TEST]:,}" if TEST in rows else ""
+        return (
+            f"{self.report}\ntraining on {rows[TRAIN]:,} {self.report.what}, validating on {rows[VALIDATION]:,}{tested}"
+        )
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """sha256 over the labels and every row of the training and validation splits, in order."""
+
+    @abstractmethod
+    def save(self, folder: UPath) -> None:
+        """Write everything that ``load`` needs, with checksums."""
+
+    def save_codec(self, folder: UPath) -> None:
+        """Write the files of the targets and of the processor."""
+        self.targets.save(folder)
+        self.processor.save(folder)
+
+    @classmethod
+    @abstractmethod
+    def load(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> Self:
+        """Load the data that ``save`` wrote, without the test split."""
+
+    @classmethod
+    @abstractmethod
+    def load_test(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> Dataset | None:
+        """Return the test split that ``save`` wrote, or None. Only jobs that publish or save it again call it."""
 
 
 Columns = Mapping[str, list[Any]]
@@ -232,22 +314,12 @@ class KeptSplit(Dataset):
 
 
 @dataclass(frozen=True)
-class SplitData(ABC):
-    """Prepared data of a task whose models are served. Subclasses say what a row is, and narrow the types."""
-
-    tokens_per_sample: ClassVar[None] = None
-    """The targets of a sample are not tokens."""
+class KeptData(SplitData):
+    """Data whose splits are kept as tables in the folder of a run."""
 
     train: KeptSplit
     validation: KeptSplit
-    targets: Outputs
-    processor: Processor
-    """Fitted on the training split."""
-    report: CleaningReport
     test: KeptSplit | None = None
-    """The test split, used once, on the published version. ``load`` leaves it out: see ``load_test``."""
-    origins: Origins | None = None
-    """The source of each sample, if there are several."""
 
     @classmethod
     @abstractmethod
@@ -255,36 +327,7 @@ class SplitData(ABC):
         """Return the split of this name, of which ``columns`` were kept."""
 
     @property
-    def labels(self) -> list[str]:
-        """The names of the output's columns; empty if they have none."""
-        return self.targets.labels
-
-    @property
-    def facts(self) -> Mapping[str, int]:
-        """The facts of the targets and of the processor."""
-        return {**self.targets.facts, **self.processor.facts}
-
-    @property
-    def _splits(self) -> dict[str, KeptSplit]:
-        splits = {TRAIN: self.train, VALIDATION: self.validation}
-        return splits | {TEST: self.test} if self.test else splits
-
-    @property
-    def rows(self) -> Mapping[str, int]:
-        """The rows of each split."""
-        return {name: len(split) for name, split in self._splits.items()}
-
-    @property
-    def summary(self) -> str:
-        rows = self.rows
-        tested = f", testing the published version on {rows[TEST]:,}" if TEST in rows else ""
-        return (
-            f"{self.report}\ntraining on {rows[TRAIN]:,} {self.report.what}, validating on {rows[VALIDATION]:,}{tested}"
-        )
-
-    @property
     def fingerprint(self) -> str:
-        """sha256 over the labels and every row of the training and validation splits, in order."""
         digest = hashlib.sha256(json.dumps(self.labels).encode())
         for split in (self.train, self.validation):
             for piece in split.content():
@@ -297,38 +340,25 @@ class SplitData(ABC):
         from pyarrow import parquet
 
         folder.mkdir(parents=True, exist_ok=True)
-        for name, split in self._splits.items():
-            with stream_atomically(folder / f"{name}.parquet") as file:
-                parquet.write_table(pa.table(dict(split.columns)), file)
+        for name, split in ((TRAIN, self.train), (VALIDATION, self.validation), (TEST, self.test)):
+            if split:
+                with stream_atomically(folder / f"{name}.parquet") as file:
+                    parquet.write_table(pa.table(dict(split.columns)), file)
         save_padded_lengths(self.train, folder)
-        if self.origins:
-            self.origins.save(folder)
         finish_saving(self, folder)
-
-    def save_codec(self, folder: UPath) -> None:
-        """Write the files of the targets and of the processor."""
-        self.targets.save(folder)
-        self.processor.save(folder)
 
     @classmethod
     def load(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> Self:
-        """Load the data that ``save`` wrote, without the test split."""
         processor, targets = processor_type.load(folder), targets_type.load(folder)
         train, validation = (cls._read_split(folder, name, processor, targets) for name in (TRAIN, VALIDATION))
         load_padded_lengths(train, folder)
-        report, origins = CleaningReport.load(folder), Origins.load(folder)
-        return cls(train, validation, targets, processor, report, origins=origins)
+        return cls(train, validation, targets, processor, CleaningReport.load(folder))
 
     @classmethod
     def load_test(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> KeptSplit | None:
-        """Return the test split that ``save`` wrote, or None. Only jobs that publish or save it again call it."""
-        if not cls._has_split(folder, TEST):
+        if not (folder / f"{TEST}.parquet").exists():
             return None
         return cls._read_split(folder, TEST, processor_type.load(folder), targets_type.load(folder))
-
-    @classmethod
-    def _has_split(cls, folder: UPath, name: str) -> bool:
-        return (folder / f"{name}.parquet").exists()
 
     @classmethod
     def _read_split(cls, folder: UPath, name: str, processor: Processor, targets: Outputs) -> KeptSplit:

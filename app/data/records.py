@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 from upath import UPath
 
-from app.config import DataConfig
+from app.config import ColumnsConfig, DataConfig
 from app.data.audio import AudioProcessor
 from app.data.examples import Input, Modality
 from app.data.images import ImageProcessor
@@ -64,10 +64,15 @@ class RecordProcessor:
         self._kinds, self._processors = dict(kinds), dict(processors)
 
     @classmethod
+    def of_fields(cls, columns: ColumnsConfig) -> Self:
+        """Return a processor that knows the fields, and has nothing learned about them."""
+        return cls({name: field.kind for name, field in columns.fields.items()}, {})
+
+    @classmethod
     def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:
         """Fit the processor of each field on the rows that have it. Raises DataError for a field that no row has."""
-        kinds = {name: field.kind for name, field in config.columns.fields.items()}
-        unfitted = cls(kinds, {})
+        unfitted = cls.of_fields(config.columns)
+        kinds = unfitted._kinds
         records = [unfitted._fields(item) for item in inputs]
         _require_categories(config)
         processors = {}

@@ -1,5 +1,6 @@
 """Splits that lie in shards: read by index, without holding more than what is asked for."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Self, TypeVar, overload
@@ -14,9 +15,9 @@ from app.conditional import read
 from app.config import ShardsConfig
 from app.data.examples import Input
 from app.data.origins import Origins
-from app.data.prepared import SHARDS_FILE, TRAIN, VALIDATION, Batch, Dataset, Indices
+from app.data.prepared import SHARDS_FILE, TRAIN, VALIDATION, Indices
 from app.data.shard_cache import ShardCache
-from app.data.shards import CLASS, LENGTH, Shard, ShardIndex
+from app.data.shards import LENGTH, VALUE, Shard, ShardIndex
 from app.errors import DataError, StorageError
 from app.storage import is_local, to_path, write_atomically
 
@@ -24,7 +25,7 @@ _GROWN = "grown"
 _MAX_WINDOW_ROWS = 2**20
 """Small samples: a window's rows are listed in memory."""
 INPUT, TOKENS = "input", "tokens"
-"""Columns of shards: ``INPUT`` for labelled examples, beside ``CLASS``; ``TOKENS`` for language modelling."""
+"""Columns of shards: ``INPUT`` for labelled examples, beside ``VALUE``; ``TOKENS`` for language modelling."""
 Item = TypeVar("Item")
 
 
@@ -44,6 +45,13 @@ class ShardReference(BaseModel):
         """
         found = read(folder / _GROWN / SHARDS_FILE) or read(folder / SHARDS_FILE)
         return None if found is None else cls.model_validate_json(found)
+
+    @classmethod
+    def of(cls, folder: UPath) -> Self:
+        """Return the reference in a folder of prepared data. Raises DataError if there is none."""
+        if (reference := cls.find(folder)) is None:
+            raise DataError(f"{str(folder)!r} does not refer to shards: prepare the data again")
+        return reference
 
     def save_grown(self, folder: UPath) -> None:
         """Replace the reference in a folder of prepared data. Its other files and their checksums do not change."""
@@ -134,7 +142,7 @@ class ShardedRows:
 
     def classes_at(self, rows: Indices) -> NDArray[np.int32]:
         """Return the class of each row, likewise."""
-        return self._numbers(rows, lambda shard: self._cache.open(shard).column(CLASS).to_numpy())
+        return self._numbers(rows, lambda shard: self._cache.open(shard).column(VALUE).to_numpy())
 
     def _numbers(self, rows: Indices, column_of: Callable[[int], NDArray[np.int32]]) -> NDArray[np.int32]:
         places = self._places(rows)
@@ -157,7 +165,7 @@ class ShardedRows:
         total = np.zeros(num_classes, np.int64)
         for place, shard in enumerate(self._shards):
             if shard.class_rows is None:
-                total += np.bincount(self._cache.open(place).column(CLASS).to_numpy(), minlength=num_classes)
+                total += np.bincount(self._cache.open(place).column(VALUE).to_numpy(), minlength=num_classes)
             else:
                 total[list(shard.class_rows)] += list(shard.class_rows.values())
         return total
@@ -235,14 +243,15 @@ class ShardLengths(Sequence[int]):
 class ShardColumn(Sequence[Item]):
     """One column of the rows. Single rows are for pages, which look at a few."""
 
-    def __init__(self, rows: ShardedRows, column: str) -> None:
-        self._rows, self._column = rows, column
+    def __init__(self, rows: ShardedRows, column: str, read: Callable[[Any], Item] = lambda value: value) -> None:
+        """``read`` turns a cell into an item."""
+        self._rows, self._column, self._read = rows, column, read
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Item]:
-        return self._rows.column(self._column)
+        return map(self._read, self._rows.column(self._column))
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
@@ -253,8 +262,7 @@ class ShardColumn(Sequence[Item]):
             return [self[place] for place in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        item: Item = self._rows.read([index])[self._column][0].as_py()
-        return item
+        return self._read(self._rows.read([index])[self._column][0].as_py())
 
 
 class ShardedSplit:
@@ -272,9 +280,9 @@ class ShardedSplit:
         return ShardColumn(self.shards, INPUT)
 
     @property
-    def classes(self) -> Sequence[int]:
-        """The class of each row, an index into the labels."""
-        return ShardColumn(self.shards, CLASS)
+    def classes(self) -> Sequence[Any]:
+        """What the label of each row means: a class, an index into the labels; or another value of the targets."""
+        return ShardColumn(self.shards, VALUE, self._read_value)
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -285,37 +293,12 @@ class ShardedSplit:
         """Return the number of rows of each class, of shape (num_classes,)."""
         return self.shards.class_counts(num_classes)
 
-    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[int]]:
-        """Return inputs and classes in the order of ``indices``."""
+    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[Any]]:
+        """Return inputs and values in the order of ``indices``."""
         rows = self.shards.read(indices)
-        return rows[INPUT].to_pylist(), rows[CLASS].to_pylist()
+        return rows[INPUT].to_pylist(), [self._read_value(value) for value in rows[VALUE].to_pylist()]
 
-
-class ShardedBlocks(Dataset):
-    """Blocks of tokens in shards. Each row has one token more than a block, which is only a target."""
-
-    def __init__(self, shards: ShardedRows, block_length: int) -> None:
-        self._rows, self.block_length = shards, block_length
-
-    @property
-    def shards(self) -> ShardedRows:
-        """The rows, of any number of shards."""
-        return self._rows
-
-    def __len__(self) -> int:
-        return len(self.shards)
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Equal lengths: blocks are not padded."""
-        return ShardLengths(self.shards)
-
-    @property
-    def padded_lengths(self) -> NDArray[np.int32]:
-        """Tokens of each block, of shape (blocks,)."""
-        return np.full(len(self), self.block_length, np.int32)
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """Return ``input_ids`` and targets, each int64 of shape (batch, block_length)."""
-        tokens = self.shards.read_blocks(indices, TOKENS).astype(np.int64)
-        return Batch({"input_ids": tokens[:, :-1]}, tokens[:, 1:])
+    @staticmethod
+    def _read_value(value: Any) -> Any:
+        """Return a value as the targets read it: those of a task of one's own are kept as JSON."""
+        return json.loads(value) if isinstance(value, str) else value

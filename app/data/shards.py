@@ -18,12 +18,12 @@ from app.errors import DataError, StorageError
 from app.storage import PlainName, stream_atomically, write_atomically
 
 INDEX_FILE = "index.json"
-FORMAT = "arrow-2"
+FORMAT = "arrow-3"
 """The layout of shards, and the way that they are made. A change of either needs a new name."""
 LENGTH = "length"
 """Column of every shard: the length of each sample, int32."""
-CLASS = "class"
-"""Column of shards of labelled examples: the class of each, int32."""
+VALUE = "value"
+"""Column of shards of labelled examples: what the label of each means."""
 _MAX_COUNTED = 100
 """Classes of a shard that are counted. The counts of more would be most of an index."""
 
@@ -41,7 +41,7 @@ class Shard(BaseModel):
     source: int = 0
     """Index of the source of its rows, if there are several."""
     class_rows: dict[int, int] | None = None
-    """Rows of each class that it has. None: it has no classes or too many, or an earlier version wrote it."""
+    """Rows of each class that it has. None: it has no classes or too many."""
 
 
 class ShardIndex(BaseModel):
@@ -178,9 +178,9 @@ class ShardWriter:
 
 
 def _count_classes(rows: pa.Table) -> dict[int, int] | None:
-    if CLASS not in rows.column_names:
+    if VALUE not in rows.column_names or not pa.types.is_integer(rows[VALUE].type):
         return None
-    classes, counts = np.unique(rows[CLASS].to_numpy(), return_counts=True)
+    classes, counts = np.unique(rows[VALUE].to_numpy(), return_counts=True)
     return dict(zip(classes.tolist(), counts.tolist(), strict=True)) if len(classes) <= _MAX_COUNTED else None
 
 

@@ -9,12 +9,11 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from upath import UPath
 
 from app.config import DataConfig
 from app.data.builtin import BUILTIN_SPANS
 from app.data.examples import CleaningReport, Reason, refuse
-from app.data.prepared import IGNORED, Batch, Columns, KeptSplit, SplitData
+from app.data.prepared import IGNORED, Batch, Columns, KeptData, KeptSplit
 from app.data.processor import Processor, fit_processor
 from app.data.sources.source import Source, find_builtin
 from app.data.tagged_texts import TaggedText, tagged_by_spans
@@ -78,7 +77,7 @@ class TaggedDataset(KeptSplit):
 
 
 @dataclass(frozen=True)
-class TaggedData(SplitData):
+class TaggedData(KeptData):
     """Texts whose words have classes."""
 
     train: TaggedDataset
@@ -92,19 +91,6 @@ class TaggedData(SplitData):
         assert isinstance(processor, TextProcessor)
         words = [[Word(*word) for word in given] for given in columns["words"]]
         return TaggedDataset(list(zip(columns["text"], words, strict=True)), processor)
-
-    @classmethod
-    def _has_split(cls, folder: UPath, name: str) -> bool:
-        return super()._has_split(folder, name) or (folder / f"{name}.json").exists()
-
-    @classmethod
-    def _read_split(cls, folder: UPath, name: str, processor: Processor, targets: Outputs) -> KeptSplit:
-        # Earlier versions of Rayloom kept these splits as JSON.
-        if super()._has_split(folder, name):
-            return super()._read_split(folder, name, processor, targets)
-        rows = json.loads((folder / f"{name}.json").read_bytes())
-        columns = {"text": [text for text, _ in rows], "words": [words for _, words in rows]}
-        return cls.open_split(name, columns, processor, targets)
 
     @property
     def summary(self) -> str:

@@ -2,13 +2,12 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel
 from upath import UPath
 
@@ -54,18 +53,33 @@ class Outputs(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LabelRule:
+    """How labels are read, compared and kept."""
+
+    cell: Literal["label", "labels", "nested"] = "nested"
+    """What a cell of the label's column is: one label, a list of labels or a text of them, or any JSON."""
+    agree: bool = False
+    """Whether equal inputs have equal labels. Cleaning then drops inputs with several, which have no right answer."""
+    are_classes: bool = False
+    """Whether each split gets rows of each label."""
+    kept_as: Literal["class", "classes", "number", "json"] = "json"
+    """What a value of ``Targets.read`` is: an index, a list of indices, a number, or what JSON can hold."""
+
+
 class Targets(Outputs, Protocol):
     """Turns the labels of examples into targets, and outputs into answers."""
 
-    label_kind: ClassVar[Literal["label", "labels"]] = "labels"
-    """Whether a row has one label, or may have a list of them."""
-
-    labels_agree: ClassVar[bool]
-    """Whether equal inputs have equal labels. Cleaning then drops inputs with several, which have no right answer."""
+    rule: ClassVar[LabelRule]
 
     @classmethod
-    def fit(cls, labels: Sequence[str], config: DataConfig) -> Self:
-        """Return the targets of examples with these labels. Raises DataError if nothing can be learned from them."""
+    def fit(cls, labels: Mapping[str, int], config: DataConfig) -> Self:
+        """Return the targets of examples. Raises DataError if nothing can be learned from them.
+
+        Args:
+            labels: the number of rows of each label.
+            config: of the source, for messages.
+        """
         ...
 
     def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[Any]:
@@ -76,12 +90,13 @@ class Targets(Outputs, Protocol):
         """
         ...
 
-    def strata(self, values: Sequence[Any]) -> Sequence[int] | None:
-        """Return the class of each value, if both sides of a split shall have the same shares; None if by chance."""
-        ...
+    def fitted(self, values: Sequence[Any], counts: Sequence[int]) -> Self:
+        """Return the targets with what is learned from the values of the training split alone.
 
-    def fitted(self, values: Sequence[Any]) -> Self:
-        """Return the targets with what is learned from the values of the training split alone."""
+        Args:
+            values: the different values.
+            counts: the number of rows of each.
+        """
         ...
 
     def batch(self, values: Sequence[Any]) -> NDArray[Any]:
@@ -101,23 +116,17 @@ class HasTargets(Protocol):
 class Classes:
     """Each row has one of several labels. The output has a logit for each, of shape (rows, labels)."""
 
-    label_kind: ClassVar[Literal["label", "labels"]] = "label"
-    labels_agree: ClassVar[bool] = True
+    rule: ClassVar[LabelRule] = LabelRule("label", agree=True, are_classes=True, kept_as="class")
     labels: list[str]
 
     @classmethod
-    def fit(cls, labels: Sequence[str], config: DataConfig) -> Self:
-        counts = Counter(labels)
-        if len(counts) < 2:
+    def fit(cls, labels: Mapping[str, int], config: DataConfig) -> Self:
+        if len(labels) < 2:
             raise DataError(
-                f"data.source {config.source!r} has the classes {sorted(counts)} after cleaning: expected two"
+                f"data.source {config.source!r} has the classes {sorted(labels)} after cleaning: expected two"
             )
-        _require_distinct(counts, config)
-        if rare := sorted(label for label, count in counts.items() if count < 2):
-            raise DataError(
-                f"data.source {config.source!r} has one example only of {', '.join(rare)}: each class needs two or more"
-            )
-        return cls(sorted(counts))
+        _require_distinct(labels, config)
+        return cls(sorted(labels))
 
     @property
     def num_outputs(self) -> int:
@@ -131,10 +140,7 @@ class Classes:
         """Return the class of each label: its index."""
         return _indices(self.labels, labels, config, key)
 
-    def strata(self, values: Sequence[int]) -> Sequence[int]:
-        return values
-
-    def fitted(self, values: Sequence[int]) -> Self:  # noqa: ARG002
+    def fitted(self, values: Sequence[int], counts: Sequence[int]) -> Self:  # noqa: ARG002
         return self
 
     def batch(self, values: Sequence[int]) -> NDArray[np.int64]:
@@ -161,13 +167,12 @@ class LabelSets:
     Labels are given as a list, or as one text in which ``data.columns.separator`` is between them.
     """
 
-    label_kind: ClassVar[Literal["label", "labels"]] = "labels"
-    labels_agree: ClassVar[bool] = True
+    rule: ClassVar[LabelRule] = LabelRule("labels", kept_as="classes")
     labels: list[str]
     separator: str = "|"
 
     @classmethod
-    def fit(cls, labels: Sequence[str], config: DataConfig) -> Self:
+    def fit(cls, labels: Mapping[str, int], config: DataConfig) -> Self:
         separator = config.columns.separator
         found = sorted({label for given in labels for label in split_labels(given, separator)})
         _require_distinct(found, config)
@@ -187,10 +192,7 @@ class LabelSets:
         """Return the indices of the labels of each row, ascending."""
         return [sorted(_indices(self.labels, split_labels(given, self.separator), config, key)) for given in labels]
 
-    def strata(self, values: Sequence[list[int]]) -> None:  # noqa: ARG002
-        return None
-
-    def fitted(self, values: Sequence[list[int]]) -> Self:  # noqa: ARG002
+    def fitted(self, values: Sequence[list[int]], counts: Sequence[int]) -> Self:  # noqa: ARG002
         return self
 
     def batch(self, values: Sequence[Sequence[int]]) -> NDArray[np.float32]:
@@ -229,7 +231,7 @@ class Scale(BaseModel):
     std: float = 1.0
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> "Scale":
+    def of(cls, numbers: ArrayLike) -> "Scale":
         """Measure finite numbers. The deviation is 0 if all are the same."""
         values = np.asarray(numbers, np.float64)
         # A power of 2 scales exactly, and no square overflows or vanishes.
@@ -245,28 +247,24 @@ class Scale(BaseModel):
 class Numbers:
     """Each row has a number. The output is that number, scaled to mean 0 and deviation 1, of shape (rows, 1)."""
 
-    label_kind: ClassVar[Literal["label", "labels"]] = "label"
-    labels_agree: ClassVar[bool] = False
+    rule: ClassVar[LabelRule] = LabelRule("label", kept_as="number")
     labels: ClassVar[list[str]] = []
     num_outputs: ClassVar[int] = 1
     facts: ClassVar[Mapping[str, int]] = {"num_labels": num_outputs}
     scale: Scale
 
     @classmethod
-    def fit(cls, labels: Sequence[str], config: DataConfig) -> Self:
+    def fit(cls, labels: Mapping[str, int], config: DataConfig) -> Self:
         targets = cls(Scale())
-        if len(set(targets.read(labels, config))) < 2:
+        if len(set(targets.read(list(labels), config))) < 2:
             raise DataError(f"data.source {config.source!r} has one and the same number in all rows: expected several")
         return targets
 
     def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[float]:
         return [_number(label, f"data.{key} {getattr(config, key)!r}") for label in labels]
 
-    def strata(self, values: Sequence[float]) -> None:  # noqa: ARG002
-        return None
-
-    def fitted(self, values: Sequence[float]) -> Self:
-        scale = Scale.of(values)
+    def fitted(self, values: Sequence[float], counts: Sequence[int]) -> Self:
+        scale = Scale.of(np.repeat(values, counts))
         # Answers are scaled back, and other numbers may follow, so no deviation is 0.
         return replace(self, scale=scale if scale.std else Scale(mean=scale.mean))
 

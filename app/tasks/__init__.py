@@ -8,7 +8,6 @@ from app.tasks.registry import (
     load_prepared,
     load_with_test,
     prepare,
-    prepare_shards,
     require_keys,
 )
 
@@ -24,7 +23,6 @@ __all__ = [
     "load_prepared",
     "load_with_test",
     "prepare",
-    "prepare_shards",
     "require_keys",
     "sum_and_count",
 ]

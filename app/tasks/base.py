@@ -11,8 +11,7 @@ from upath import UPath
 
 from app.config import Recipe, TrainConfig
 from app.data.examples import Natural
-from app.data.labelled import LabelledData
-from app.data.prepared import SHARDS_FILE, KeptSplit, PreparedData, SplitData
+from app.data.prepared import Dataset, PreparedData, SplitData
 from app.data.processor import Processor
 from app.data.targets import Answer, Classes, Outputs, Targets
 from app.errors import RecipeError
@@ -69,16 +68,15 @@ class Task(ABC):
     """Whether targets are classes. Their loss is cross-entropy, with the recipe's label smoothing and teacher."""
 
     @abstractmethod
-    def prepare(self, recipe: Recipe) -> PreparedData:
-        """Load, clean, split and encode the data of a recipe. Raises RecipeError or DataError."""
+    def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
+        """Load, clean and split the data of a recipe. Raises RecipeError or DataError.
+
+        ``run_units`` does the work on the parts of the source, in this process unless it is given.
+        """
 
     @abstractmethod
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:
         """Load the data that a run of the recipe has saved in ``folder``."""
-
-    def prepare_shards(self, recipe: Recipe, run_units: "RunUnits") -> PreparedData:  # noqa: ARG002
-        """Return the data of a recipe with ``data.shards``. ``run_units`` does the work on the parts of the source."""
-        raise RecipeError(f"task {self.name} cannot be prepared in shards: leave data.shards out")
 
     def prepare_stream(self, recipe: Recipe) -> PreparedData:  # noqa: ARG002
         """Return the data of a recipe with ``data.stream``: the first micro-epoch, with the validation split."""
@@ -110,11 +108,8 @@ class Task(ABC):
 class ServedTask(Task):
     """A task of labelled examples, whose models can be compiled and served.
 
-    A task with data of another kind names their type, ``data``, and overrides ``prepare``.
+    A task with data of another kind overrides ``data`` and ``prepare``.
     """
-
-    data: ClassVar[type[SplitData]] = LabelledData
-    """The type of the data that ``prepare`` returns and runs keep."""
 
     processor: ClassVar[type[Processor]]
     """Turns natural inputs into tensors, the same in training and behind the endpoint."""
@@ -160,21 +155,17 @@ class ServedTask(Task):
         """The type of the targets, of a task of labelled examples."""
         return cast(type[Targets], self.targets)
 
-    def prepare(self, recipe: Recipe) -> PreparedData:
-        from app.data import in_memory  # an endpoint reads no sources
+    @property
+    def data(self) -> type[SplitData]:
+        """The type of the data that ``prepare`` returns and runs keep."""
+        from app.data.labelled import LabelledData  # an endpoint reads no data
 
-        return in_memory.prepare(recipe.data, self.processor, recipe.model.source, self._targets)
+        return LabelledData
 
-    def prepare_shards(self, recipe: Recipe, run_units: "RunUnits") -> PreparedData:
-        if (
-            type(self).prepare is not ServedTask.prepare
-            or self.targets is not Classes
-            or self.processor.modality in ("row", "record")
-        ):
-            return super().prepare_shards(recipe, run_units)
-        from app.data.preparation.data import prepare_sharded  # other recipes do not need pyarrow
+    def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
+        from app.data.preparation.data import prepare_labelled
 
-        return prepare_sharded(recipe, self.processor, run_units)
+        return prepare_labelled(recipe, self.processor, self._targets, run_units)
 
     def prepare_stream(self, recipe: Recipe) -> PreparedData:
         if (
@@ -187,20 +178,12 @@ class ServedTask(Task):
 
         return prepare_labelled_stream(recipe, self.processor)
 
-    def kept_as(self, folder: UPath) -> type[SplitData]:
-        """Return the type of the data that a run has saved in ``folder``: ``data``, or labelled data in shards."""
-        if not (folder / SHARDS_FILE).exists():
-            return self.data
-        from app.data.sharded_data import ShardedLabelledData  # other runs do not need pyarrow
-
-        return ShardedLabelledData
-
     def load(self, recipe: Recipe, folder: UPath) -> SplitData:  # noqa: ARG002
-        return self.kept_as(folder).load(folder, self.processor, self.targets)
+        return self.data.load(folder, self.processor, self.targets)
 
     def load_with_test(self, recipe: Recipe, folder: UPath) -> SplitData:
         return replace(self.load(recipe, folder), test=self.load_test(recipe, folder))
 
-    def load_test(self, recipe: Recipe, folder: UPath) -> KeptSplit | None:  # noqa: ARG002
+    def load_test(self, recipe: Recipe, folder: UPath) -> Dataset | None:  # noqa: ARG002
         """Load the test split; None if there is none. Only compile calls it, for the published version."""
-        return self.kept_as(folder).load_test(folder, self.processor, self.targets)
+        return self.data.load_test(folder, self.processor, self.targets)

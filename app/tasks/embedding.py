@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from app.config import Recipe, TrainConfig
 from app.data import pairs
 from app.data.pairs import PairData
-from app.data.prepared import PreparedData
+from app.data.prepared import PreparedData, SplitData
 from app.data.targets import Answer, Outputs
 from app.data.text import TextProcessor
 from app.data.vectors import Vectors
@@ -19,6 +19,8 @@ from app.tasks.metrics import Metric
 
 if TYPE_CHECKING:  # an endpoint answers without torch
     from torch import Tensor
+
+    from app.data.preparation.prepare import RunUnits
 
 
 class Retrieval(Metric):
@@ -61,7 +63,6 @@ class MeanReciprocalRank(Retrieval):
 class SentenceEmbedding(ServedTask):
     """Vectors of texts, learned from pairs of texts with the other pairs of the batch as negatives."""
 
-    data = PairData
     processor = TextProcessor
     targets = Vectors
     metrics = (RecallAt1(), MeanReciprocalRank())
@@ -72,7 +73,11 @@ class SentenceEmbedding(ServedTask):
 
         return Contrastive(config.temperature, len(data.validation), data.facts["dimensions"])
 
-    def prepare(self, recipe: Recipe) -> PairData:
+    @property
+    def data(self) -> type[SplitData]:
+        return PairData
+
+    def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PairData:  # noqa: ARG002
         targets = Vectors(_dimensions_of(recipe))
         return pairs.prepare(recipe.data, self.processor, targets, recipe.model.source)
 

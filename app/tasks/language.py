@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from upath import UPath
 
 from app.config import Recipe
-from app.data.prepared import SHARDS_FILE, PreparedData
+from app.data.prepared import PreparedData
 from app.tasks.base import Task
 from app.tasks.metrics import Accuracy, Metric
 
@@ -43,15 +43,10 @@ class LanguageModeling(Task):
     metrics = (Perplexity(), Accuracy())
     learns_classes = True
 
-    def prepare(self, recipe: Recipe) -> PreparedData:
-        from app.data import language  # an endpoint reads no sources
+    def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
+        from app.data.preparation.data import prepare_documents  # an endpoint reads no data
 
-        return language.prepare(recipe.data, recipe.model.source)
-
-    def prepare_shards(self, recipe: Recipe, run_units: "RunUnits") -> PreparedData:
-        from app.data.preparation.data import prepare_sharded  # other recipes do not need pyarrow
-
-        return prepare_sharded(recipe, None, run_units)
+        return prepare_documents(recipe, run_units)
 
     def prepare_stream(self, recipe: Recipe) -> PreparedData:
         from app.data.streaming.prepare import prepare_document_stream
@@ -59,19 +54,15 @@ class LanguageModeling(Task):
         return prepare_document_stream(recipe)
 
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
-        if not (folder / SHARDS_FILE).exists():
-            from app.data.language import LanguageData
+        from app.data.language import LanguageData
 
-            return LanguageData.load(folder)
-        from app.data.sharded_data import ShardedLanguageData
-
-        return ShardedLanguageData.load(folder)
+        return LanguageData.load(folder)
 
 
 class Chat(LanguageModeling):
     """Conversations, of which the assistant's tokens are predicted."""
 
-    def prepare(self, recipe: Recipe) -> PreparedData:
+    def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:  # noqa: ARG002
         from app.data import chat
 
         assert recipe.model.source is not None

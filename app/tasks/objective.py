@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from app.tasks.metrics import Predicted
 
 
+_ROWS_TRIED = 1000
+"""Rows of the validation split on which a metric that needs all rows is tried."""
+
+
 class MeanLoss:
     """A loss that is a mean over targets. Its sums are those of the losses and the number of targets."""
 
@@ -139,8 +143,9 @@ def _require_values(objective: Objective, config: TrainConfig, data: PreparedDat
     if isinstance(config.plan, PlanConfig) and config.plan.pipeline > 1:
         raise RecipeError(f"the metric {names} takes all rows at once: set train.plan.pipeline to 1, or use sums")
     split = data.validation
-    if isinstance(split, LabelledDataset) and not split.shards:
-        targets = torch.from_numpy(split.targets.batch(split.split.classes))
+    if isinstance(split, LabelledDataset):
+        _, values = split.split.take(range(min(len(split), _ROWS_TRIED)))
+        targets = torch.from_numpy(split.targets.batch(values))
         generator = torch.Generator().manual_seed(0)
         outputs = torch.randn(len(targets), split.targets.num_outputs, generator=generator)
         for metric in objective.row_metrics:

@@ -111,8 +111,9 @@ def _missing(task: type[Task]) -> list[str]:
         parts.append("metrics")
     if issubclass(task, ServedTask):
         parts += [part for part in ("processor", "targets") if not hasattr(task, part)]
-        if "targets" not in parts and not _declares(task.targets, "facts"):
-            parts.append("targets.facts")
+        needed = ("facts", "rule") if task.prepare is ServedTask.prepare else ("facts",)
+        if "targets" not in parts:
+            parts += [f"targets.{name}" for name in needed if not _declares(task.targets, name)]
     return parts
 
 
@@ -135,22 +136,14 @@ def _fault_of_metrics(task: Task) -> str | None:
     return None
 
 
-def prepare(recipe: Recipe) -> PreparedData:
-    """Load, clean, split and encode the data of a recipe. Raises RecipeError or DataError."""
-    if recipe.data.shards:
-        return prepare_shards(recipe)
-    require_keys(recipe)
-    task = find_task(recipe.task)
-    return task.prepare_stream(recipe) if recipe.data.stream else task.prepare(recipe)
-
-
-def prepare_shards(recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
-    """Return the data of a recipe with ``data.shards``. The shards are made unless they are there.
+def prepare(recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
+    """Load, clean and split the data of a recipe. Raises RecipeError or DataError.
 
     ``run_units`` does the work on the parts of the source, in this process unless it is given.
     """
     require_keys(recipe)
-    return find_task(recipe.task).prepare_shards(recipe, run_units)
+    task = find_task(recipe.task)
+    return task.prepare_stream(recipe) if recipe.data.stream else task.prepare(recipe, run_units)
 
 
 def require_keys(recipe: Recipe) -> None:

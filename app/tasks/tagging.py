@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from app.config import Recipe
 from app.data import tagging
-from app.data.prepared import IGNORED
+from app.data.prepared import IGNORED, SplitData
 from app.data.tagging import TaggedData
 from app.data.tags import Tags
 from app.data.targets import Answer, Outputs
@@ -18,6 +18,8 @@ from app.tensors import OUTPUT, TensorSpec
 
 if TYPE_CHECKING:  # an endpoint answers without torch
     from torch import Tensor
+
+    from app.data.preparation.prepare import RunUnits
 
 
 class EntityF1(Metric):
@@ -67,7 +69,6 @@ def _entities(tags: "Tensor", rows: "Tensor") -> tuple["Tensor", "Tensor"]:
 class TokenClassification(ServedTask):
     """Words of texts, each with a class. The loss and the metrics count a word's first token alone."""
 
-    data = TaggedData
     processor = TextProcessor
     targets = Tags
     metrics = (EntityF1(), Accuracy())
@@ -87,5 +88,9 @@ class TokenClassification(ServedTask):
             for text, logits in zip(texts, outputs, strict=True)
         ]
 
-    def prepare(self, recipe: Recipe) -> TaggedData:
+    @property
+    def data(self) -> type[SplitData]:
+        return TaggedData
+
+    def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> TaggedData:  # noqa: ARG002
         return tagging.prepare(recipe.data, recipe.model.source)

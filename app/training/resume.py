@@ -97,11 +97,6 @@ def _comparable(recipe: Recipe, num_sources: int) -> Recipe:
 
 def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:
     num_sources = len(earlier.data.sources)
-    if num_sources and len(recipe.data.sources) > num_sources and recipe.data.shards is None:
-        raise RecipeError(
-            f"data.sources adds a source to run {run_id}, which only runs on data in shards can do: leave it out, or "
-            "start a new run with data.shards"
-        )
     for key in _FIXED_KEYS:
         value_in = attrgetter(key)
         if value_in(_comparable(recipe, num_sources)) != value_in(_comparable(earlier, num_sources)):

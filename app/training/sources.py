@@ -2,7 +2,7 @@
 
 from app.artifacts import CHECKPOINTS, DATA
 from app.checksums import VerifiedFolder
-from app.data.prepared import DataReport, PreparedData
+from app.data.prepared import DataReport, GrowingData, PreparedData
 from app.runs import Run
 from app.tasks import prepare
 from app.training.checkpoints.reader import read_state
@@ -26,22 +26,14 @@ def with_added_sources(run: Run, data: PreparedData) -> PreparedData:
     """
     if not adds_sources(run):
         return data
-    from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData  # most runs add none
-
-    prepared = prepare(run.recipe)
-    if isinstance(data, ShardedLabelledData) and isinstance(prepared, ShardedLabelledData):
-        return data.grown(prepared)
-    assert isinstance(data, ShardedLanguageData)  # recipes of data in memory are refused
-    assert isinstance(prepared, ShardedLanguageData)
-    return data.grown(prepared)
+    assert isinstance(data, GrowingData)  # recipes of other tasks with several sources are refused
+    return data.grown(prepare(run.recipe))
 
 
 def record_mixture(run: Run, data: PreparedData) -> None:
     """Record the sources and their shares for the batches from the newest checkpoint on."""
     if adds_sources(run):
-        from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
-
-        assert isinstance(data, ShardedLabelledData | ShardedLanguageData)
+        assert isinstance(data, GrowingData)
         # It goes first: without it, the recorded sources would have no samples.
         data.reference.save_grown(run.folder / DATA)
         DataReport.of(run.recipe.data.source, data).save(run.folder)

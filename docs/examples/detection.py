@@ -16,14 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from upath import UPath
 
-from app.config import DataConfig, Recipe
-from app.data.examples import Examples
+from app.config import DataConfig
 from app.data.images import ImageProcessor
-from app.data.in_memory import prepare_examples
-from app.data.labelled import LabelledData
-from app.data.targets import load_labels, save_labels
+from app.data.targets import LabelRule, load_labels, save_labels
 from app.errors import DataError
-from app.storage import to_path
 from app.tasks import Metric, ServedTask
 
 GRID = 4
@@ -48,11 +44,11 @@ class Box(BaseModel):
 class Boxes:
     """Each picture has any number of boxes. The output is a grid of cells in one row of numbers."""
 
-    labels_agree: ClassVar[bool] = False
+    rule: ClassVar[LabelRule] = LabelRule()
     labels: list[str]
 
     @classmethod
-    def fit(cls, labels: Sequence[str], config: DataConfig) -> Self:
+    def fit(cls, labels: Mapping[str, int], config: DataConfig) -> Self:
         found = sorted({box.label for given in labels for box in _parse(given, config.source)})
         if not found:
             raise DataError(f"data.source {config.source!r} has no boxes: expected some in some pictures")
@@ -74,10 +70,7 @@ class Boxes:
                     raise DataError(f"data.{key} has the label {box.label!r}: expected {', '.join(self.labels)}")
         return list(labels)
 
-    def strata(self, values: Sequence[str]) -> None:  # noqa: ARG002
-        return None
-
-    def fitted(self, values: Sequence[str]) -> Self:  # noqa: ARG002
+    def fitted(self, values: Sequence[str], counts: Sequence[int]) -> Self:  # noqa: ARG002
         return self
 
     def batch(self, values: Sequence[str]) -> NDArray[np.float32]:
@@ -139,9 +132,6 @@ class Detection(ServedTask):
 
     processor, targets, metrics = ImageProcessor, Boxes, (FoundF1(),)
 
-    def prepare(self, recipe: Recipe) -> LabelledData:
-        return prepare_examples(_read(recipe.data.source), recipe.data, self.processor, self.targets)
-
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean over the cells: object or not, and for objects the box and the label."""
         cells, true = _cells(outputs), targets[..., 0]
@@ -185,20 +175,6 @@ def _overlap(ours: Tensor, theirs: Tensor) -> Tensor:
     (first, last), (other_first, other_last) = corners(ours), corners(theirs)
     shared = (torch.minimum(last, other_last) - torch.maximum(first, other_first)).clamp(min=0).prod(-1)
     return shared / (ours[..., 2:].prod(-1) + theirs[..., 2:].prod(-1) - shared).clamp(min=1e-9)
-
-
-def _read(source: str) -> Examples:
-    path, inputs, labels = to_path(source), list[str | bytes](), list[str]()
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            inputs.append((path.parent / row["image"]).read_bytes())
-            labels.append(json.dumps(row["boxes"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f'data.source {source!r} cannot be read ({error!r}): expected lines {{"image": FILE, "boxes": [...]}}'
-        ) from error
-    return Examples("image", inputs, labels)
 
 
 def _parse(given: str, source: str) -> list[Box]:

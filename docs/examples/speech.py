@@ -9,14 +9,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from app.config import Recipe
-from app.data.audio import AudioProcessor, require_recording
-from app.data.examples import Examples, Input
-from app.data.in_memory import prepare_examples
-from app.data.labelled import LabelledData
+from app.data.audio import AudioProcessor
 from app.data.targets import Outputs
-from app.errors import DataError
-from app.storage import to_path
 from app.tasks import Metric
 from app.tasks.classification import Classification
 from app.tasks.metrics import Accuracy
@@ -52,21 +46,3 @@ class Speech(Classification):
     """Recordings with one word each, in a folder for each word: ``recordings/yes/a.wav``."""
 
     processor, metrics = AudioProcessor, (AverageRecall(), Accuracy())
-
-    def prepare(self, recipe: Recipe) -> LabelledData:
-        return prepare_examples(_read_folder(recipe.data.source), recipe.data, self.processor, self.targets)
-
-
-def _read_folder(source: str) -> Examples:
-    """Return the recordings of a folder, with the names of their folders as labels."""
-    files = sorted(to_path(source).glob("*/*.wav"), key=str)
-    if not files:
-        raise DataError(f"data.source {source!r} has no recordings: expected LABEL/NAME.wav")
-    contents: list[Input] = []
-    for file in files:
-        contents.append(content := file.read_bytes())
-        try:
-            require_recording(content)
-        except DataError as error:
-            raise DataError(f"data.source {source!r}, {file.parent.name}/{file.name}: {error}") from error
-    return Examples("audio", contents, [file.parent.name for file in files])

@@ -73,6 +73,8 @@ def select(rows: LabelledDataset, indices: Sequence[int]) -> LabelledDataset:
 def fingerprint_of(rows: LabelledDataset) -> str:
     """Return the sha256 over every input and class, in order."""
     digest = hashlib.sha256()
-    for piece in rows.content():
-        digest.update(piece)
+    for item, label in zip(rows.split.inputs, rows.split.classes, strict=True):
+        content = item.encode() if isinstance(item, str) else item
+        # With its length, an input cannot run into the next one.
+        digest.update(f"{label} {len(content)} ".encode() + content)
     return digest.hexdigest()

@@ -3,23 +3,42 @@
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from app.config import DataConfig
 from app.data.examples import REASONS, CleaningReport, Reason
+from app.data.kinds import ColumnKind, Kinds, in_words, merge_kinds
 from app.data.preparation.near_duplicates import NearDuplicates
 from app.data.preparation.stratify import stratify
 from app.data.preparation.survey import KEPT, SPLITS
-from app.data.preparation.surveys import Surveys, resolve
+from app.data.preparation.surveys import Duplicates, Surveys, resolve
 from app.data.preparation.work import UnitWork
 from app.errors import DataError
 from app.storage import write_atomically
 
 
-def decide(work: UnitWork, judge_units: Callable[[], None]) -> tuple[CleaningReport, list[str]]:
-    """Decide which rows are kept. Return the counts of dropped rows, and the labels of the kept rows.
+@dataclass(frozen=True)
+class Decision:
+    """What is kept of a source."""
+
+    report: CleaningReport
+    kinds: Kinds
+    """Of the columns of a table."""
+    labels: list[str]
+    kept: NDArray[np.int64]
+    """Kept rows of each label in each split, of shape (labels, splits)."""
+
+    def rows_of(self, *splits: int) -> dict[str, int]:
+        """Return the number of rows of each label that some splits have, without those that they do not have."""
+        counts = self.kept[:, splits].sum(axis=1).tolist()
+        return {label: count for label, count in zip(self.labels, counts, strict=True) if count}
+
+
+def decide(work: UnitWork, judge_units: Callable[[], None]) -> Decision:
+    """Decide which rows are kept.
 
     ``judge_units`` looks for suspect labels in each unit. It is called if ``data.clean.label_noise`` is set.
     """
@@ -30,7 +49,6 @@ def decide(work: UnitWork, judge_units: Callable[[], None]) -> tuple[CleaningRep
         starts=np.cumsum([0, *(unit.rows for unit in facts)]),
     )
     config, total = work.config, int(surveys.starts[-1])
-    assert config.shards is not None
     if not total:
         raise DataError(f"data.source {config.source!r} has no rows: give a source that has some")
     with tempfile.TemporaryFile(prefix="rayloom-codes-") as file:
@@ -39,7 +57,9 @@ def decide(work: UnitWork, judge_units: Callable[[], None]) -> tuple[CleaningRep
         codes = np.memmap(file, np.uint8, "r+", shape=(total,))
         for start, survey in surveys:
             codes[start : start + len(survey.codes)] = survey.codes
-        resolve(surveys, config.clean, codes, config.shards.memory)
+        tests = sum(one.rows for unit, one in zip(work.units, facts, strict=True) if unit.is_test)
+        rules = Duplicates(work.deduplicates, work.kind.has_labels and work.kind.labels_agree, tests)
+        resolve(surveys, rules, codes, config.shards.memory)
         if threshold := config.clean.near_duplicates:
             files = [work.signature_files(unit.number) for unit in work.units]
             NearDuplicates(files, surveys.starts, threshold, config.shards.memory).drop(codes)
@@ -49,16 +69,19 @@ def decide(work: UnitWork, judge_units: Callable[[], None]) -> tuple[CleaningRep
 
             doubted, examples = find_noise(work, surveys, codes, judge_units)
         unreadable = next((unit.unreadable for unit in facts if unit.unreadable), "")
-        report, labels = _count(work, surveys, codes, unreadable)
+        report, kept = _count(work, surveys, codes, unreadable)
     if doubted:
         suspected = doubted if config.clean.label_noise == "report" else 0
         report = report.model_copy(update={"suspected": suspected, "examples": {"label_noise": examples}})
-    return report, labels
+    kinds: dict[str, ColumnKind] = {}
+    for one in facts:
+        merge_kinds(kinds, one.kinds)
+    return Decision(report.model_copy(update={"columns": in_words(kinds, config.columns)}), kinds, surveys.labels, kept)
 
 
 def _count(
     work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8], unreadable: str
-) -> tuple[CleaningReport, list[str]]:
+) -> tuple[CleaningReport, NDArray[np.int64]]:
     """Save the decision for each unit, and check that there is enough in each split.
 
     ``unreadable`` is the first row that is not a text or picture, if there is any.
@@ -71,20 +94,19 @@ def _count(
         np.add.at(kept, (survey.labels[chosen], survey.splits[chosen]), 1)
         for code, count in zip(*np.unique(part[~chosen], return_counts=True), strict=True):
             dropped[REASONS[code - 1]] += int(count)
-    moves = stratify(surveys, codes, kept[:-1], _fractions(work.config) > 0.0) if work.config.stratify else {}
+    # The last row is that of rows without a label.
+    moves = {} if work.config.group_column else stratify(surveys, codes, kept, _fractions(work.config) > 0.0, work.kind)
     moved = np.array(sorted(moves.items()), np.int64).reshape(-1, 2)
     for unit, start, stop in zip(work.units, surveys.starts[:-1], surveys.starts[1:], strict=True):
         write_atomically(work.codes_file(unit.number), codes[start:stop].tobytes())
         mine = moved[(moved[:, 0] >= start) & (moved[:, 0] < stop)] - [start, 0]
         write_atomically(work.moves_file(unit.number), np.ascontiguousarray(mine.T).tobytes())
-    what = "documents" if work.contents == "language-modeling" else "examples"
-    report = CleaningReport(what=what, given=len(codes), kept=int(kept.sum()), dropped=dropped)
+    report = CleaningReport(what=work.kind.what, given=len(codes), kept=int(kept.sum()), dropped=dropped)
     _require_readable(work.config, report, unreadable)
     _require_splits(work.config, kept.sum(axis=0), str(report))
-    if work.contents == "language-modeling":
-        return report, []
-    _require_classes(work.config, surveys.labels, kept)
-    return report, [label for label, row in zip(surveys.labels, kept, strict=False) if row.sum()]
+    if work.kind.are_classes:
+        _require_classes(work.config, surveys.labels, kept)
+    return report, kept[:-1]
 
 
 def _fractions(config: DataConfig) -> NDArray[np.float64]:
@@ -95,14 +117,14 @@ def _fractions(config: DataConfig) -> NDArray[np.float64]:
 def _require_readable(config: DataConfig, report: CleaningReport, first: str) -> None:
     limit = config.clean.max_unreadable
     unreadable: dict[Reason, str] = {
-        "unreadable": "pictures that cannot be decoded",
+        "unreadable": "files that cannot be decoded",
         "not_text": "texts not in UTF-8",
     }
     for reason, what in unreadable.items():
         if (count := report.dropped.get(reason, 0)) > limit * report.given:
             raise DataError(
                 f"data.source {config.source!r} has {count:,} {what} among {report.given:,} rows, more "
-                f"than {100 * limit:g}%, such as {first!r}: repair or remove them, or raise data.clean.max_unreadable"
+                f"than {100 * limit:g}%, such as {first}: repair or remove them, or raise data.clean.max_unreadable"
             )
 
 
@@ -121,12 +143,10 @@ def _require_splits(config: DataConfig, sizes: NDArray[np.int64], report: str) -
 
 
 def _require_classes(config: DataConfig, labels: list[str], kept: NDArray[np.int64]) -> None:
-    source = f"data.source {config.source!r}"
-    found = [label for label, row in zip(labels, kept, strict=False) if row.sum()]
-    if len(found) < 2:
-        raise DataError(f"{source} has the classes {found} after cleaning: expected two or more")
-    for label, (train, *others) in zip(labels, kept.tolist(), strict=False):
-        if not train and sum(others):
+    for label, (train, validation, test) in zip(labels, kept.tolist(), strict=False):
+        held_out = validation + (test if config.test_fraction else 0)
+        if not train and held_out:
             raise DataError(
-                f"{source} has no training example of {label!r}: its {sum(others)} are in other splits; give more"
+                f"data.source {config.source!r} has no training example of {label!r}: its {held_out} are in other "
+                "splits; give more"
             )

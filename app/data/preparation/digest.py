@@ -17,7 +17,8 @@ class RowsDigest:
         """Add rows, with all of their cells."""
         for key, cells in rows.cells.items():
             digest = self._columns.setdefault(key, blake2b(digest_size=16))
-            for cell in cells.cast(pa.binary()).to_pylist():
+            texts = cells if pa.types.is_binary(cells.type) else cells.cast(pa.string())
+            for cell in texts.cast(pa.binary()).to_pylist():
                 # With its length, a cell cannot run into the next one.
                 digest.update((-1 if cell is None else len(cell)).to_bytes(8, signed=True))
                 digest.update(cell or b"")

@@ -6,34 +6,31 @@ from dataclasses import asdict
 from typing import Any
 
 from app.checksums import checksum_lines, sha256_of
-from app.config import ColumnsConfig, DataConfig, Recipe
+from app.config import DataConfig, Recipe
+from app.data.preparation.samples import SampleKind
 from app.data.shards import FORMAT
 from app.data.sources.formats.base import SourceFile
-from app.data.sources.units import Contents
 from app.data.tokenizer import read_tokenizer
 from app.pretrained import PretrainedFolder, open_pretrained
 
-_READ = {"source", "seed", "validation_fraction", "test_fraction", "group_column", "stratify", "clean"}
+_READ = {"source", "seed", "validation_fraction", "test_fraction", "test_source", "group_column", "clean"}
 """Keys of ``data`` that every preparation reads, beside columns."""
 
 
-def settings_of(recipe: Recipe, contents: Contents) -> dict[str, Any]:
+def settings_of(recipe: Recipe, kind: SampleKind) -> dict[str, Any]:
     """Return everything but the files of the source that the shards of a recipe depend on."""
-    config, has_labels = recipe.data, contents != "language-modeling"
-    assert config.shards is not None
+    config = recipe.data
     settings = {
         "format": FORMAT,
-        "kind": contents,
+        "kind": kind.contents,
         "size": config.shards.size,
         **config.model_dump(mode="json", include=_READ),
-        "columns": [_names(one.columns, has_labels) for one in config.each_source()],
+        "columns": [one.columns.model_dump(mode="json") for one in config.each_source()],
     }
+    if kind.targets is None:
+        return settings | _blocks(recipe, config)
     # Processors of labelled examples read the shards as they are.
-    return settings | ({} if has_labels else _blocks(recipe, config))
-
-
-def _names(columns: ColumnsConfig, has_labels: bool) -> dict[str, str]:
-    return {"input": columns.input, "label": columns.label} if has_labels else {"input": columns.input}
+    return settings | {"targets": f"{kind.targets.__module__}:{kind.targets.__qualname__}"}
 
 
 def _blocks(recipe: Recipe, config: DataConfig) -> dict[str, Any]:

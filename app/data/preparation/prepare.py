@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -12,30 +12,35 @@ from upath import UPath
 
 from app.config import DataConfig, Recipe
 from app.data.examples import MAX_EXAMPLES, CleaningReport, Input, Reason
-from app.data.preparation.decision import decide
+from app.data.kinds import resolve_categories
+from app.data.preparation.decision import Decision, decide
 from app.data.preparation.fingerprint import fingerprint_of, settings_of
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.sample import SAMPLE_FILE, Sample, SampleBuilder, fraction_for
-from app.data.preparation.survey import IN_TRAIN, KEPT, SPLITS
+from app.data.preparation.samples import SampleKind
+from app.data.preparation.survey import IN_TEST, IN_TRAIN, IN_VALIDATION, KEPT, SPLITS
 from app.data.preparation.work import UnitResult, UnitWork
 from app.data.preparation.writers import block_schema, labelled_schema
 from app.data.prepared import TRAIN, VALIDATION
 from app.data.shards import Shard, ShardIndex
 from app.data.sources.formats import FORMATS
-from app.data.sources.formats.base import SourceFile
+from app.data.sources.formats.base import DOCUMENTS, SourceFile
+from app.data.sources.labelled import resolve_columns
 from app.data.sources.source import Source
-from app.data.sources.units import Contents, Unit, cut_sources, list_files, tell_unread
-from app.data.targets import save_labels
+from app.data.sources.units import Unit, cut_sources, list_files, tell_unread
+from app.data.targets import Targets
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError, RecipeError
 from app.heartbeat import wait_for_lock
 from app.pretrained import open_pretrained
-from app.storage import absolute_location
+from app.storage import absolute_location, write_atomically
 
 SHARDS = "data"
 """Folder of storage that has the shards of each source and way to prepare it."""
 _OF_TEXTS = ("near_duplicates", "label_noise", "min_length", "max_length", "max_symbol_share", "languages")
 _UNIT_SHARDS = 8
+COLUMNS_FILE = "columns.json"
+"""The columns of the source, with those of categories named."""
 
 RunUnits = Callable[[Callable[[int], int], Sequence[int]], Iterable[int]]
 """Calls a function with the number of each unit, and yields each number when that unit is done."""
@@ -46,7 +51,7 @@ class Preparer:
     """Prepares the data of one recipe."""
 
     recipe: Recipe
-    contents: Contents
+    kind: SampleKind
     storage: UPath
     run_units: RunUnits = map
 
@@ -57,63 +62,84 @@ class Preparer:
             DataError: the source cannot be read, or has too few rows.
         """
         config = self.recipe.data
-        assert config.shards is not None
-        sources = self._sources()
-        files = [file for found in sources for file in found]
-        self._require_keys(files)
-        settings = settings_of(self.recipe, self.contents)
-        fingerprint = fingerprint_of(files, settings)
+        sources, tests = self._sources()
+        self._require_keys([file for found in sources for file in found])
+        settings = settings_of(self.recipe, self.kind)
+        fingerprint = fingerprint_of([*tests, *(file for found in sources for file in found)], settings)
         folder = self.storage / SHARDS / fingerprint[:16]
         if ShardIndex.find(folder) is not None:
             return folder
         with wait_for_lock(folder, f"preparing {config.source!r}"):
             if ShardIndex.find(folder) is None:  # else the job that had the lock has made it
-                self._make(folder, sources, fingerprint, settings)
+                self._make(folder, sources, tests, fingerprint, settings)
         return folder
 
     def _require_keys(self, files: list[SourceFile]) -> None:
         """Raise RecipeError or DataError if the recipe has keys that do not suit its source."""
-        config, is_image = self.recipe.data, self.contents == "image"
+        config, contents = self.recipe.data, self.kind.contents
         has_columns = {name for name, one in FORMATS.items() if one.has_columns}
         if config.group_column and (file := next((file for file in files if file.format not in has_columns), None)):
             raise DataError(
                 f"data.group_column is {config.group_column!r}, and {file.path!r} is not a table: leave it out"
             )
-        if config.stratify and self.contents == "language-modeling":
-            raise RecipeError("data.stratify is true, and language modelling has no labels: leave it out")
         of_texts = {key: getattr(config.clean, key) for key in _OF_TEXTS}
-        if is_image and (key := next((key for key, value in of_texts.items() if value is not None), None)):
+        key = next((key for key, value in of_texts.items() if value is not None), None)
+        if key and contents not in ("text", DOCUMENTS):
             raise RecipeError(f"data.clean.{key} is {of_texts[key]}, and applies to texts only: leave it out")
+        if config.clean.label_noise and not self.kind.are_classes:
+            raise RecipeError("data.clean.label_noise is for texts with one label each: leave it out")
 
-    def _make(self, folder: UPath, sources: list[list[SourceFile]], fingerprint: str, settings: dict[str, Any]) -> None:
+    def _make(
+        self,
+        folder: UPath,
+        sources: list[list[SourceFile]],
+        tests: list[SourceFile],
+        fingerprint: str,
+        settings: dict[str, Any],
+    ) -> None:
         """Make the shards, or go on where an earlier job was interrupted."""
-        config = self.recipe.data
-        assert config.shards is not None
+        config = self._resolved(sources)
         for one, files in zip(config.each_source(), sources, strict=True):
             tell_unread(Source(one.source), files, partial(self._is_data, one))
-        units = cut_sources(sources, _UNIT_SHARDS * config.shards.size)
+        units = cut_sources(sources, tests, _UNIT_SHARDS * config.shards.size)
         _require_memory(units, config.shards.memory)
         fraction = fraction_for(sum(unit.bytes for unit in units))
-        work = UnitWork(str(folder), config, tuple(units), self.contents, fraction)
+        work = UnitWork(str(folder), config, tuple(units), self.kind, None, fraction)
         self._run("reading", work, work.survey, "facts-")
-        report, labels = decide(work, lambda: self._judge(work))
-        self._save_codec(work, labels)
+        decision = decide(work, lambda: self._judge(work))
+        work = replace(work, targets=self._save_codec(work, decision))
         self._run("writing shards", work, work.write, "unit-")
-        self._require_unchanged(sources)
-        self._publish(work, folder, fingerprint, settings, report)
+        self._require_unchanged(sources, tests)
+        self._publish(work, folder, fingerprint, settings, decision.report)
+
+    def _resolved(self, sources: list[list[SourceFile]]) -> DataConfig:
+        """Return the section ``data`` with the features of tables named."""
+        config = self.recipe.data
+        if self.kind.contents == DOCUMENTS:
+            return config
+        named = [
+            resolve_columns(files, one.columns, self.kind.contents)
+            for one, files in zip(config.each_source(), sources, strict=True)
+        ]
+        if not config.sources:
+            return config.model_copy(update={"columns": named[0]})
+        each = [one.model_copy(update={"columns": columns}) for one, columns in zip(config.sources, named, strict=True)]
+        return config.model_copy(update={"sources": each})
 
     def _judge(self, work: UnitWork) -> None:
         from app.data.preparation.noisy_labels import judge_unit  # scikit-learn takes a second to import
 
         self._run("judging labels", work, partial(judge_unit, work), "doubts-")
 
-    def _sources(self) -> list[list[SourceFile]]:
-        """Return the files of each source. Files of a storage inside a source are left out."""
-        return [self._listed(one) for one in self.recipe.data.each_source()]
-
-    def _listed(self, one: DataConfig) -> list[SourceFile]:
-        """List the files of one source, without those of the storage if it lies in the source."""
-        return [file for file in list_files(Source(one.source), self.contents) if self._is_data(one, file.path)]
+    def _sources(self) -> tuple[list[list[SourceFile]], list[SourceFile]]:
+        """Return the files of each source, and of the test source, without those of a storage inside a source."""
+        config, contents = self.recipe.data, self.kind.contents
+        sources = [
+            [file for file in list_files(Source(one.source), contents) if self._is_data(one, file.path)]
+            for one in config.each_source()
+        ]
+        test = config.test_source
+        return sources, [] if test is None else list_files(Source(test, "data.test_source"), contents)
 
     def _is_data(self, one: DataConfig, path: str) -> bool:
         """Return whether a file of a source is none of the storage, which may lie in the source."""
@@ -122,9 +148,11 @@ class Preparer:
             return True
         return not absolute_location(path).startswith(f"{root}{SHARDS}/" if root == source else root)
 
-    def _require_unchanged(self, sources: list[list[SourceFile]]) -> None:
+    def _require_unchanged(self, sources: list[list[SourceFile]], tests: list[SourceFile]) -> None:
         """List the source again. Raises DataError if it is not as it was: its fingerprint would tell a lie."""
-        before, now = ({file for found in given for file in found} for given in (sources, self._sources()))
+        before, now = (
+            {file for found in [*given, test] for file in found} for given, test in ((sources, tests), self._sources())
+        )
         if changed := sorted({file.path for file in before ^ now}):
             raise DataError(
                 f"data.source {self.recipe.data.source!r} changed while it was prepared ({len(changed):,} files, such "
@@ -136,11 +164,13 @@ class Preparer:
         done = work.finished(prefix)
         left = [unit.number for unit in work.units if unit.number not in done]
         progress = UnitProgress(what, [unit.bytes for unit in work.units], done, time.monotonic)
-        for number in self.run_units(function, left):
+        # Small data are worked on here: a task on a cluster would take longer to start.
+        run_units = self.run_units if len(work.units) > 1 else map
+        for number in run_units(function, left):
             progress.add(number)
 
-    def _save_codec(self, work: UnitWork, labels: list[str]) -> None:
-        """Save what the shards are written with, and the sample that a processor is fitted on."""
+    def _save_codec(self, work: UnitWork, decision: Decision) -> Targets | None:
+        """Save what the shards are written with, and the sample that a processor is fitted on. Return the targets."""
         folder = work.work.parent
         sample = self._sample(work)
         if not sample.inputs and self.recipe.model.pretrained is None:
@@ -149,15 +179,25 @@ class Preparer:
                 "tokenizer is learned from: give more or shorter rows, or another data.seed"
             )
         if sample.fraction < 1.0:
-            what = "parts of documents" if self.contents == "language-modeling" else f"{self.contents}s"
+            what = "parts of documents" if self.kind.contents == DOCUMENTS else f"{self.kind.contents}s"
             print(
                 f"the processor is fitted to a sample of the training data: {len(sample.inputs):,} {what}", flush=True
             )
-        if self.contents != "language-modeling":
-            save_labels(labels, folder)
-            sample.save(folder / SAMPLE_FILE)
-        elif not (folder / SETTINGS_FILE).exists():  # it is written last
-            self._fit_tokenizer(sample.inputs).save(folder)
+        if self.kind.targets is None:
+            if not (folder / SETTINGS_FILE).exists():  # it is written last
+                self._fit_tokenizer(sample.inputs).save(folder)
+            return None
+        sample.save(folder / SAMPLE_FILE)
+        columns = resolve_categories(decision.kinds, work.config.columns)
+        write_atomically(folder / COLUMNS_FILE, columns.model_dump_json(indent=1).encode())
+        learned = (
+            (IN_TRAIN, IN_VALIDATION, IN_TEST) if self.recipe.data.test_source is None else (IN_TRAIN, IN_VALIDATION)
+        )
+        targets = self.kind.targets.fit(decision.rows_of(*learned), self.recipe.data)
+        trained = decision.rows_of(IN_TRAIN)
+        targets = targets.fitted(targets.read([*trained], self.recipe.data), [*trained.values()])
+        targets.save(folder)
+        return targets
 
     def _sample(self, work: UnitWork) -> Sample:
         """Return a sample of the training rows that are kept. Compressed files may have more text than they say."""
@@ -194,8 +234,8 @@ class Preparer:
         report.model_copy(update={"examples": examples | report.examples}).save(folder)
         schema = (
             block_schema(LanguageTokenizer.load(folder))
-            if self.contents == "language-modeling"
-            else labelled_schema(self.contents)
+            if work.targets is None
+            else labelled_schema(self.kind.contents, work.targets.rule)
         )
         index = ShardIndex(
             fingerprint=fingerprint,

@@ -8,7 +8,7 @@ _INTERVAL_S = 10.0
 
 
 class UnitProgress:
-    """Prints how many units are done, and the time that is left, at most every ten seconds."""
+    """Prints how many units are done, and the time that is left, at most every ten seconds. A quick unit is silent."""
 
     def __init__(self, what: str, sizes: Sequence[int], done: Collection[int], clock: Callable[[], float]) -> None:
         """``sizes`` are the bytes of all units, and ``done`` the numbers of those that an earlier attempt has done."""
@@ -23,7 +23,8 @@ class UnitProgress:
         """Count a unit that is done."""
         self._done.add(number)
         now = self._clock()
-        if now - self._last < _INTERVAL_S and len(self._done) < len(self._sizes):
+        is_last = len(self._done) == len(self._sizes) and len(self._sizes) > 1
+        if now - self._last < _INTERVAL_S and not is_last:
             return
         self._last = now
         total = sum(self._sizes)

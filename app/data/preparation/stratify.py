@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from app.data.preparation.survey import KEPT
+from app.data.preparation.samples import SampleKind
+from app.data.preparation.survey import IN_TRAIN, KEPT
 from app.data.preparation.surveys import Surveys
 
 Moves = Mapping[int, int]
@@ -13,47 +14,56 @@ Moves = Mapping[int, int]
 
 
 def stratify(
-    surveys: Surveys, codes: NDArray[np.uint8], kept: NDArray[np.int64], is_used: NDArray[np.bool_]
+    surveys: Surveys, codes: NDArray[np.uint8], kept: NDArray[np.int64], is_used: NDArray[np.bool_], kind: SampleKind
 ) -> dict[int, int]:
     """Return rows that move to another split, so that each label with enough rows is in all splits. Update ``kept``.
 
     If a split lacks a label, the label's row with the lowest hash moves there from the split with the most. All other
-    rows stay in the split of their hash, whatever the size of the data.
+    rows stay in the split of their hash, whatever the size of the data. Without classes, all rows count as one label.
 
     Args:
-        kept: number of kept rows of each label in each split, of shape (labels, splits).
+        kept: number of kept rows of each label in each split, of shape (labels + 1, splits). The last is no label.
         is_used: whether the recipe has the split, of shape (splits,).
+        kind: whether labels are classes.
     """
+    counts = kept[:-1] if kind.are_classes else kept.sum(axis=0, keepdims=True)
+    used = np.flatnonzero(is_used)
     targets: dict[int, list[int]] = {}
-    donors = kept.argmax(axis=1)
-    for label in np.flatnonzero((kept[:, is_used] == 0).any(axis=1) & (kept.sum(axis=1) > 1)).tolist():
-        lacking = [split for split in np.flatnonzero(is_used).tolist() if not kept[label, split]]
-        # Training comes first, and the donor keeps one row.
-        targets[label] = lacking[: int(kept[label, donors[label]]) - 1]
+    donors = used[counts[:, used].argmax(axis=1)]
+    for label in np.flatnonzero((counts[:, used] == 0).any(axis=1) & (counts[:, used].sum(axis=1) > 0)).tolist():
+        lacking = [split for split in used.tolist() if not counts[label, split]]
+        # Training comes first, and another split keeps one row.
+        spare = int(counts[label, donors[label]]) - (IN_TRAIN not in lacking or counts[label, used].sum() > 1)
+        targets[label] = lacking[:spare]
     moves = {}
     for label, rows in _lowest(
-        surveys, codes, donors, {label: len(splits) for label, splits in targets.items()}
+        surveys, codes, donors, {label: len(splits) for label, splits in targets.items()}, kind.are_classes
     ).items():
-        for row, split in zip(rows, targets[label], strict=True):
+        for (row, of_row), split in zip(rows, targets[label], strict=True):
             moves[row] = split
-            kept[label, donors[label]] -= 1
-            kept[label, split] += 1
+            kept[of_row, donors[label]] -= 1
+            kept[of_row, split] += 1
     return moves
 
 
 def _lowest(
-    surveys: Surveys, codes: NDArray[np.uint8], donors: NDArray[np.int64], counts: Mapping[int, int]
-) -> dict[int, list[int]]:
-    """Return the rows with the lowest hashes of each label, in the split that gives them."""
-    found: dict[int, list[tuple[int, int]]] = {label: [] for label in counts}
+    surveys: Surveys,
+    codes: NDArray[np.uint8],
+    donors: NDArray[np.int64],
+    counts: Mapping[int, int],
+    are_classes: bool,
+) -> dict[int, list[tuple[int, int]]]:
+    """Return the rows with the lowest hashes of each label, in the split that gives them, each with its own label."""
+    found: dict[int, list[tuple[int, int, int]]] = {label: [] for label in counts}
     labels = np.array(sorted(counts), np.int32)
     if not len(labels):
         return {}
     for start, survey in surveys:
         is_kept = codes[start : start + len(survey.codes)] == KEPT
-        chosen = is_kept & np.isin(survey.labels, labels) & (survey.splits == donors[survey.labels])
+        groups = survey.labels if are_classes else np.zeros_like(survey.labels)
+        chosen = is_kept & np.isin(groups, labels) & (survey.splits == donors[groups])
         for row in np.flatnonzero(chosen).tolist():
-            label = int(survey.labels[row])
-            hashed = (int(survey.high[row]), start + row)
+            label = int(groups[row])
+            hashed = (int(survey.high[row]), start + row, int(survey.labels[row]))
             found[label] = sorted([*found[label], hashed])[: counts[label]]
-    return {label: [row for _, row in rows] for label, rows in found.items()}
+    return {label: [(row, own) for _, row, own in rows] for label, rows in found.items()}

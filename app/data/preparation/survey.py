@@ -7,21 +7,19 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from upath import UPath
 
-from app.config import CleanConfig
+from app.config import CleanConfig, DataConfig
 from app.data.examples import REASONS, Input, Reason, refuse
-from app.data.images import is_readable
 from app.data.preparation.sample import Hashes, SampleBuilder, fractions_of
+from app.data.preparation.samples import SampleKind
 from app.data.preparation.slices import Arrays, Slices
 from app.data.prepared import TEST, TRAIN, VALIDATION
-from app.data.sources.cells import Rows
-from app.data.sources.labelled import GROUP, INPUT, LABEL
 from app.errors import DataError
 
 _MAX_LABELS = 100_000
@@ -48,6 +46,11 @@ class SplitRule:
     validation_fraction: float
     test_fraction: float
 
+    @classmethod
+    def of(cls, config: DataConfig) -> "SplitRule":
+        """Return the rule of a recipe."""
+        return cls(config.seed, config.validation_fraction, config.test_fraction or 0.0)
+
     def split(self, keys: Hashes) -> NDArray[np.uint8]:
         """Return the place in ``SPLITS`` of each key."""
         fractions = fractions_of(keys, _SALT ^ (self.seed % 2**64))
@@ -55,6 +58,17 @@ class SplitRule:
         splits[fractions < self.validation_fraction + self.test_fraction] = IN_TEST
         splits[fractions < self.validation_fraction] = IN_VALIDATION
         return splits
+
+
+class _AllTest:
+    """The rule of ``data.test_source``."""
+
+    def split(self, keys: Hashes) -> NDArray[np.uint8]:
+        return np.full(len(keys), IN_TEST, np.uint8)
+
+
+Rule = SplitRule | _AllTest
+ALL_TEST = _AllTest()
 
 
 @dataclass(frozen=True)
@@ -94,27 +108,21 @@ class Cleaner:
     """How an input is cleaned on its own."""
 
     config: CleanConfig
-    strips: bool
-    """Whether white space around a text is dropped, as in labelled examples."""
-    is_image: bool
-
-    def clean(self, item: Input | None) -> Input | None:
-        """Return an input as training sees it; None if it is not a text in UTF-8, or not a picture."""
-        if self.is_image and not (isinstance(item, bytes) and is_readable(item)):
-            return None
-        return self.convert(item)
+    kind: SampleKind
 
     def convert(self, item: Input | None) -> Input | None:
-        """Return an input as training sees it, without a look at pictures."""
-        return item.strip() if self.strips and isinstance(item, str) else item
+        """Return an input as training sees it; None stays None."""
+        return item.strip() if self.kind.strips and isinstance(item, str) else item
 
     def code(self, item: Input | None, label: str | None) -> int:
         """Return the code of a cleaned row that is dropped whatever the others are; else ``KEPT``."""
         if item is None:
-            return code_of("unreadable" if self.is_image else "not_text")
-        if self.config.drop_empty and not (item if self.strips or isinstance(item, bytes) else item.strip()):
+            return code_of("not_text" if self.kind.is_text else "unreadable")
+        # A record without any field cannot be encoded.
+        drops_empty = self.config.drop_empty or self.kind.contents == "record"
+        if drops_empty and not (item if self.kind.strips or isinstance(item, bytes) else item.strip()):
             return code_of("empty")
-        if reason := refuse(item, self.config):
+        if self.kind.is_text and (reason := refuse(item, self.config)):
             return code_of(reason)
         return code_of("unlabelled") if label == "" else KEPT
 
@@ -122,7 +130,7 @@ class Cleaner:
 class Surveyor:
     """Surveys the rows of one unit, of which it holds a slice in memory."""
 
-    def __init__(self, cleaner: Cleaner, rule: SplitRule, sample: SampleBuilder, file: BinaryIO) -> None:
+    def __init__(self, cleaner: Cleaner, rule: Rule, sample: SampleBuilder, file: BinaryIO) -> None:
         """Write the survey to ``file``. Add rows to ``sample`` unless they are dropped on their own."""
         self._cleaner, self._rule, self._sample = cleaner, rule, sample
         self._file, self._slices = pa.ipc.new_file(file, SURVEY_SCHEMA), Slices()
@@ -135,24 +143,29 @@ class Surveyor:
         """The labels, in the order of ``Survey.labels``."""
         return list(self._labels)
 
-    def add(self, rows: Rows) -> list[Input | None]:
+    def add(
+        self, inputs: Iterable[Input | None], labels: Sequence[str] | None, groups: Sequence[str] | None
+    ) -> list[Input | None]:
         """Survey some rows, and return the cleaned inputs. Raises DataError if there are too many labels."""
-        cleaned = [self._cleaner.clean(item) for item in rows.cells[INPUT].to_pylist()]
-        high, low = hashes_of(cleaned)
-        given = cells_of(rows, LABEL) or cast(list[str | None], [None] * len(cleaned))
+        cleaned = [self._cleaner.convert(item) for item in inputs]
+        of_inputs = hashes_of(cleaned)
+        agree = labels is None or self._cleaner.kind.labels_agree
+        high, low = of_inputs if agree else hashes_of(list(map(_with_label, cleaned, labels or ())))
+        given: Sequence[str | None] = labels or [None] * len(cleaned)
         codes = np.array(
             [self._cleaner.code(item, label) for item, label in zip(cleaned, given, strict=True)], np.uint8
         )
-        labels = [self._labels.setdefault(label, len(self._labels)) if label else -1 for label in given]
-        if len(self._labels) > _MAX_LABELS:
+        places = [self._labels.setdefault(label, len(self._labels)) if label else -1 for label in given]
+        if agree and len(self._labels) > _MAX_LABELS:
             raise DataError(
                 f"the column of data.columns.label has over {_MAX_LABELS:,} different values, such as {given[-1]!r}: "
                 "name the column of the class"
             )
-        splits = self._rule.split(split_keys(cells_of(rows, GROUP), low))
+        # Equal inputs are in one split, whatever their labels.
+        splits = self._rule.split(split_keys(groups, of_inputs[1]))
         usable = [item if code == KEPT else None for item, code in zip(cleaned, codes.tolist(), strict=True)]
-        self._sample.add(self.num_rows, usable, low)
-        self._write(self._slices.add(high, low, splits, codes, np.array(labels, np.int32)))
+        self._sample.add(self.num_rows, usable, of_inputs[1])
+        self._write(self._slices.add(high, low, splits, codes, np.array(places, np.int32)))
         self.num_rows += len(cleaned)
         return cleaned
 
@@ -166,10 +179,10 @@ class Surveyor:
         self._file.close()
 
 
-def cells_of(rows: Rows, key: str) -> list[str] | None:
-    """Return the cells of a column of texts; None if it is not read."""
-    found: list[str] | None = rows.cells[key].to_pylist() if key in rows.cells else None
-    return found
+def _with_label(item: Input | None, label: str) -> bytes:
+    """Return the bytes of an input and its label, which no other pair has."""
+    content = b"" if item is None else item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
+    return f"{len(content)} ".encode() + content + label.encode()
 
 
 def split_keys(groups: Sequence[str] | None, low: Hashes) -> Hashes:
@@ -198,3 +211,18 @@ def digest_of(item: Input | None) -> bytes:
     """Return the hash of a cleaned input, of ``DIGEST_BYTES``."""
     content = b"" if item is None else item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+def drop_equal(
+    codes: NDArray[np.uint8], digests: Sequence[bytes], labels: Sequence[str | None], deduplicate: bool
+) -> None:
+    """Write the codes of duplicates and of inputs under several labels into ``codes``, of a few rows in memory."""
+    places: dict[bytes, list[int]] = {}
+    for place in np.flatnonzero(codes == KEPT).tolist():
+        places.setdefault(digests[place], []).append(place)
+    for first, *others in places.values():
+        has_conflict = any(labels[place] != labels[first] for place in others)
+        if has_conflict:
+            codes[first] = code_of("conflicting")
+        if deduplicate or has_conflict:
+            codes[others] = code_of("duplicate" if deduplicate else "conflicting")

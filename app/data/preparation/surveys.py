@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from upath import UPath
 
-from app.config import CleanConfig
 from app.data.preparation.slices import Arrays, join_slices
 from app.data.preparation.survey import KEPT, Survey, code_of
 
@@ -52,7 +51,7 @@ class Surveys:
         return join_slices(chosen(), max_rows)
 
 
-def resolve(surveys: Surveys, clean: CleanConfig, codes: NDArray[np.uint8], max_bytes: int) -> None:
+def resolve(surveys: Surveys, rules: "Duplicates", codes: NDArray[np.uint8], max_bytes: int) -> None:
     """Write the codes of duplicates and of inputs under several labels into ``codes``, of all rows.
 
     Rows are compared in parts, by their hash, so that ``max_bytes`` suffice. The first of equal rows is kept.
@@ -61,20 +60,34 @@ def resolve(surveys: Surveys, clean: CleanConfig, codes: NDArray[np.uint8], max_
     for part in range(parts):
         seen: Arrays | None = None
         for rows, high, low, labels in surveys.hashes(part, parts, max_rows):
-            seen, repeated = _join(seen, (rows, high, low, labels, labels))
-            if clean.deduplicate:
+            seen, repeated, in_test = _join(seen, (rows, high, low, labels, labels), rules.test_rows)
+            if rules.deduplicate:
                 codes[repeated] = code_of("duplicate")
-        if seen is None:
+            codes[in_test] = code_of("in_test")
+        if seen is None or not rules.drops_conflicts:
             continue
-        first_rows, high, low, *_ = (column[seen[3] != seen[4]] for column in seen)
+        first_rows, high, low, *_ = (column[seen[3] < seen[4]] for column in seen)
         codes[first_rows] = code_of("conflicting")
-        if len(first_rows) and not clean.deduplicate:
+        if len(first_rows) and not rules.deduplicate:
             for rows, row_high, row_low, _ in surveys.hashes(part, parts, max_rows):
-                codes[rows[np.isin(row_high, high) & np.isin(row_low, low)]] = code_of("conflicting")
+                again = rows[np.isin(row_high, high) & np.isin(row_low, low)]
+                codes[again[codes[again] == KEPT]] = code_of("conflicting")
 
 
-def _join(seen: Arrays | None, later: Arrays) -> tuple[Arrays, NDArray[np.int64]]:
-    """Return the distinct inputs so far, with those of later rows, and the rows that repeat one.
+@dataclass(frozen=True)
+class Duplicates:
+    """What happens to rows that are equal."""
+
+    deduplicate: bool
+    """Whether one of them is kept."""
+    drops_conflicts: bool
+    """Whether all are dropped if they have several labels."""
+    test_rows: int
+    """The number of rows of ``data.test_source``, which come first. Others that equal one of them are dropped."""
+
+
+def _join(seen: Arrays | None, later: Arrays, test_rows: int) -> tuple[Arrays, NDArray[np.int64], NDArray[np.int64]]:
+    """Return the distinct inputs so far, with those of later rows; the rows that repeat one; those that repeat a test.
 
     Columns are the first row of an input, the halves of its hash, and its lowest and highest label.
     """
@@ -84,6 +97,12 @@ def _join(seen: Arrays | None, later: Arrays) -> tuple[Arrays, NDArray[np.int64]
     is_first = np.ones(len(rows), bool)
     is_first[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
     starts = np.flatnonzero(is_first)
-    if len(starts):
-        lowest, highest = np.minimum.reduceat(lowest, starts), np.maximum.reduceat(highest, starts)
-    return (rows[starts], high[starts], low[starts], lowest, highest), rows[~is_first]
+    if not len(starts):
+        return (rows, high, low, lowest, highest), rows, rows
+    first_of = rows[starts][np.cumsum(is_first) - 1]
+    in_test = (rows >= test_rows) & (first_of < test_rows)
+    # The label of a row that is dropped does not count.
+    bounds = np.iinfo(np.int32)
+    lowest = np.minimum.reduceat(np.where(in_test, bounds.max, lowest), starts)
+    highest = np.maximum.reduceat(np.where(in_test, bounds.min, highest), starts)
+    return (rows[starts], high[starts], low[starts], lowest, highest), rows[~is_first & ~in_test], rows[in_test]

@@ -1,8 +1,9 @@
 """The work on one unit: the survey, and later the shards. It runs in this process or in any other of a cluster."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,17 +12,18 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import MAX_EXAMPLES, REASONS, Input, Reason
+from app.data.kinds import ColumnKind, merge_kinds
 from app.data.preparation.digest import RowsDigest
 from app.data.preparation.sample import SampleBuilder
+from app.data.preparation.samples import SampleKind, groups_in, labels_in
 from app.data.preparation.signatures import SignatureFiles
-from app.data.preparation.survey import KEPT, SPLITS, Cleaner, SplitRule, Survey, Surveyor
-from app.data.preparation.writers import BlockWriter, LabelledWriter, SplitWriter
+from app.data.preparation.survey import ALL_TEST, KEPT, SPLITS, Cleaner, Rule, SplitRule, Survey, Surveyor
+from app.data.preparation.writers import BlockWriter, LabelledWriter, SplitWriter, labelled_schema
 from app.data.shards import Shard
-from app.data.sources.cells import Columns, Rows
-from app.data.sources.documents import document_columns
-from app.data.sources.labelled import INPUT, columns_of
-from app.data.sources.units import Contents, Unit, read_unit
-from app.data.targets import load_labels
+from app.data.sources.cells import Rows
+from app.data.sources.labelled import kinds_of
+from app.data.sources.units import Unit, read_unit
+from app.data.targets import Targets
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 from app.storage import list_names, stream_atomically, to_path, write_atomically
@@ -38,6 +40,8 @@ class UnitFacts(BaseModel):
     label_names: list[str]
     unreadable: str | None
     """Where the first row lies that is not a text or picture."""
+    kinds: dict[str, ColumnKind] = {}
+    """The kinds of the columns of a table."""
 
 
 class UnitResult(BaseModel):
@@ -54,8 +58,16 @@ class UnitWork:
     folder: str
     config: DataConfig
     units: tuple[Unit, ...]
-    contents: Contents
+    kind: SampleKind
+    targets: Targets | None
+    """What the labels mean, once all is decided. None: not yet, or there are no labels."""
     sample_fraction: float
+
+    @property
+    def deduplicates(self) -> bool:
+        """Whether one of several equal rows is kept. By default, rows of tables may be equal."""
+        given = self.config.clean.deduplicate
+        return self.kind.contents not in ("row", "record") if given is None else given
 
     @property
     def work(self) -> UPath:
@@ -127,17 +139,19 @@ class UnitWork:
 
     def survey(self, number: int) -> int:
         """Survey a unit, and return its number. Raises DataError if it cannot be read."""
-        rule = SplitRule(self.config.seed, self.config.validation_fraction, self.config.test_fraction or 0.0)
+        rule: Rule = ALL_TEST if self.units[number].is_test else SplitRule.of(self.config)
+        config = self._config_of(number)
         facts, digest = UnitFacts(rows=0, label_names=[], unreadable=None), RowsDigest()
         with ExitStack() as stack:
             file = stack.enter_context(stream_atomically(self.survey_file(number)))
-            sample = SampleBuilder(self.sample_fraction, cuts=not self._cleaner.strips)
-            surveyor = Surveyor(self._cleaner, rule, sample, file)
+            sample = SampleBuilder(self.sample_fraction, cuts=not self.kind.strips)
+            surveyor = Surveyor(Cleaner(self.config.clean, self.kind), rule, sample, file)
             near = self.config.clean.near_duplicates is not None
             signatures = stack.enter_context(self.signature_files(number).writer()) if near else None
-            for rows in read_unit(self.units[number], self._columns(number)):
+            for rows in self._rows(number):
                 digest.add(rows)
-                cleaned = surveyor.add(rows)
+                merge_kinds(facts.kinds, kinds_of(rows, self.kind.columns(config)))
+                cleaned = surveyor.add(self.kind.inputs(rows, config, verify=True), labels_in(rows), groups_in(rows))
                 if facts.unreadable is None and None in cleaned:
                     facts.unreadable = rows.place(cleaned.index(None))
                 if signatures and cleaned:
@@ -156,8 +170,10 @@ class UnitWork:
         found = [survey.labels for survey in Survey.read(self.survey_file(number))]
         places = np.concatenate([np.empty(0, np.int32), *found])
         examples: dict[Reason, list[str]] = {}
-        writers = {split: self._writer(split, number) for split in SPLITS}
-        names = [*self.facts(number).label_names, ""]  # -1 is no label
+        names = self.facts(number).label_names
+        used = [names[place] for place in np.unique(places[(codes == KEPT) & (places >= 0)]).tolist()]
+        writers = {split: self._writer(split, number, used) for split in SPLITS}
+        names = [*names, ""]  # -1 is no label
         for start, inputs, rows in self.converted(number):
             part = slice(start, start + len(inputs))
             if part.stop > len(codes):
@@ -172,10 +188,11 @@ class UnitWork:
 
     def converted(self, number: int) -> Iterator[tuple[int, list[Input | None], Rows]]:
         """Yield the first row of each batch of a unit, its converted inputs, and the batch."""
-        start, cleaner, digest = 0, self._cleaner, RowsDigest()
-        for rows in read_unit(self.units[number], self._columns(number)):
+        start, cleaner, digest = 0, Cleaner(self.config.clean, self.kind), RowsDigest()
+        config = self._config_of(number)
+        for rows in self._rows(number):
             digest.add(rows)
-            yield start, [cleaner.convert(item) for item in rows.cells[INPUT].to_pylist()], rows
+            yield start, [cleaner.convert(item) for item in self.kind.inputs(rows, config, verify=False)], rows
             start += len(rows)
         if digest.digest() != self.digest_file(number).read_bytes():
             raise self._changed(number)
@@ -199,22 +216,21 @@ class UnitWork:
             if kept:
                 writers[split].add(kept, [labels[row] for row in chosen])
 
-    def _writer(self, split: str, number: int) -> SplitWriter:
-        assert self.config.shards is not None
+    def _writer(self, split: str, number: int, labels: Sequence[str]) -> SplitWriter:
         folder, prefix, size = to_path(self.folder), f"{split}-{number:05d}", self.config.shards.size
-        if self.contents == "language-modeling":
+        if self.targets is None:
             return BlockWriter(folder, prefix, size, LanguageTokenizer.load(folder))
-        return LabelledWriter(folder, prefix, self.contents, size, load_labels(folder))
+        values = self.targets.read(labels, self.config, "test_source" if self.units[number].is_test else "source")
+        value_of = dict(zip(labels, values, strict=True))
+        schema = labelled_schema(self.kind.contents, self.targets.rule)
+        return LabelledWriter(folder, prefix, size, schema, value_of, partial(self.kind.lengths, self.config))
 
-    def _columns(self, number: int) -> Columns:
-        columns, group = self.config.each_source()[self.units[number].source].columns, self.config.group_column
-        if self.contents == "language-modeling":
-            return document_columns(columns, group)
-        return columns_of(columns, self.contents, group)
+    def _rows(self, number: int) -> Iterator[Rows]:
+        return read_unit(self.units[number], self.kind.columns(self._config_of(number)))
 
-    @property
-    def _cleaner(self) -> Cleaner:
-        return Cleaner(self.config.clean, self.contents != "language-modeling", self.contents == "image")
+    def _config_of(self, number: int) -> DataConfig:
+        """Return the configuration of a unit's source."""
+        return self.config.each_source()[self.units[number].source]
 
 
 def _collect(

@@ -1,6 +1,7 @@
 """The rows of one split of a unit as shards: labelled inputs as they are, or documents as blocks of tokens."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -8,9 +9,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from upath import UPath
 
-from app.data.examples import Input, Modality
+from app.data.examples import Input
 from app.data.sharded import INPUT, TOKENS
-from app.data.shards import CLASS, LENGTH, Shard, ShardWriter
+from app.data.shards import LENGTH, VALUE, Shard, ShardWriter
+from app.data.targets import LabelRule
 from app.data.tokenizer import LanguageTokenizer
 
 
@@ -26,10 +28,14 @@ class SplitWriter(Protocol):
         ...
 
 
-def labelled_schema(modality: Modality) -> pa.Schema:
+Measure = Callable[[Sequence[Input]], Sequence[int]]
+_VALUES = {"class": pa.int32(), "classes": pa.list_(pa.int32()), "number": pa.float64(), "json": pa.string()}
+
+
+def labelled_schema(contents: str, rule: LabelRule) -> pa.Schema:
     """Return the columns of labelled inputs."""
-    kind = pa.string() if modality == "text" else pa.binary()
-    return pa.schema({INPUT: kind, CLASS: pa.int32(), LENGTH: pa.int32()})
+    kind = pa.binary() if contents in ("image", "audio") else pa.string()
+    return pa.schema({INPUT: kind, VALUE: _VALUES[rule.kept_as], LENGTH: pa.int32()})
 
 
 def block_schema(tokenizer: LanguageTokenizer) -> pa.Schema:
@@ -40,17 +46,26 @@ def block_schema(tokenizer: LanguageTokenizer) -> pa.Schema:
 
 
 class LabelledWriter:
-    """Writes inputs and their classes."""
+    """Writes inputs and what their labels mean."""
 
-    def __init__(self, folder: UPath, prefix: str, modality: Modality, size: int, labels: Sequence[str]) -> None:
-        self._schema = labelled_schema(modality)
-        self._shards = ShardWriter(folder, prefix, self._schema, size)
-        self._class_of = {label: place for place, label in enumerate(labels)}
+    def __init__(
+        self, folder: UPath, prefix: str, size: int, schema: pa.Schema, value_of: Mapping[str, Any], measure: Measure
+    ) -> None:
+        """Write shards of about ``size`` bytes, named ``PREFIX-NUMBER.arrow``.
+
+        Args:
+            schema: as ``labelled_schema`` returns it.
+            value_of: the value of each label, as ``Targets.read`` returns it.
+            measure: returns the length of each input.
+        """
+        self._schema, self._measure = schema, measure
+        self._shards = ShardWriter(folder, prefix, schema, size)
+        is_json = schema.field(VALUE).type == pa.string()
+        self._value_of = {label: json.dumps(value) if is_json else value for label, value in value_of.items()}
 
     def add(self, inputs: Sequence[Input], labels: Sequence[str]) -> None:
         """Add cleaned rows."""
-        lengths = [len(item) if isinstance(item, str) else 0 for item in inputs]
-        columns = [inputs, [self._class_of[label] for label in labels], lengths]
+        columns = [inputs, [self._value_of[label] for label in labels], self._measure(inputs)]
         arrays = [pa.array(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
         self._shards.add(pa.record_batch(arrays, self._schema))
 

@@ -10,11 +10,11 @@ from typing import Any
 from app.config import ColumnsConfig, DataConfig
 from app.data.audio import require_recording
 from app.data.examples import Examples, Input, Modality, Reason
-from app.data.images import is_readable, require_picture
-from app.data.kinds import ColumnKind
+from app.data.images import require_picture
+from app.data.kinds import ColumnKind, merge_kinds
 from app.data.sources.cells import Column, Columns, Kind, Rows
-from app.data.sources.formats import SourceFile
-from app.data.sources.formats.builtin import Builtin, find_examples
+from app.data.sources.formats import FORMATS, SourceFile
+from app.data.sources.formats.builtin import find_examples
 from app.data.sources.source import Source
 from app.data.sources.units import column_names, list_files, read_files, tell_unread
 from app.errors import DataError
@@ -42,71 +42,102 @@ def load_examples(
     source = Source(getattr(config, key.rpartition(".")[2]), key)
     files = list_files(source, modality)
     tell_unread(source, files)
-    if files[0].format == Builtin.name:
+    if source.uri.startswith("builtin:"):
         examples = find_examples(source)
     else:
+        named = resolve_columns(files, config.columns, modality)
         examples = Examples(modality, [], [])
-        for file in files:
-            _add(examples, file, config, label_kind)
+        for rows in read_files(files, labelled_columns(named, modality, label_kind=label_kind)):
+            _add(examples, rows, named)
     if not examples.given:
         raise DataError(f"{source} has no examples: give a source that has some")
     _require_readable(source, examples, config.clean.max_unreadable)
     return examples
 
 
-def columns_of(
-    config: ColumnsConfig, modality: Modality, group: str | None = None, label_kind: Kind = "label"
-) -> Columns:
-    """Return the columns of labelled inputs that are one text or one file. ``group``: the column of the group."""
-    content = Column(INPUT, config.input, "text" if modality == "text" else "file")
-    groups = [] if group is None else [Column(GROUP, group, "group")]
-    return Columns(modality, (content, Column(LABEL, config.label, label_kind), *groups))
+def resolve_columns(files: Sequence[SourceFile], config: ColumnsConfig, contents: Modality) -> ColumnsConfig:
+    """Return the columns of tables with all features named: those of the first file, except the label.
 
-
-def _add(examples: Examples, file: SourceFile, config: DataConfig, label_kind: Kind) -> None:
-    """Add the examples of a file."""
-    label = Column(LABEL, config.columns.label, label_kind)
-    read: Callable[[Rows, Columns, ColumnsConfig], Iterator[Input | None]]
-    if examples.modality in ("row", "record"):
-        names = column_names(file)
-        if not names:
-            return
-        of_inputs = _features(file, names, config.columns) if examples.modality == "row" else _fields(config.columns)
-        columns = Columns(examples.modality, (*of_inputs, label))
-        columns.require_in(file.path, names)
-        # A row of JSON lines may lack some of them.
-        columns = Columns(
-            examples.modality, tuple(replace(column, is_optional=column is not label) for column in columns.all)
-        )
-        read = _objects
-    else:
-        columns, read = columns_of(config.columns, examples.modality, label_kind=label_kind), _inputs
-    for rows in read_files([file], columns):
-        labels: list[str] = rows.cells[LABEL].to_pylist()
-        for column in columns.all:
-            if column.kind == "value":
-                kind = examples.kinds.setdefault(column.name, ColumnKind())
-                kind.add(rows.cells[column.key], rows.place)
-        items = list(read(rows, columns, config.columns))
-        missing = {number for number, item in enumerate(items) if item is None}
-        for number in sorted(missing):
-            examples.leave_out("not_text" if examples.modality == "text" else "unreadable", rows.place(number))
-        examples.inputs.extend(item for item in items if item is not None)
-        examples.labels.extend(label for number, label in enumerate(labels) if number not in missing)
-
-
-def _features(file: SourceFile, names: Sequence[str], config: ColumnsConfig) -> list[Column]:
-    if config.features is not None:
-        features: Sequence[str] = config.features
-    else:
-        index = [name for name in names if _INDEX_NAME.fullmatch(name)]
-        features = [name for name in names if name != config.label and name not in index]
+    Raises:
+        DataError: a table lacks a feature or a field, which a row of JSON lines may lack.
+    """
+    if contents not in ("row", "record"):
+        return config
+    names = {file.path: column_names(file) for file in files}
+    names = {path: found for path, found in names.items() if found} or names
+    path, first = next(iter(names.items()))
+    features = config.features
+    if features is None and contents == "row":
+        index = [name for name in first if _INDEX_NAME.fullmatch(name)]
+        features = [name for name in first if name != config.label and name not in index]
         if index:
             warn(
-                f"{file.path!r}: pandas calls the index of a table {', '.join(map(repr, index))}, so it is left out: "
-                "name it in data.columns.features to read it"
+                f"{path!r}: pandas calls the index of a table {', '.join(map(repr, index))}, so it is left out: name "
+                "it in data.columns.features to read it"
             )
-    return [Column(f"data.columns.features.{number}", name, "value") for number, name in enumerate(features)]
+    named = config.model_copy(update={"features": features})
+    columns = labelled_columns(named, contents)
+    required = Columns(contents, tuple(replace(column, is_optional=False) for column in columns.all))
+    for file in files:
+        if FORMATS.get(file.format) and names.get(file.path):
+            required.require_in(file.path, names[file.path])
+    return named
+
+
+def labelled_columns(
+    config: ColumnsConfig, contents: Modality, group: str | None = None, label_kind: Kind = "label"
+) -> Columns:
+    """Return the columns of labelled inputs.
+
+    Args:
+        config: with the features named, for rows.
+        group: the column whose rows stay in one split.
+    """
+    groups = [] if group is None else [Column(GROUP, group, "group")]
+    return Columns(contents, (*_of_input(config, contents), Column(LABEL, config.label, label_kind), *groups))
+
+
+def _of_input(config: ColumnsConfig, contents: Modality) -> Iterator[Column]:
+    if contents == "row":
+        # A row of JSON lines may lack some of them.
+        for number, name in enumerate(config.features or ()):
+            yield Column(f"data.columns.features.{number}", name, "value", is_optional=True)
+    elif contents == "record":
+        yield from _fields(config)
+    else:
+        yield Column(INPUT, config.input, "text" if contents == "text" else "file")
+
+
+def _add(examples: Examples, rows: Rows, config: ColumnsConfig) -> None:
+    """Add rows."""
+    columns = labelled_columns(config, examples.modality)
+    merge_kinds(examples.kinds, kinds_of(rows, columns))
+    labels: list[str] = rows.cells[LABEL].to_pylist()
+    for number, (item, given) in enumerate(zip(inputs_of(rows, columns, config), labels, strict=True)):
+        if item is None:
+            examples.leave_out("not_text" if examples.modality == "text" else "unreadable", rows.place(number))
+        else:
+            examples.inputs.append(item)
+            examples.labels.append(given)
+
+
+def kinds_of(rows: Rows, columns: Columns) -> dict[str, ColumnKind]:
+    """Return the kinds of the columns of values."""
+    kinds = {column.name: ColumnKind() for column in columns.all if column.kind == "value"}
+    for column in columns.all:
+        if column.kind == "value":
+            kinds[column.name].add(rows.cells[column.key], rows.place)
+    return kinds
+
+
+def inputs_of(rows: Rows, columns: Columns, config: ColumnsConfig, verify: bool = True) -> Iterator[Input | None]:
+    """Yield the input of each row; None if it cannot be read. A row of a table and a record are JSON objects.
+
+    ``verify``: decode pictures and recordings, to see whether they can be read.
+    """
+    if columns.contents in ("row", "record"):
+        return _objects(rows, columns, config, verify)
+    return _inputs(rows, columns, verify)
 
 
 def _fields(config: ColumnsConfig) -> Iterator[Column]:
@@ -115,19 +146,26 @@ def _fields(config: ColumnsConfig) -> Iterator[Column]:
     for name, field in config.fields.items():
         if field.columns:
             for number, column in enumerate(field.columns):
-                yield Column(f"data.columns.fields.{name}.columns.{number}", column, "value")
+                yield Column(f"data.columns.fields.{name}.columns.{number}", column, "value", is_optional=True)
         else:
             kind: Kind = "file" if is_file(field.kind) else "text"
-            yield Column(f"data.columns.fields.{name}", field.column or name, kind)
+            yield Column(f"data.columns.fields.{name}", field.column or name, kind, is_optional=True)
 
 
-def _inputs(rows: Rows, columns: Columns, config: ColumnsConfig) -> Iterator[Input | None]:  # noqa: ARG001
+def _inputs(rows: Rows, columns: Columns, verify: bool) -> Iterator[Input | None]:
     """Yield the text or the file of each row; None if it cannot be read."""
+    require = _REQUIRED.get(columns.contents) if verify else None
     for item in rows.cells[columns.content.key].to_pylist():
-        yield None if isinstance(item, bytes) and columns.contents == "image" and not is_readable(item) else item
+        try:
+            if require and item is not None:
+                require(item)
+        except DataError:
+            yield None
+        else:
+            yield item
 
 
-def _objects(rows: Rows, columns: Columns, config: ColumnsConfig) -> Iterator[str]:
+def _objects(rows: Rows, columns: Columns, config: ColumnsConfig, verify: bool) -> Iterator[str]:
     """Yield the features or the fields of each row as a JSON object. A record without any field is an empty text."""
     cells = {column.key: (column, rows.cells[column.key].to_pylist()) for column in columns.all if column.key != LABEL}
     for number in range(len(rows)):
@@ -136,19 +174,24 @@ def _objects(rows: Rows, columns: Columns, config: ColumnsConfig) -> Iterator[st
             features = {column.name: row[column.key] for column, _ in cells.values()}
             yield json.dumps(features, ensure_ascii=False)
         else:
-            record = _record(row, config, rows, number)
+            record = _record(row, config, rows if verify else None, number)
             yield json.dumps(record, ensure_ascii=False) if record else ""
 
 
-def _record(row: Mapping[str, Any], config: ColumnsConfig, rows: Rows, number: int) -> dict[str, Any]:
-    """Return the fields that a row has. Raises DataError for a picture or a recording that cannot be read."""
+def _record(row: Mapping[str, Any], config: ColumnsConfig, rows: Rows | None, number: int) -> dict[str, Any]:
+    """Return the fields that a row has.
+
+    With ``rows``, it raises DataError for a picture or a recording that cannot be read.
+    """
     record = {}
     for name, field in config.fields.items():
         key = f"data.columns.fields.{name}"
         if field.columns is None:
             value = row[key]
-            path = rows.paths[key].get(number)
-            _require_content(field.kind, name if path is None else f"file {path!r}", value, rows.place(number))
+            if rows is not None and value is not None:
+                path = rows.paths[key].get(number)
+                what = name if path is None else f"file {path!r}"
+                _require_content(field.kind, what, value, rows.place(number))
         else:
             found = {column: row[f"{key}.columns.{place}"] for place, column in enumerate(field.columns)}
             value = found if any(cell is not None for cell in found.values()) else None
@@ -157,9 +200,11 @@ def _record(row: Mapping[str, Any], config: ColumnsConfig, rows: Rows, number: i
     return record
 
 
-def _require_content(kind: str, name: str, value: str | None, place: str) -> None:
-    require = {"image": require_picture, "audio": require_recording}.get(kind)
-    if require is None or value is None:
+_REQUIRED: Mapping[str, Callable[[bytes], None]] = {"image": require_picture, "audio": require_recording}
+
+
+def _require_content(kind: str, name: str, value: str, place: str) -> None:
+    if (require := _REQUIRED.get(kind)) is None:
         return
     try:
         require(base64.b64decode(value))

@@ -21,7 +21,7 @@ from app.data.examples import Modality
 from app.data.sources.cells import Columns, Rows
 from app.data.sources.formats import FORMATS, format_of
 from app.data.sources.formats.base import DOCUMENTS, Format, Piece, SourceFile
-from app.data.sources.formats.builtin import Builtin
+from app.data.sources.formats.builtin import BUILTIN_SETS, BUILTIN_TEST_SETS, TEST_KEY
 from app.data.sources.formats.idx import Idx, find_idx
 from app.data.sources.source import Source, find_builtin, list_source, open_source
 from app.errors import DataError
@@ -31,7 +31,7 @@ Contents = Literal[Modality, "language-modeling"]
 """What a source holds: labelled inputs of one kind, or documents to model the language of."""
 WHOLE = 2**63
 """Bytes of a unit that has all files of a source."""
-_READERS = ChainMap[str, Format]({Builtin.name: Builtin(), Idx.name: Idx()}, FORMATS)
+_READERS = ChainMap[str, Format]({one.name: one for one in (BUILTIN_SETS, BUILTIN_TEST_SETS, Idx())}, FORMATS)
 _FILES_OF_CLASSES: dict[str, str] = {"image": "pictures", "audio": "recordings"}
 
 
@@ -43,6 +43,8 @@ class Unit:
     pieces: tuple[Piece, ...]
     source: int = 0
     """Index of its source, if there are several."""
+    is_test: bool = False
+    """Whether it is of ``data.test_source``."""
 
     @property
     def bytes(self) -> int:
@@ -57,15 +59,17 @@ def list_files(source: Source, contents: Contents) -> list[SourceFile]:
         DataError: the source does not exist, has no file that the task reads, or has a class without one.
     """
     known: dict[str, Any] = dict(BUILTIN_DOCUMENTS if contents == DOCUMENTS else BUILTIN)
-    known = BUILTIN_TEST if source.key == "data.test_source" else known
+    known, sets = (BUILTIN_TEST, BUILTIN_TEST_SETS) if source.key == TEST_KEY else (known, BUILTIN_SETS)
     if find_builtin(source, known) is not None:
-        return [SourceFile(source.uri, Builtin.name, 0, "")]
+        return [SourceFile(source.uri, sets.name, 0, "")]
     root = open_source(source)
     listed = list_source(source, root)
     if contents == "image" and root.is_dir() and (found := find_idx(source, root, listed)):
         return found
-    formats = {path: one for path, _ in listed if (one := format_of(path, contents))}
-    if contents in _FILES_OF_CLASSES:
+    # A table may name pictures or recordings, or hold them. Beside folders of classes, it is something else.
+    read_as = "row" if root.is_file() and contents in _FILES_OF_CLASSES and root.suffix.lower() != ".tar" else contents
+    formats = {path: one for path, _ in listed if (one := format_of(path, read_as))}
+    if contents in _FILES_OF_CLASSES and root.is_dir():
         _require_classes(source, root, [path for path, _ in listed], formats)
     if not formats:
         raise DataError(f"{source} has none of the files that the task reads: expected {_expected(contents)}")
@@ -124,9 +128,13 @@ def _require_classes(source: Source, root: UPath, files: Sequence[UPath], read: 
         )
 
 
-def cut_sources(sources: Sequence[Sequence[SourceFile]], unit_bytes: int) -> list[Unit]:
-    """Cut the files of each source into units, as ``cut_units`` does. No unit is of two sources."""
-    units = [
+def cut_sources(sources: Sequence[Sequence[SourceFile]], tests: Sequence[SourceFile], unit_bytes: int) -> list[Unit]:
+    """Cut the files of each source into units, as ``cut_units`` does. No unit is of two sources.
+
+    Those of the test source come first: cleaning keeps the first of equal rows.
+    """
+    units = [replace(unit, is_test=True) for unit in (cut_units(tests, unit_bytes) if tests else ())]
+    units += [
         replace(unit, source=place) for place, files in enumerate(sources) for unit in cut_units(files, unit_bytes)
     ]
     return [replace(unit, number=number) for number, unit in enumerate(units)]

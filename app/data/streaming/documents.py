@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import DataConfig
+from app.data.preparation.samples import Documents
 from app.data.preparation.survey import IN_TRAIN, KEPT
 from app.data.preparation.writers import BlockWriter
 from app.data.shards import Shard
@@ -38,7 +39,7 @@ class Blocks:
 class DocumentRows(StreamRows):
     """Collects documents. Without a tokenizer, it learns one from the training documents when there are enough."""
 
-    strips = False
+    kind = Documents()
 
     def __init__(
         self,

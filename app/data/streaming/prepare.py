@@ -2,27 +2,31 @@
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
 
+import numpy as np
 import pyarrow as pa
 from upath import UPath
 
 from app.checksums import sha256_of
 from app.config import DataConfig, Recipe
-from app.data.examples import clean
+from app.data.examples import REASONS, CleaningReport, Input
+from app.data.labelled import LabelledData
+from app.data.language import LanguageData
 from app.data.preparation.prepare import SHARDS
-from app.data.preparation.survey import digest_of
+from app.data.preparation.samples import SampleKind, labels_in
+from app.data.preparation.survey import KEPT, Cleaner, digest_of, drop_equal
 from app.data.preparation.writers import block_schema, labelled_schema
 from app.data.prepared import TRAIN, VALIDATION
 from app.data.processor import Processor, fit_processor
 from app.data.sharded import ShardReference
-from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
 from app.data.shards import ShardIndex
-from app.data.sources.documents import load_documents
-from app.data.sources.labelled import load_examples
+from app.data.sources.source import Source
+from app.data.sources.units import read_source
 from app.data.streaming.collector import Collector
 from app.data.streaming.documents import Blocks, DocumentRows
 from app.data.streaming.micro_epochs import SHARDS_CONFIG, MicroEpochStore
@@ -38,7 +42,7 @@ _KEY = "data.validation_source"
 
 def prepare_labelled_stream(
     recipe: Recipe, processor_type: type[Processor], clock: Callable[[], float] = time.monotonic
-) -> ShardedLabelledData:
+) -> LabelledData:
     """Collect the first micro-epoch of labelled texts, and fit the processor on it.
 
     Raises:
@@ -58,12 +62,12 @@ def prepare_labelled_stream(
     assert isinstance(chosen.train, LabelledTexts)
     processor = fit_processor(processor_type, sample_of(chosen.train.inputs), config, recipe.model.source)
     targets = Classes(config.stream.labels)
-    validation, schema = given or chosen.validation, labelled_schema("text")
+    validation, schema = given or chosen.validation, labelled_schema("text", Classes.rule)
     reference = _write(recipe, chosen, validation, in_validation, schema, targets.save)
-    return ShardedLabelledData.open(reference, processor, targets, chosen.report)
+    return LabelledData.open(reference, processor, targets, chosen.report)
 
 
-def prepare_document_stream(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> ShardedLanguageData:
+def prepare_document_stream(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> LanguageData:
     """Collect the first micro-epoch of documents. Its tokenizer is that of ``model.pretrained``, or learned from it.
 
     Raises:
@@ -85,7 +89,7 @@ def prepare_document_stream(recipe: Recipe, clock: Callable[[], float] = time.mo
             f"data.block_length, which is {config.block_length}"
         )
     reference = _write(recipe, chosen, validation, in_validation, block_schema(tokenizer), tokenizer.save)
-    return ShardedLanguageData.open(reference, tokenizer, chosen.report)
+    return LanguageData.open(reference, tokenizer, chosen.report)
 
 
 def _collect(recipe: Recipe, make_rows: RowsFactory, clock: Callable[[], float]) -> ChosenRows:
@@ -148,26 +152,39 @@ def _write(
 
 def _validation_texts(config: DataConfig, labels: list[str]) -> LabelledTexts:
     """Return the cleaned rows of ``data.validation_source``. Raises DataError for a label that ``labels`` lacks."""
-    given = load_examples(config.model_copy(update={"source": config.validation_source}), key=_KEY)
-    examples, report = clean(given, config.clean)
-    print(f"{_KEY} {config.validation_source}: {report}", flush=True)
-    if not examples:
-        raise DataError(f"{_KEY} {config.validation_source!r} has no row after cleaning: give more rows")
-    if unknown := sorted({*examples.labels} - {*labels}):
+    rows = _validation_rows(config, LabelledRows.kind)
+    found = LabelledTexts([text for text, _ in rows], [label for _, label in rows], labels)
+    if unknown := sorted({*found.labels} - {*labels}):
         raise DataError(
             f"{_KEY} {config.validation_source!r} has the label {unknown[0]!r}, and data.stream.labels has only "
             f"{', '.join(labels)}: correct one of them"
         )
-    return LabelledTexts([str(text) for text in examples.inputs], examples.labels, labels)
+    return found
 
 
 def _validation_documents(config: DataConfig) -> list[str]:
     """Return the cleaned documents of ``data.validation_source``."""
-    documents, _, report = load_documents(config.model_copy(update={"source": config.validation_source}), _KEY)
+    return [text for text, _ in _validation_rows(config, DocumentRows.kind)]
+
+
+def _validation_rows(config: DataConfig, kind: SampleKind) -> list[tuple[str, str]]:
+    """Return the texts of ``data.validation_source`` that are kept, with their labels if they have any."""
+    assert config.validation_source is not None
+    cleaner = Cleaner(config.clean, kind)
+    texts: list[Input | None] = []
+    labels: list[str | None] = []
+    for rows in read_source(Source(config.validation_source, _KEY), kind.columns(config)):
+        texts += [cleaner.convert(item) for item in kind.inputs(rows, config, verify=True)]
+        labels += labels_in(rows) or [None] * len(rows)
+    codes = np.array([cleaner.code(text, label) for text, label in zip(texts, labels, strict=True)], np.uint8)
+    drop_equal(codes, list(map(digest_of, texts)), labels, config.clean.deduplicate is not False)
+    dropped = Counter(REASONS[code - 1] for code in codes[codes != KEPT].tolist())
+    kept = np.flatnonzero(codes == KEPT).tolist()
+    report = CleaningReport(what=kind.what, given=len(codes), kept=len(kept), dropped=dropped)
     print(f"{_KEY} {config.validation_source}: {report}", flush=True)
-    if not documents:
-        raise DataError(f"{_KEY} {config.validation_source!r} has no document after cleaning: give more text")
-    return documents
+    if not kept:
+        raise DataError(f"{_KEY} {config.validation_source!r} has no row after cleaning: give more rows")
+    return [(str(texts[row]), labels[row] or "") for row in kept]
 
 
 def _digests(texts: Iterable[str]) -> frozenset[bytes]:

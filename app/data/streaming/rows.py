@@ -14,6 +14,7 @@ from upath import UPath
 from app.config import DataConfig
 from app.data.examples import MAX_EXAMPLES, REASONS, CleaningReport, Reason, in_words
 from app.data.preparation.sample import SAMPLE_SIZE
+from app.data.preparation.samples import Labelled, SampleKind
 from app.data.preparation.survey import (
     IN_TRAIN,
     IN_VALIDATION,
@@ -22,13 +23,15 @@ from app.data.preparation.survey import (
     SplitRule,
     code_of,
     digest_of,
+    drop_equal,
     split_keys,
 )
-from app.data.preparation.writers import LabelledWriter
+from app.data.preparation.writers import LabelledWriter, labelled_schema
 from app.data.shards import Shard
 from app.data.sources.cells import as_label, as_text
 from app.data.sources.lines import parse_json
 from app.data.streaming.messages import Message, Offsets
+from app.data.targets import Classes
 from app.errors import DataError
 
 _BAD: tuple[Reason, ...] = ("malformed", "unlabelled", "unknown_label")
@@ -61,7 +64,9 @@ class LabelledTexts:
 
     def write(self, folder: UPath, prefix: str, size: int) -> list[Shard]:
         """Write them as shards: see ``Samples``."""
-        writer = LabelledWriter(folder, prefix, "text", size, self.known)
+        classes = {label: place for place, label in enumerate(self.known)}
+        schema = labelled_schema("text", Classes.rule)
+        writer = LabelledWriter(folder, prefix, size, schema, classes, lambda texts: list(map(len, texts)))
         writer.add(self.inputs, self.labels)
         return writer.close()
 
@@ -103,8 +108,8 @@ class _Row:
 class StreamRows(ABC):
     """Collects the rows of one micro-epoch."""
 
-    strips: bool = True
-    """Whether white space around a text is stripped, as in labelled examples."""
+    kind: SampleKind = Labelled("text", Classes)
+    """What a message is."""
 
     def __init__(
         self, config: DataConfig, in_validation: Collection[bytes], start: Mapping[int, int], is_first: bool
@@ -121,7 +126,7 @@ class StreamRows(ABC):
         self._config, self._start, self._in_validation = config, dict(start), in_validation
         self._labels = config.stream.labels
         self._max_bad = config.stream.max_bad
-        self._cleaner = Cleaner(config.clean, strips=self.strips, is_image=False)
+        self._cleaner = Cleaner(config.clean, self.kind)
         self._rule = SplitRule(config.seed, config.held_out_fraction, 0.0)
         self._keeps_held_out = is_first
         self.needs_validation = is_first and config.held_out_fraction > 0.0
@@ -190,7 +195,7 @@ class StreamRows(ABC):
             except (TypeError, UnicodeError):  # an object or a list, or half of a surrogate pair
                 pass
             else:
-                given = given.strip() if given is not None and self.strips else given
+                given = given.strip() if given is not None and self.kind.strips else given
                 text, code = given or "", self._cleaner.code(given, label)
                 if code == KEPT and self._labels is not None and label not in self._labels:
                     code = code_of("unknown_label")
@@ -205,7 +210,8 @@ class StreamRows(ABC):
         codes = np.array([row.code for row in self._rows], np.uint8)
         low = np.frombuffer(b"".join(row.digest for row in self._rows), np.uint64)[1::2]
         splits = self._rule.split(split_keys([row.group for row in self._rows], low))
-        self._drop_duplicates(codes)
+        digests, labels = [row.digest for row in self._rows], [row.label for row in self._rows]
+        drop_equal(codes, digests, labels, self._config.clean.deduplicate is not False)
         if not self._keeps_held_out:
             codes[(codes == KEPT) & (splits == IN_VALIDATION)] = code_of("held_out")
         return codes, splits
@@ -223,18 +229,6 @@ class StreamRows(ABC):
         if self.needs_validation:
             count = max(count, int(np.searchsorted(np.cumsum(sizes[rows]), min_size)) + 1)
         return rows[:count]
-
-    def _drop_duplicates(self, codes: NDArray[np.uint8]) -> None:
-        """Write the codes of texts that repeat an earlier one, and of texts under several labels, into ``codes``."""
-        places: dict[bytes, list[int]] = {}
-        for place in np.flatnonzero(codes == KEPT).tolist():
-            places.setdefault(self._rows[place].digest, []).append(place)
-        for first, *others in places.values():
-            has_conflict = any(self._rows[place].label != self._rows[first].label for place in others)
-            if has_conflict:
-                codes[first] = code_of("conflicting")
-            if self._config.clean.deduplicate or has_conflict:
-                codes[others] = code_of("duplicate" if self._config.clean.deduplicate else "conflicting")
 
     def _report(self, codes: NDArray[np.uint8]) -> CleaningReport:
         counts = Counter(REASONS[code - 1] for code in codes[codes != KEPT].tolist())

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,6 @@ from upath import UPath
 from app.artifacts import DATA
 from app.checksums import verify_checksums
 from app.config import CascadeConfig, ServeConfig
-from app.data.labelled import LabelledData, LabelledSplit
 from app.data.targets import Classes
 from app.engines.base import infer_many
 from app.errors import RecipeError
@@ -27,6 +27,9 @@ from app.serving.config import Cascade, VersionConfig
 from app.storage import to_path
 from app.tasks import find_served_task
 from app.tensors import OUTPUT, Tensors
+
+if TYPE_CHECKING:  # it imports pyarrow
+    from app.data.labelled import LabelledSplit
 
 _TIMED_ROWS, _ROUNDS = 512, 3
 
@@ -85,7 +88,7 @@ def stages_before(
     return tuple(_version(reference, serve, storage, cores) for reference in config.before)
 
 
-def load_validation(manifest: Manifest) -> LabelledSplit:
+def load_validation(manifest: Manifest) -> "LabelledSplit":
     """Return the validation split of the run that trained a version.
 
     Raises:
@@ -100,13 +103,18 @@ def load_validation(manifest: Manifest) -> LabelledSplit:
     folder = to_path(manifest.lineage.train_run) / DATA
     verify_checksums(folder)
     task = find_served_task(manifest.task)
-    data = task.kept_as(folder).load(folder, task.processor, Classes)
+    from app.data.labelled import LabelledData  # other deployments read no data
+
+    data = task.data.load(folder, task.processor, Classes)
     assert isinstance(data, LabelledData)  # ``require_alike`` refuses versions of other tasks
     return data.validation.split
 
 
 def calibrate_versions(
-    models: Sequence[LoadedModel], policies: Sequence[BatchingPolicy], validation: LabelledSplit, accuracy_floor: float
+    models: Sequence[LoadedModel],
+    policies: Sequence[BatchingPolicy],
+    validation: "LabelledSplit",
+    accuracy_floor: float,
 ) -> CascadeRule:
     """Return the rule of a cascade. The time per row of each stage is measured here, in full calls.
 

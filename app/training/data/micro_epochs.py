@@ -6,8 +6,9 @@ from functools import partial
 from upath import UPath
 
 from app.config import Recipe
+from app.data.labelled import LabelledData
+from app.data.language import LanguageData
 from app.data.prepared import TRAIN, VALIDATION, DataReport, PreparedData
-from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
 from app.data.streaming.documents import DocumentRows
 from app.data.streaming.messages import Offsets
 from app.data.streaming.micro_epochs import Collection, MicroEpoch, MicroEpochStore
@@ -38,7 +39,7 @@ class MicroEpochs:
     _collection: Collection | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        assert isinstance(self.data, ShardedLabelledData | ShardedLanguageData)
+        assert isinstance(self.data, LabelledData | LanguageData)
         self._sharded = self.data
         self._store = MicroEpochStore(to_path(self._sharded.reference.location))
 
@@ -97,7 +98,7 @@ class MicroEpochs:
 
     def _make_rows(self) -> RowsFactory:
         config, in_validation = self.recipe.data, self._store.in_validation
-        if isinstance(self._sharded, ShardedLabelledData):
+        if isinstance(self._sharded, LabelledData):
             return partial(LabelledRows, config, in_validation)
         return partial(DocumentRows, config, self._sharded.tokenizer, in_validation)
 

@@ -3,14 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from app.data.sources.cells import Columns, Rows
 from app.errors import DataError
 
 TEXTS = frozenset({"text", "row", "record"})
 """Contents that lie in tables. Documents of language modelling do, too."""
-DOCUMENTS = "language-modeling"
+DOCUMENTS: Literal["language-modeling"] = "language-modeling"
 
 _UNPACK, _UTF_8, _RENAME = "unpack it", "write it in UTF-8", "give it the ending of its format, or write it again"
 _OTHERS = {

@@ -10,18 +10,33 @@ from app.data.examples import Examples, Input
 from app.data.sources.cells import BATCH_ROWS, Columns, Rows, rows_from, rows_of_objects
 from app.data.sources.formats.base import DOCUMENTS, Format, Piece
 from app.data.sources.source import Source, find_builtin
+from app.errors import DataError
+
+TEST_KEY = "data.test_source"
 
 
 class Builtin(Format):
     """A set by its name. Columns of any name are its texts or files, its features, and its labels."""
 
-    name, suffixes = "builtin", ()
+    suffixes = ()
     has_columns: ClassVar[bool] = False
+
+    def __init__(self, name: str, key: str) -> None:
+        """``key``: the one of the recipe that names the set. The test sets have names of their own."""
+        self.name, self._key = name, key
+
+    def column_names(self, path: str) -> list[str]:
+        """Return the features or the fields of the first row; none if it has neither."""
+        examples = find_examples(Source(path, self._key))
+        return list(json.loads(examples.inputs[0])) if examples.modality in ("row", "record") else []
 
     def read(self, pieces: Sequence[Piece], columns: Columns) -> Iterator[Rows]:
         for piece in pieces:
-            for place, rows in enumerate(_batches(Source(piece.path), columns)):
+            for place, rows in enumerate(_batches(Source(piece.path, self._key), columns)):
                 yield rows_of_objects(rows, columns, piece.path, rows_from(piece.path, 1 + place * BATCH_ROWS))
+
+
+BUILTIN_SETS, BUILTIN_TEST_SETS = Builtin("builtin", "data.source"), Builtin("builtin-test", TEST_KEY)
 
 
 def _batches(source: Source, columns: Columns) -> Iterator[Sequence[Mapping[str, Any]]]:
@@ -31,6 +46,8 @@ def _batches(source: Source, columns: Columns) -> Iterator[Sequence[Mapping[str,
         yield from ([{columns.content.name: document}] for document in documents())
         return
     examples = find_examples(source)
+    if examples.modality != columns.contents:
+        raise DataError(f"{source} holds {examples.modality}s, the task takes {columns.contents}s: change one of them")
     for start in range(0, len(examples), BATCH_ROWS):
         part = slice(start, start + BATCH_ROWS)
         rows = zip(examples.inputs[part], examples.labels[part], strict=True)
@@ -39,7 +56,7 @@ def _batches(source: Source, columns: Columns) -> Iterator[Sequence[Mapping[str,
 
 def find_examples(source: Source) -> Examples:
     """Return a set of labelled examples. Raises DataError for an unknown name."""
-    known: Mapping[str, Callable[[], Examples]] = BUILTIN_TEST if source.key == "data.test_source" else BUILTIN
+    known: Mapping[str, Callable[[], Examples]] = BUILTIN_TEST if source.key == TEST_KEY else BUILTIN
     read = find_builtin(source, known)
     assert read is not None
     return read()

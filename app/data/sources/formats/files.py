@@ -13,7 +13,10 @@ from app.data.sources.formats.base import DOCUMENTS, Format, Piece, SourceFile, 
 from app.data.sources.lines import BOM, go_to_line
 from app.storage import to_path
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+IMAGE_SUFFIXES = (
+    *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".webp", ".gif", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm"),
+)
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
 MAX_DOCUMENT_BYTES = 2**20
 """A larger text file is read as several documents, which are cut at ends of lines.
