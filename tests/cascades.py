@@ -6,11 +6,10 @@ from onnx import numpy_helper
 from upath import UPath
 
 from app.artifacts import DATA
-from app.data.examples import CleaningReport
-from app.data.labelled import LabelledData, LabelledDataset, Split
 from app.data.targets import Classes
 from app.repository.repository import Repository
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported
+from tests.preparing import in_shards
 from tests.toy import LABELS, publish_version
 
 LEANING = np.array([0, 0, 2], np.float32)
@@ -19,10 +18,8 @@ LEANING = np.array([0, 0, 2], np.float32)
 
 def publish_stages(storage: UPath) -> UPath:
     """Put 'tiny' and 'toy' into production; of the 32 validation rows all are as 'toy' leans."""
-    targets = Classes(LABELS)
-    run, dataset = storage / "runs/train/toy", LabelledDataset(Split([*TEXTS, *TEXTS], [2] * 32), PROCESSOR, targets)
-    report = CleaningReport(what="examples", given=64, kept=64, dropped={})
-    LabelledData(dataset, dataset, targets, PROCESSOR, report).save(run / DATA)
+    run, rows = storage / "runs/train/toy", [(text, LABELS[2]) for text in (*TEXTS, *TEXTS)]
+    in_shards(storage / "data/toy", PROCESSOR, Classes(LABELS), train=rows, validation=rows).save(run / DATA)
     for name, model in (("tiny", exported()), ("toy", _leaning(exported()))):
         version = publish_version(storage, name, model, SIGNATURE, PROCESSOR, LABELS, train_run=str(run))
         Repository(storage).promote(name, version)

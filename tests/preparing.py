@@ -4,14 +4,24 @@ import csv
 import json
 import random
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
+from upath import UPath
 
-from app.config import Recipe, load_recipe
-from app.data.sharded_data import ShardedLabelledData
+from app.config import DataConfig, Recipe, load_recipe
+from app.data.examples import CleaningReport, Input
+from app.data.labelled import LabelledData
+from app.data.language import LanguageData
+from app.data.preparation.data import prepare_documents, prepare_labelled
+from app.data.preparation.writers import LabelledWriter, labelled_schema
+from app.data.processor import Processor
+from app.data.sharded import ShardReference
+from app.data.shards import ShardIndex
+from app.data.targets import Classes, Targets
 from app.tasks import prepare
 
 WORDS = ["river", "stone", "lantern", "orchard", "velvet", "copper", "meadow", "harbour", "thistle", "ember"]
@@ -27,7 +37,7 @@ ROWS = [(text(number), ("good", "bad", "fair")[number % 3], f"author {number // 
 
 
 def write_table(
-    path: Path, rows: Sequence[tuple[str | bytes, ...]], names: Sequence[str] = ("text", "label", "author")
+    path: Path, rows: Sequence[tuple[Any, ...]], names: Sequence[str] = ("text", "label", "author")
 ) -> None:
     """Write rows in the format that the file's name has."""
     columns = [list(column) for column in zip(*rows, strict=True)]
@@ -53,14 +63,51 @@ def recipe_of(source: Path | str, *overrides: str) -> Recipe:
     )
 
 
-def prepared(source: Path | str, *overrides: str) -> ShardedLabelledData:
+def prepared(source: Path | str, *overrides: str) -> LabelledData:
     """The data of such a recipe."""
     data = prepare(recipe_of(source, *overrides))
-    assert isinstance(data, ShardedLabelledData)
+    assert isinstance(data, LabelledData)
     return data
 
 
-def rows_in(data: ShardedLabelledData) -> dict[str, list[tuple[Any, str]]]:
+def data_of(config: DataConfig, processor: type[Processor], storage: Path | None = None) -> LabelledData:
+    """The data of a recipe's section, with one label each."""
+    return prepare_labelled(_recipe_with("reviews", config, storage), processor, Classes)
+
+
+def documents_of(config: DataConfig) -> LanguageData:
+    """The data of a recipe's section, as documents."""
+    return prepare_documents(_recipe_with("stdlib_gpt", config))
+
+
+def _recipe_with(name: str, config: DataConfig, storage: Path | None = None) -> Recipe:
+    given = load_recipe(f"recipes/{name}.yaml", [] if storage is None else [f"storage={storage}"])
+    return given.model_copy(update={"data": config})
+
+
+def in_shards(
+    folder: UPath, processor: Processor, targets: Targets, **splits: Sequence[tuple[Input, str]]
+) -> LabelledData:
+    """Labelled samples in the splits that are given, as preparation writes them."""
+    config, written = DataConfig(source="-"), {}
+    for split, rows in splits.items():
+        inputs, labels = [item for item, _ in rows], [label for _, label in rows]
+        value_of = dict(zip(labels, targets.read(labels, config), strict=True))
+        schema = labelled_schema(processor.modality, targets.rule)
+        writer = LabelledWriter(folder, split, 10**6, schema, value_of, lambda items: [len(item) for item in items])
+        writer.add(inputs, labels)
+        written[split] = writer.close()
+    index = ShardIndex(
+        fingerprint="", created=datetime.now(UTC), task="", source="-", settings={}, columns={}, splits=written
+    )
+    index.save(folder)
+    reference = ShardReference(location=str(folder), sha256=index.sha256, config=config.shards)
+    count = sum(map(len, splits.values()))
+    report = CleaningReport(what="examples", given=count, kept=count, dropped={})
+    return LabelledData.open(reference, processor, targets, report)
+
+
+def rows_in(data: LabelledData) -> dict[str, list[tuple[Any, str]]]:
     """The inputs and labels of each split."""
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
     return {

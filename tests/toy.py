@@ -22,6 +22,7 @@ from app.repository.repository import Repository
 from app.repository.score import Score
 from app.serving.batching.groups import BatchingPolicy
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
+from app.storage import to_path
 from app.tensors import OUTPUT, Tensor, Tensors
 from tests.engine_contract import PROCESSOR, SIGNATURE, encoder, exported
 from tests.jobs import run_job, serve_nothing
@@ -76,7 +77,7 @@ def publish_version(
 def version_config(storage: UPath, version: int, name: str = "toy", **knobs: Any) -> VersionConfig:
     """A version, batched by a policy with these knobs."""
     policy = BatchingPolicy(**{"max_batch_size": 8, "queue_limit": 64, **knobs})
-    seal = Repository(storage).manifest(name, version).seal
+    seal = Repository(to_path(storage)).manifest(name, version).seal
     return VersionConfig(storage=str(storage), name=name, version=version, seal=seal, threads=1, policy=policy)
 
 

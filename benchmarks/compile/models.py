@@ -13,14 +13,14 @@ from upath import UPath
 from app.artifacts import DATA, RECIPE_FILE, WEIGHTS, WEIGHTS_FILE
 from app.checksums import write_checksums
 from app.config import Recipe, dump_recipe, load_recipe
-from app.data.in_memory import prepare
+from app.data.labelled import LabelledData
 from app.data.targets import Classes
 from app.engines.architecture import usable_cores
 from app.errors import TrainingError
 from app.models.factory import build_model
 from app.runs import Result
 from app.storage import to_path
-from app.tasks import find_served_task
+from app.tasks import prepare
 from benchmarks.compile import minilm
 from benchmarks.compile.samples import write_pictures, write_sentences
 from benchmarks.launch import python
@@ -85,14 +85,18 @@ def train(model: Model, folder: Path) -> UPath:
 def take_sentence_encoder(model: Model, folder: Path) -> UPath:
     """The encoder of the package."""
     write_sentences(source := folder / "sentences.jsonl")
-    recipe = load_recipe(model.recipe_file, [f"data.source={source}", *model.overrides])
+    recipe = load_recipe(
+        model.recipe_file, [f"data.source={source}", f"storage={folder / 'storage'}", *model.overrides]
+    )
     return write_weights(recipe, minilm.WIDTH, minilm.load_pretrained, folder)
 
 
 def take_fresh_resnet(model: Model, folder: Path) -> UPath:
     """Fresh weights, the same each time."""
     write_pictures(source := folder / "pictures")
-    recipe = load_recipe(model.recipe_file, [f"data.source={source}", *model.overrides])
+    recipe = load_recipe(
+        model.recipe_file, [f"data.source={source}", f"storage={folder / 'storage'}", *model.overrides]
+    )
     return write_weights(recipe, _IMAGENET_LABELS, leave_fresh, folder)
 
 
@@ -107,7 +111,8 @@ def write_weights(recipe: Recipe, answers: int, fill: Callable[[nn.Module], None
         answers: the numbers that the model answers to a row.
         fill: gives the model its weights.
     """
-    data = prepare(recipe.data, find_served_task(recipe.task).processor)
+    data = prepare(recipe)
+    assert isinstance(data, LabelledData)
     data = replace(data, targets=Classes([str(number) for number in range(answers)]))
     torch.manual_seed(0)
     model = build_model(recipe.model, data.facts)

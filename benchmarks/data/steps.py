@@ -14,11 +14,12 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel
 
 from app.config import Recipe, load_recipe
+from app.data.labelled import LabelledData
+from app.data.language import LanguageData
 from app.data.preparation.sample import SAMPLE_SIZE
-from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
 from app.data.tokenizer import LanguageTokenizer
 from app.storage import to_path
-from app.tasks import prepare_shards
+from app.tasks import prepare
 from benchmarks.data.memory import PeakMemory, family_bytes
 
 WINDOW = 128_000_000
@@ -72,10 +73,10 @@ def prepare_library(way: str, source: str, folder: Path) -> None:
         from jobs._shards import _run_units
 
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-        data = prepare_shards(recipe, partial(_run_units, to_path(folder), recipe.train.preparation))
+        data = prepare(recipe, partial(_run_units, to_path(folder), recipe.train.preparation))
     else:
-        data = prepare_shards(recipe)
-    assert isinstance(data, ShardedLabelledData | ShardedLanguageData)
+        data = prepare(recipe)
+    assert isinstance(data, LabelledData | LanguageData)
     # Shards were written to the disk that the S3 serves: s3fs waits without end for some of rclone's answers.
     location = f"s3://{folder.parent.name}/{folder.name}/data/{Path(data.reference.location).name}"
     served = replace(data, reference=data.reference.model_copy(update={"location": location}))

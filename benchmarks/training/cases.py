@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from app.config import Recipe, load_recipe
-from app.data import language
+from app.tasks import prepare
 from app.training.data.recipe_order import order_of
 from benchmarks.training.workload import Workload
 
@@ -61,10 +61,10 @@ class Case:
     def workload(self, folder: Path) -> Workload:
         """The same for the peers; the batches that Rayloom makes of the corpus are written for them."""
         recipe = self.recipe(folder)
-        data, optimizer = language.prepare(recipe.data), recipe.train.optimizer
+        data, optimizer = prepare(recipe), recipe.train.optimizer
         order = order_of(recipe, data)
-        batches = [order.batch(1, number) for number in range(self.steps)]
-        blocks = data.train.batch(np.concatenate(batches).tolist())
+        rows = np.concatenate([order.batch(1, number) for number in range(self.steps)])
+        blocks = data.train.batch(rows.tolist())
         blocks_file = folder / f"{self.name}.npy"
         np.save(blocks_file, np.column_stack([blocks.inputs["input_ids"], blocks.targets[:, -1]]))
         return Workload(

@@ -73,13 +73,14 @@ def test_a_task_outside_the_library_is_trained_compiled_and_served(tmp_path: Pat
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"picture": "0.png"}', r"cannot be read \(KeyError\('image'\)\): expected lines"),
+        ('{"picture": "0.png"}', "data.columns.input is 'image', which .*boxes.jsonl', line 1 does not have"),
         ('{"image": "0.png", "boxes": [{"label": "0"}]}', "expected a label, x, y, width and height"),
         ('{"image": "0.png", "boxes": []}', "has no boxes: expected some"),
     ],
 )
 def test_a_file_of_boxes_that_cannot_be_read_is_refused(tmp_path: Path, line: str, words: str) -> None:
-    write_canvases(tmp_path, 1)
-    (tmp_path / "boxes.jsonl").write_text(line, encoding="utf-8")
+    write_canvases(tmp_path, 30)
+    lines = [line.replace("0.png", f"{number}.png") for number in range(30)]
+    (tmp_path / "boxes.jsonl").write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(DataError, match=words):
         prepare(load_recipe(RECIPE, [f"data.source={tmp_path}/boxes.jsonl"]))

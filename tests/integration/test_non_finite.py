@@ -21,7 +21,7 @@ from tests.receiver import HttpReceiver
 from tests.tables import Faults
 
 pytestmark = pytest.mark.faults
-RECIPE, EPOCHS, BATCH = "recipes/digits.yaml", 2, 64
+RECIPE, EPOCHS = "recipes/digits.yaml", 2
 NUMBER, STEPS = 9, 22
 """The broken batch of the first epoch, and how many there are; the same picture is in one of the second."""
 RUN = [f"train.epochs={EPOCHS}", "train.early_stopping=null", "train.checkpoint.every_steps=4",
@@ -29,7 +29,7 @@ RUN = [f"train.epochs={EPOCHS}", "train.early_stopping=null", "train.checkpoint.
 
 
 @pytest.fixture(scope="module")
-def poison() -> str:
+def poison(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A picture that rank 1 meets in batch ``NUMBER`` of both epochs: in the second, a while after a checkpoint.
 
     Its label is the one that ``InfiniteCnn`` rules out.

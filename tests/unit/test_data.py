@@ -1,7 +1,6 @@
 """Data: sources, cleaning, the split and the processors."""
 
 import io
-import math
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,17 +14,17 @@ from pydantic import ValidationError
 from upath import UPath
 
 from app.config import CleanConfig, DataConfig, ImageConfig, TokenizerConfig
-from app.data.examples import Examples, clean
 from app.data.images import ImageProcessor
-from app.data.in_memory import prepare, split
 from app.data.labelled import LabelledData, LabelledDataset
 from app.data.sources.labelled import load_examples
 from app.data.targets import Classes
 from app.data.text import TextProcessor
 from app.errors import DataError
+from tests.preparing import data_of, rows_in
 
 TABLE = pd.DataFrame({"text": ["good one", "bad one", "fine", "poor"] * 5, "label": ["yes", "no", "yes", "no"] * 5})
 TABLE["text"] += [f" {index}" for index in range(len(TABLE))]
+REVIEWS = DataConfig(source="builtin:reviews")
 WRITERS = {
     "csv": lambda path: TABLE.to_csv(path, index=False),
     "jsonl": lambda path: TABLE.to_json(path, orient="records", lines=True),
@@ -34,41 +33,34 @@ WRITERS = {
 
 
 @pytest.fixture(scope="module")
-def reviews() -> LabelledData:
-    return prepare(DataConfig(source="builtin:reviews"), TextProcessor)
+def reviews(tmp_path_factory: pytest.TempPathFactory) -> LabelledData:
+    return data_of(REVIEWS, TextProcessor, tmp_path_factory.mktemp("reviews"))
 
 
-def test_reviews_are_cleaned_as_counted() -> None:
-    kept, report = clean(load_examples(DataConfig(source="builtin:reviews")), CleanConfig())
-    assert report.model_dump() == {
-        "what": "examples",
-        "columns": {},
-        "given": 35_124,
-        "kept": 17_363,
-        "dropped": {"empty": 1, "duplicate": 17_713, "conflicting": 47},
-        "cut": 0,
-        "suspected": 0,
-        "examples": {},
-    }
-    assert len(set(kept.inputs)) == len(kept) == 17_363
+def test_reviews_are_cleaned_as_counted(reviews: LabelledData) -> None:
+    report = reviews.report
+    assert (report.what, report.given, report.kept) == ("examples", 35_124, 17_363)
+    assert report.dropped == {"empty": 1, "duplicate": 17_713, "conflicting": 47}
+    assert report.examples["empty"] == [""]
+    assert len({item for rows in rows_in(reviews).values() for item, _ in rows}) == 17_363
     assert "17,713 exact duplicates" in str(report)
 
 
-def test_the_split_is_stratified_fixed_and_does_not_leak(reviews: LabelledData) -> None:
-    config = DataConfig(source="builtin:reviews")
-    cleaned, _ = clean(load_examples(config), config.clean)
-    assert split(cleaned, reviews.targets, config) == (reviews.train.split, reviews.validation.split)
-    assert split(cleaned, reviews.targets, DataConfig(source="builtin:reviews", seed=1))[1] != reviews.validation.split
-    assert not set(reviews.train.split.inputs) & set(reviews.validation.split.inputs)
-    assert len(reviews.validation) == pytest.approx(0.1 * 17_363, abs=1)
-    shares = [Counter(part.classes)[1] / len(part) for part in (reviews.train.split, reviews.validation.split)]
-    assert shares[0] == pytest.approx(shares[1], abs=1e-3)
+def test_the_split_is_fixed_even_and_does_not_leak(reviews: LabelledData) -> None:
+    assert data_of(REVIEWS, TextProcessor).fingerprint == reviews.fingerprint
+    train, validation = (set(rows) for rows in rows_in(reviews).values())
+    other = set(rows_in(data_of(DataConfig(source="builtin:reviews", seed=1), TextProcessor))["validation"])
+    assert len(other & validation) < 0.2 * len(other)
+    assert not {item for item, _ in train} & {item for item, _ in validation}
+    assert len(validation) == pytest.approx(0.1 * 17_363, rel=0.05)
+    shares = [Counter(label for _, label in part)["positive"] / len(part) for part in (train, validation)]
+    assert shares[0] == pytest.approx(shares[1], abs=0.02)
 
 
 def test_prepared_data_is_read_as_it_was_written(reviews: LabelledData, tmp_path: Path) -> None:
     reviews.save(UPath(tmp_path))
     loaded = LabelledData.load(UPath(tmp_path), TextProcessor, Classes)
-    texts = reviews.validation.split.inputs[:5]
+    texts = list(reviews.validation.split.inputs[:5])
     assert loaded.fingerprint == reviews.fingerprint
     assert np.array_equal(loaded.processor.encode(texts)["input_ids"], reviews.processor.encode(texts)["input_ids"])
 
@@ -80,22 +72,22 @@ def table(path: Path, texts: list[str], labels: list[str]) -> str:
 
 def test_a_test_split_is_taken_out_of_training_alone_and_left_on_disk(tmp_path: Path) -> None:
     image = ImageConfig(size=8, channels=1)
-    before = prepare(DataConfig(source="builtin:digits", image=image), ImageProcessor)
-    data = prepare(DataConfig(source="builtin:digits", image=image, test_fraction=0.2), ImageProcessor)
-    assert data.validation.split == before.validation.split, "figures with and without a test split compare"
+    before = data_of(DataConfig(source="builtin:digits", image=image), ImageProcessor)
+    data = data_of(DataConfig(source="builtin:digits", image=image, test_fraction=0.2), ImageProcessor)
+    rows, rows_before = rows_in(data), rows_in(before)
+    assert rows["validation"] == rows_before["validation"], "figures with and without a test split compare"
     assert data.test is not None
-    assert len(data.test) == math.ceil(0.2 * 1_797)
-    assert not set(data.test.split.inputs) & {*data.train.split.inputs, *data.validation.split.inputs}
-    assert {*data.test.split.inputs, *data.train.split.inputs} == set(before.train.split.inputs)
-    shares = [Counter(part.split.classes)[0] / len(part) for part in (data.train, data.test)]
-    assert shares[0] == pytest.approx(shares[1], abs=1e-2)
+    assert len(data.test) == pytest.approx(0.2 * 1_797, rel=0.1)
+    assert sorted([*rows["test"], *rows["train"]]) == sorted(rows_before["train"])
+    shares = [Counter(label for _, label in rows[split])["0"] / len(rows[split]) for split in ("train", "test")]
+    assert shares[0] == pytest.approx(shares[1], abs=0.04)
     assert f"testing the published version on {len(data.test):,}" in data.summary
     data.save(UPath(tmp_path / "with"))
     loaded = LabelledData.load(UPath(tmp_path / "with"), ImageProcessor, Classes)
     assert loaded.test is None
     tested = LabelledData.load_test(UPath(tmp_path / "with"), ImageProcessor, Classes)
     assert isinstance(tested, LabelledDataset)
-    assert tested.split == data.test.split
+    assert list(tested.split.inputs) == list(data.test.split.inputs)
     before.save(UPath(tmp_path / "without"))
     assert before.test is None
     assert LabelledData.load_test(UPath(tmp_path / "without"), ImageProcessor, Classes) is None
@@ -105,11 +97,10 @@ def test_what_is_in_the_test_source_is_neither_trained_nor_validated_on(tmp_path
     texts = [f"text {number}" for number in range(40)]
     source = table(tmp_path / "all.csv", texts, ["yes", "no"] * 20)
     tests = table(tmp_path / "test.csv", ["text 0 ", "text 1", "other", "other"], ["no", "yes", "yes", "yes"])
-    data = prepare(DataConfig(source=source, test_source=tests, validation_fraction=0.25), TextProcessor)
-    assert data.test is not None
-    assert list(zip(data.test.split.inputs, data.test.split.classes, strict=True)) == [
-        ("text 0", 0), ("text 1", 1), ("other", 1)]  # fmt: skip
-    assert {*data.train.split.inputs, *data.validation.split.inputs} == set(texts[2:])
+    data = data_of(DataConfig(source=source, test_source=tests, validation_fraction=0.25), TextProcessor)
+    rows = rows_in(data)
+    assert rows["test"] == [("text 0", "no"), ("text 1", "yes"), ("other", "yes")]
+    assert {item for item, _ in (*rows["train"], *rows["validation"])} == set(texts[2:])
     assert "2 also in data.test_source" in data.summary
 
 
@@ -135,7 +126,6 @@ def test_a_test_split_that_makes_no_sense_is_refused(keys: dict[str, Any], words
         ),
         ({"test_source": "/nowhere.csv"}, "data.test_source '/nowhere.csv' does not exist"),
         ({"test_source": "builtin:reviews"}, "data.test_source 'builtin:reviews': no built-in set 'reviews'"),
-        ({"test_fraction": 0.05, "validation_fraction": 0.9}, "1 of them cannot be held out with data.test_fraction"),
     ],
 )
 def test_a_test_split_that_cannot_be_made_is_told(tmp_path: Path, keys: dict[str, Any], words: str) -> None:
@@ -143,14 +133,17 @@ def test_a_test_split_that_cannot_be_made_is_told(tmp_path: Path, keys: dict[str
     table(tmp_path / "strange.csv", ["a", "b"], ["yes", "maybe"])
     given = {key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in keys.items()}
     with pytest.raises(DataError, match=words):
-        prepare(DataConfig(source=source, **given), TextProcessor)
+        data_of(DataConfig(source=source, **given), TextProcessor)
 
 
-def test_cleaning_drops_each_example_for_one_reason() -> None:
-    given = [("a", "x"), ("a ", "x"), ("", "x"), ("b", ""), ("b", "x"), ("c", "x"), ("c", "y"), ("c", "x")]
-    kept, report = clean(Examples("text", *map(list, zip(*given, strict=True))), CleanConfig())
-    assert list(kept) == [("a", "x"), ("b", "x")]
-    assert report.dropped == {"empty": 1, "unlabelled": 1, "duplicate": 3, "conflicting": 1}
+def test_cleaning_drops_each_example_for_one_reason(tmp_path: Path) -> None:
+    given = [("a", "x"), ("a ", "x"), ("", "x"), ("b", ""), ("b", "y"), ("c", "x"), ("c", "y"), ("c", "x")]
+    others = [(f"text {number}", "xy"[number % 2]) for number in range(20)]
+    texts, labels = map(list, zip(*given, *others, strict=True))
+    data = data_of(DataConfig(source=table(tmp_path / "rows.csv", texts, labels)), TextProcessor)
+    kept = [row for rows in rows_in(data).values() for row in rows]
+    assert sorted(kept) == sorted([("a", "x"), ("b", "y"), *others])
+    assert data.report.dropped == {"empty": 1, "unlabelled": 1, "duplicate": 3, "conflicting": 1}
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
@@ -167,7 +160,7 @@ def test_an_image_folder_is_read(tmp_path: Path) -> None:
             Image.fromarray(np.full((9 + index, 5), level, np.uint8)).save(tmp_path / label / f"{index}.png")
     (tmp_path / "notes.txt").write_text("not an image", encoding="utf-8")
     config = DataConfig(source=str(tmp_path), validation_fraction=0.5, clean=CleanConfig(deduplicate=False))
-    data = prepare(config, ImageProcessor)
+    data = data_of(config, ImageProcessor)
     batch = data.train.batch(range(4))
     pixels = batch.inputs["pixel_values"]
     assert data.labels == ["dark", "light"]
@@ -183,8 +176,8 @@ def test_an_image_folder_is_read(tmp_path: Path) -> None:
         ("/nowhere/data.csv", ["/nowhere/data.csv", "does not exist"]),
         ("nosuch://bucket/data.csv", ["nosuch", "cannot be opened"]),
         ("{folder}/data.txt", [".txt", ".csv"]),
-        ("{folder}/empty.csv", ["empty.csv", "no examples"]),
-        ("{folder}/header.csv", ["header.csv", "no examples"]),
+        ("{folder}/empty.csv", ["empty.csv", "no rows"]),
+        ("{folder}/header.csv", ["header.csv", "no rows"]),
         ("{folder}/other.csv", ["data.columns.label", "'label'", "text, target"]),
         ("{folder}/one.csv", ["one.csv", "expected two"]),
         ("{folder}/broken.jsonl", ["broken.jsonl", "line 1 is not JSON"]),
@@ -204,13 +197,13 @@ def test_bad_sources_are_refused(tmp_path: Path, source: str, words: list[str]) 
         (tmp_path / name).write_text(content, encoding="utf-8")
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError) as refused:
-        prepare(DataConfig(source=source.format(folder=tmp_path)), TextProcessor)
+        data_of(DataConfig(source=source.format(folder=tmp_path)), TextProcessor)
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
 def test_another_kind_of_input_is_refused() -> None:
     with pytest.raises(DataError, match="holds images, the task takes texts"):
-        prepare(DataConfig(source="builtin:digits"), TextProcessor)
+        data_of(DataConfig(source="builtin:digits"), TextProcessor)
 
 
 def test_texts_are_padded_to_buckets_and_cut_at_the_last() -> None:
@@ -241,15 +234,13 @@ def test_a_small_file_that_is_a_huge_image_is_refused(side: int) -> None:
         ImageProcessor.fit([], DataConfig(source="-")).encode([buffer.getvalue()])
 
 
-def test_many_labels_are_split_in_seconds() -> None:
+def test_many_labels_are_split_in_seconds(tmp_path: Path) -> None:
     labels = [f"label {number}" for number in range(20_000)] * 2
-    examples = Examples("text", [str(number) for number in range(len(labels))], labels)
+    source = table(tmp_path / "labels.csv", [f"text {number}" for number in range(len(labels))], labels)
     began = time.process_time()
-    config = DataConfig(source="labels.csv", validation_fraction=0.5)
-    targets = Classes.fit(labels, config)
-    train, validation = split(examples, targets, config)
-    found = targets.labels
-    assert time.process_time() - began < 3.0
-    assert found == sorted(set(labels))
-    assert [found[label] for label in train.classes] == [labels[int(str(given))] for given in train.inputs]
-    assert sorted(validation.classes) == list(range(20_000))
+    data = data_of(DataConfig(source=source, validation_fraction=0.5), TextProcessor)
+    assert time.process_time() - began < 10.0
+    assert data.labels == sorted(set(labels))
+    rows = rows_in(data)
+    assert all(label == labels[int(item.split()[1])] for part in rows.values() for item, label in part)
+    assert all(sorted(label for _, label in part) == data.labels for part in rows.values())

@@ -13,9 +13,9 @@ from PIL import Image
 from app.config import DataConfig
 from app.data import builtin
 from app.data.images import ImageProcessor
-from app.data.in_memory import prepare
 from app.data.sources.labelled import load_examples
 from app.errors import DataError
+from tests.preparing import data_of, rows_in
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 PICTURES = np.random.default_rng(0).integers(0, 256, (20, 5, 4), np.uint8)
@@ -78,9 +78,9 @@ def test_files_that_are_no_idx_set_are_refused(tmp_path: Path, files: dict[str, 
 def test_fashion_has_the_names_of_its_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtin, "FASHION_FOLDER", str(tmp_path))
     write(tmp_path, PACKED)
-    data = prepare(DataConfig(source="builtin:fashion", validation_fraction=0.5), ImageProcessor)
+    data = data_of(DataConfig(source="builtin:fashion", validation_fraction=0.5), ImageProcessor)
     assert data.labels == sorted(data.labels)
-    assert len(data.train) == len(data.validation) == 10
+    assert len(data.train) == len(data.validation) == 10  # each has a picture of each label
     examples = load_examples(DataConfig(source="builtin:fashion"), "image")
     assert examples.labels[:3] == ["T-shirt/top", "Trouser", "Pullover"]
     assert examples.labels[9] == "Ankle boot"
@@ -92,11 +92,10 @@ def test_the_test_files_are_the_test_source(tmp_path: Path, monkeypatch: pytest.
     others = {names[IMAGES]: idx(255 - PICTURES[:4]), names[LABELS]: idx(NUMBERS[:4])}
     write(tmp_path, {**SET, **others})
     for source in ("builtin:fashion", str(tmp_path)):
-        data = prepare(DataConfig(source=source, test_source=source, validation_fraction=0.5), ImageProcessor)
-        assert data.test is not None
-        assert (len(data.train), len(data.validation), len(data.test)) == (10, 10, 4)
+        data = data_of(DataConfig(source=source, test_source=source, validation_fraction=0.5), ImageProcessor)
+        assert data.rows == {"train": 10, "validation": 10, "test": 4}
         labels = load_examples(DataConfig(source=source), "image").labels
-        assert data.test.split.classes == [data.labels.index(label) for label in labels[:4]]
+        assert [label for _, label in rows_in(data)["test"]] == labels[:4]
 
 
 def test_a_label_that_fashion_has_not_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

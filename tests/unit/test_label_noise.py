@@ -9,7 +9,6 @@ import pytest
 
 from app.config import load_recipe
 from app.data.builtin import BUILTIN
-from app.data.examples import clean
 from app.data.label_noise import judge_texts
 from app.data.labelled import LabelledData
 from app.data.prepared import PreparedData
@@ -22,21 +21,18 @@ OTHER = {"positive": "negative", "negative": "positive"}
 
 def planted(path: Path, count: int = 4000) -> set[str]:
     """Write reviews, and return the texts of a twentieth of them, which have the other label."""
-    recipe = load_recipe("recipes/reviews.yaml", [])
-    reviews, _ = clean(BUILTIN["reviews"](), recipe.data.clean)
+    reviews = {str(item).strip(): label for item, label in BUILTIN["reviews"]() if label and str(item).strip()}
     source = random.Random(0)
-    rows = source.sample(list(reviews), count)
-    flipped = {str(item) for item, _ in rows[: count // 20]}
+    rows = source.sample(list(reviews.items()), count)
+    flipped = {item for item, _ in rows[: count // 20]}
     source.shuffle(rows)
-    write_table(path, [(str(item), OTHER[label] if item in flipped else label, "") for item, label in rows])
+    write_table(path, [(item, OTHER[label] if item in flipped else label, "") for item, label in rows])
     return flipped
 
 
-def prepared(source: Path, is_sharded: bool, *overrides: str) -> PreparedData:
-    """The data of a recipe, in shards or in memory."""
-    if is_sharded:
-        return prepare(recipe_of(source, "data.shards={size: 50KB, window: 200KB, memory: 1MB}", *overrides))
-    return prepare(load_recipe("recipes/reviews.yaml", [f"data.source={source}", *overrides]))
+def prepared(source: Path, *overrides: str) -> PreparedData:
+    """The data of a recipe."""
+    return prepare(recipe_of(source, "data.shards={size: 50KB, window: 200KB, memory: 1MB}", *overrides))
 
 
 def texts_of(data: PreparedData, split: str) -> Sequence[str]:
@@ -46,12 +42,11 @@ def texts_of(data: PreparedData, split: str) -> Sequence[str]:
     return [str(item) for item in inputs]
 
 
-@pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "memory"])
-def test_planted_labels_are_found_and_dropped_from_training_only(tmp_path: Path, is_sharded: bool) -> None:
+def test_planted_labels_are_found_and_dropped_from_training_only(tmp_path: Path) -> None:
     flipped = planted(tmp_path / "rows.csv")
     keys = ["data.test_fraction=0.1"]
-    before = prepared(tmp_path / "rows.csv", is_sharded, *keys)
-    after = prepared(tmp_path / "rows.csv", is_sharded, *keys, "data.clean={label_noise: drop}")
+    before = prepared(tmp_path / "rows.csv", *keys)
+    after = prepared(tmp_path / "rows.csv", *keys, "data.clean={label_noise: drop}")
     kept, given = set(texts_of(after, "train")), set(texts_of(before, "train"))
     assert kept < given
     found, wrong = given - kept, given & flipped
@@ -69,11 +64,10 @@ def test_planted_labels_are_found_and_dropped_from_training_only(tmp_path: Path,
         assert any(item.startswith(text) for item in found)
 
 
-@pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "memory"])
-def test_a_report_drops_nothing(tmp_path: Path, is_sharded: bool) -> None:
+def test_a_report_drops_nothing(tmp_path: Path) -> None:
     planted(tmp_path / "rows.csv", 1000)
-    before = prepared(tmp_path / "rows.csv", is_sharded)
-    after = prepared(tmp_path / "rows.csv", is_sharded, "data.clean={label_noise: report}")
+    before = prepared(tmp_path / "rows.csv")
+    after = prepared(tmp_path / "rows.csv", "data.clean={label_noise: report}")
     assert texts_of(after, "train") == texts_of(before, "train")
     assert after.report.dropped == before.report.dropped
     assert after.report.kept == before.report.kept
@@ -85,7 +79,7 @@ def test_a_report_drops_nothing(tmp_path: Path, is_sharded: bool) -> None:
 def test_units_and_their_order_do_not_change_what_is_doubted(tmp_path: Path) -> None:
     planted(tmp_path / "rows.csv", 1000)
     keys = ["data.clean={label_noise: drop}"]
-    whole = prepared(tmp_path / "rows.csv", True, *keys)
+    whole = prepared(tmp_path / "rows.csv", *keys)
     cut = prepare(recipe_of(tmp_path / "rows.csv", *keys))
     assert sorted(texts_of(cut, "train")) == sorted(texts_of(whole, "train"))
     assert cut.report.dropped == whole.report.dropped
@@ -110,8 +104,7 @@ def test_labels_of_rare_classes_are_not_seen_in_good_texts() -> None:
     assert len(doubted & wrong) > 0.6 * len(doubted)
 
 
-@pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "memory"])
-def test_a_label_is_not_dropped_as_a_whole(tmp_path: Path, is_sharded: bool) -> None:
+def test_a_label_is_not_dropped_as_a_whole(tmp_path: Path) -> None:
     source = random.Random(0)
     words = {label: words_of(source, 12) for label in "xy"}
     rows = [
@@ -120,16 +113,15 @@ def test_a_label_is_not_dropped_as_a_whole(tmp_path: Path, is_sharded: bool) -> 
     rows += [(" ".join(source.choices(words["x"], k=60)), "rare") for _ in range(3)]  # the model is sure of x
     write_table(tmp_path / "rows.csv", [(text, label, "") for text, label in rows])
     with pytest.raises(DataError, match="label_noise drops every training text of 'rare': set it to report"):
-        prepared(tmp_path / "rows.csv", is_sharded, "data.clean={label_noise: drop}", "data.test_fraction=null")
+        prepared(tmp_path / "rows.csv", "data.clean={label_noise: drop}", "data.test_fraction=null")
 
 
-@pytest.mark.parametrize("is_sharded", [True, False], ids=["shards", "memory"])
-def test_too_few_texts_are_refused(tmp_path: Path, is_sharded: bool) -> None:
+def test_too_few_texts_are_refused(tmp_path: Path) -> None:
     rows = [(f"text {number}", "good", "") for number in range(60)] + [("one", "bad", ""), ("two", "bad", "")]
     write_table(tmp_path / "rows.csv", rows)
     keys = ["data.clean={label_noise: drop}", "data.validation_fraction=0.5", "data.test_fraction=null"]
     with pytest.raises(DataError, match=r"label_noise learns from \d+ training texts, .* fewer than two classes: give"):
-        prepared(tmp_path / "rows.csv", is_sharded, *keys)
+        prepared(tmp_path / "rows.csv", *keys)
 
 
 def test_other_tasks_do_not_read_it() -> None:

@@ -166,7 +166,7 @@ class WithoutTargets(LanguageModeling):
     ("task", "words"),
     [
         ("ByExactAuroc", "the metric auroc of the task is MulticlassAUROC"),
-        ("ByLogits", r"balanced .* int64 of shape \(360,\) and float32 of shape \(360, 10\): .*; give inputs that"),
+        ("ByLogits", r"balanced .* int64 of shape \(374,\) and float32 of shape \(374, 10\): .*; give inputs that"),
         ("ByEachClass", "the metric f1 .* or a function that returns one number"),
     ],
 )

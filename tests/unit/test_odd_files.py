@@ -20,7 +20,7 @@ from app.config.stream import StreamConfig
 from app.data.sources import units
 from app.data.sources.documents import document_columns
 from app.data.sources.formats import FORMATS
-from app.data.sources.labelled import INPUT, columns_of, load_examples
+from app.data.sources.labelled import INPUT, labelled_columns, load_examples
 from app.data.sources.source import Source
 from app.data.sources.tagged import read_tagged
 from app.data.sources.units import read_source
@@ -529,7 +529,7 @@ def test_a_new_format_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path.write_bytes("__label__good a fine film\n__label__bad a dull é\n".encode())
     assert list(load_examples(DataConfig(source=str(path)))) == [("a fine film", "good"), ("a dull é", "bad")]
     (unit,) = units.cut_units(units.list_files(Source(str(path)), "text"), TINY)
-    (rows,) = units.read_unit(unit, columns_of(ColumnsConfig(), "text"))
+    (rows,) = units.read_unit(unit, labelled_columns(ColumnsConfig(), "text"))
     assert rows.cells[INPUT].to_pylist() == ["a fine film", "a dull é"]
     path.write_bytes(b"__label__\xff a film\n")
     with pytest.raises(DataError, match=r"films\.ft', row 1: 'label' is not text in UTF-8"):

@@ -222,7 +222,8 @@ def test_a_group_that_fills_no_batch_of_any_window_is_refused(folder: str) -> No
             with pytest.raises(TrainingError, match=r"18 training samples have only image: .*, of one window; lower"):
                 order_of(recipe, data)
         else:
-            assert order_of(recipe, data).num_batches(1) == 1 + 342 // BATCH
+            counts = np.unique(data.train.groups, return_counts=True)[1]
+            assert order_of(recipe, data).num_batches(1) == sum(counts // BATCH)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "equally" in case])
@@ -271,7 +272,7 @@ def test_the_recorded_order_stays_as_it_was(whole: dict[str, list[list[int]]]) -
     digests = {case: hashlib.sha256(repr(whole[case]).encode()).hexdigest()[:8] for case in CASES}
     assert (SampleOrder.name, hashlib.sha256(repr(digests).encode()).hexdigest()[:16]) == (
         "windows-1",
-        "06ac43ea49c2fb35",
+        "e8db489a64224bca",
     )
 
 

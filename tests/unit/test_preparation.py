@@ -11,18 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from app.data.labelled import LabelledData
+from app.data.language import LanguageData
 from app.data.preparation import prepare as preparing
 from app.data.preparation import sample as sampling
 from app.data.preparation.progress import UnitProgress
+from app.data.preparation.samples import Documents
 from app.data.preparation.work import UnitWork
-from app.data.sharded_data import ShardedLabelledData, ShardedLanguageData
 from app.data.shards import ShardIndex, ShardWriter
 from app.data.sources.units import Unit
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError, RecipeError
 from app.heartbeat import HEARTBEAT_FILE
 from app.storage import open_storage, to_path, write_atomically
-from app.tasks import load_prepared, load_with_test, prepare, prepare_shards
+from app.tasks import load_prepared, load_with_test, prepare
 from tests.preparing import ROWS, WORDS, language_recipe, prepared, recipe_of, text, write_table
 
 
@@ -51,8 +53,8 @@ def test_all_who_work_on_it_write_the_same_shards(tmp_path: Path, monkeypatch: p
             yield from pool.map(work, reversed(numbers))
 
     monkeypatch.setenv("RAYLOOM_STORAGE", str(tmp_path / "other"))
-    there = prepare_shards(recipe_of(tmp_path / "rows.jsonl"), elsewhere)
-    assert isinstance(there, ShardedLabelledData)
+    there = prepare(recipe_of(tmp_path / "rows.jsonl"), elsewhere)
+    assert isinstance(there, LabelledData)
     assert there.reference.location != here.location
     assert there.reference.sha256 == here.sha256
     assert there.fingerprint == prepared(tmp_path / "rows.jsonl").fingerprint
@@ -90,7 +92,7 @@ def test_a_killed_preparation_goes_on_and_a_second_one_does_nothing(
     def forbidden(work: Callable[[int], int], numbers: Sequence[int]) -> Iterable[int]:
         raise AssertionError("it is prepared already")
 
-    again = prepare_shards(recipe, forbidden)
+    again = prepare(recipe, forbidden)
     monkeypatch.setenv("RAYLOOM_STORAGE", str(tmp_path / "other"))
     assert again.fingerprint == resumed.fingerprint == prepare(recipe).fingerprint
 
@@ -111,9 +113,9 @@ def test_a_second_job_waits_for_the_first_and_returns_its_shards(
         raise AssertionError("the first job prepares it")
 
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(prepare_shards, recipe, slow)
+        first = pool.submit(prepare, recipe, slow)
         assert begun.wait(30)
-        second = pool.submit(prepare_shards, recipe, forbidden)
+        second = pool.submit(prepare, recipe, forbidden)
         with pytest.raises(TimeoutError):
             second.result(1.0)
         released.set()
@@ -145,7 +147,7 @@ def test_a_source_that_changes_between_the_passes_is_refused(tmp_path: Path, cha
 
     told = r"changed while it was prepared \(1 files" if changed == "file" else "changed since the first pass"
     with pytest.raises(DataError, match=rf"{told}.*: prepare the data again"):
-        prepare_shards(recipe_of(source), run_units)
+        prepare(recipe_of(source), run_units)
     (folder,) = (open_storage(None) / preparing.SHARDS).iterdir()
     assert ShardIndex.find(folder) is None
 
@@ -156,7 +158,7 @@ def test_other_settings_make_other_shards_and_other_windows_do_not(tmp_path: Pat
     first = prepared(source).reference.location
     wider = recipe_of(source, "data.shards={size: 5KB, window: 90KB}", "data.buckets=[16]")
     same = prepare(wider)
-    assert isinstance(same, ShardedLabelledData)
+    assert isinstance(same, LabelledData)
     assert same.reference.location == first
     assert prepared(source, "data.seed=1").reference.location != first
     write_table(source, ROWS[:-1])
@@ -173,21 +175,21 @@ def test_another_tokenizer_at_the_same_place_makes_other_shards(tmp_path: Path) 
         config = language_recipe(source, f"data.tokenizer.vocab_size={size}").data
         LanguageTokenizer.fit([text(number) for number in range(400)], config).save(folder)
         (folder / "config.json").write_text('{"model_type": "some"}')
-        data = prepare_shards(recipe.model_copy(update={"model": model}), map)
-        assert isinstance(data, ShardedLanguageData)
+        data = prepare(recipe.model_copy(update={"model": model}))
+        assert isinstance(data, LanguageData)
         assert data.tokenizer.facts["vocab_size"] == size
         places.append(data.reference.location)
     assert places[0] != places[1]
     moved = model.model_copy(update={"pretrained": shutil.move(tmp_path / "model", tmp_path / "moved")})
-    again = prepare_shards(recipe.model_copy(update={"model": moved}), map)
-    assert isinstance(again, ShardedLanguageData)
+    again = prepare(recipe.model_copy(update={"model": moved}))
+    assert isinstance(again, LanguageData)
     assert again.reference.location == places[1]  # the tokenizer matters, and its location does not
 
 
 def test_units_beyond_five_digits_are_found_again(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     units = tuple(Unit(number, ()) for number in range(100_011))
-    work = UnitWork(str(tmp_path), recipe.data, units, "text", sample_fraction=1.0)
+    work = UnitWork(str(tmp_path), recipe.data, units, Documents(), None, sample_fraction=1.0)
     for number in (7, 10_000, 100_010):
         write_atomically(work.facts_file(number), b"{}")
     assert work.finished("facts-") == {7, 10_000, 100_010}
@@ -225,7 +227,7 @@ def test_documents_become_blocks_of_tokens(tmp_path: Path) -> None:
     (folder / "odd.txt").write_bytes(b"\xff\xfe")
     write_table(folder / "more.csv", [(text(number),) for number in range(300, 400)], ["text"])
     data = prepare(language_recipe(folder))
-    assert isinstance(data, ShardedLanguageData)
+    assert isinstance(data, LanguageData)
     assert (data.report.given, data.report.kept, data.report.dropped) == (401, 400, {"not_text": 1})
     batch = data.train.batch([1, 0])
     assert batch.inputs["input_ids"].shape == batch.targets.shape == (2, 16)
@@ -246,7 +248,7 @@ def test_a_tokenizer_is_learned_from_parts_of_few_large_documents(
     for part in range(8):
         (folder / f"{part}.txt").write_text("\n".join(lines[part::8]), encoding="utf-8")
     data = prepare(language_recipe(folder, "data.validation_fraction=0.3"))
-    assert isinstance(data, ShardedLanguageData)
+    assert isinstance(data, LanguageData)
     assert data.tokenizer.facts["vocab_size"] == 300
     assert "a sample of" in (told := capsys.readouterr().out)
     assert 2 < int(told.partition("a sample of the training data: ")[2].split()[0]) < 30
@@ -290,11 +292,8 @@ def test_too_little_data_is_refused(
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["train.linear_baseline=true"], "train.linear_baseline reads all data into memory"),
-        (["data.test_source=x.csv"], "test_source cannot be read with shards"),
         (["data.clean.near_duplicates=0.2"], "near_duplicates"),
         (["data.shards={size: 1GB}"], "memory is 1000000000 bytes, and a shard has 1000000000"),
-        (["data.clean.near_duplicates=0.9", "data.shards=null"], "found in data in shards only"),
         (["data.clean={min_length: 9, max_length: 3}"], "min_length 9 is more than max_length 3"),
     ],
 )

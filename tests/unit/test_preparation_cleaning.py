@@ -38,7 +38,7 @@ def test_rows_without_a_group_are_split_one_by_one(tmp_path: Path) -> None:
         recipe_of(tmp_path / "rows.csv", "data.group_column=author", "data.clean={deduplicate: false}")
 
 
-def test_what_is_dropped_is_what_the_data_in_memory_drop(tmp_path: Path) -> None:
+def test_a_row_is_dropped_for_one_reason(tmp_path: Path) -> None:
     odd = [
         ("  ", "good"),
         (ROWS[3][0], ROWS[3][1]),
@@ -47,24 +47,18 @@ def test_what_is_dropped_is_what_the_data_in_memory_drop(tmp_path: Path) -> None
         (text(-1), ""),
     ]
     write_table(tmp_path / "rows.parquet", [*ROWS[:300], *((*row, "") for row in odd), *ROWS[300:]])
-    source = tmp_path / "rows.parquet"
-    sharded = prepared(source).report
-    in_memory = prepare(load_recipe("recipes/reviews.yaml", [f"data.source={source}", "train.linear_baseline=false"]))
-    assert sharded.model_copy(update={"examples": {}}) == in_memory.report
-    assert sharded.dropped == {"empty": 1, "duplicate": 3, "conflicting": 1, "unlabelled": 1}
-    assert sharded.examples["conflicting"] == [ROWS[4][0]]
+    report = prepared(tmp_path / "rows.parquet").report
+    assert (report.given, report.kept) == (len(ROWS) + 5, len(ROWS) - 1)
+    assert report.dropped == {"empty": 1, "duplicate": 3, "conflicting": 1, "unlabelled": 1}
+    assert report.examples["conflicting"] == [ROWS[4][0]]
 
 
-def test_texts_of_other_lengths_are_dropped_in_shards_and_in_memory(tmp_path: Path) -> None:
+def test_texts_of_other_lengths_are_dropped(tmp_path: Path) -> None:
     write_table(tmp_path / "rows.csv", ROWS)
-    keys = ["data.clean={min_length: 60, max_length: 120}"]
-    sharded = prepared(tmp_path / "rows.csv", *keys).report
-    keys += [f"data.source={tmp_path / 'rows.csv'}", "train.linear_baseline=false"]
-    in_memory = prepare(load_recipe("recipes/reviews.yaml", keys)).report
-    assert sharded.dropped == in_memory.dropped
-    assert sharded.dropped["too_short"] == sum(len(item) < 60 for item, _, _ in ROWS)
-    assert sharded.dropped["too_long"] == sum(len(item) > 120 for item, _, _ in ROWS)
-    assert all(len(item) > 120 for item in sharded.examples["too_long"]) or len(sharded.examples["too_long"]) == 10
+    report = prepared(tmp_path / "rows.csv", "data.clean={min_length: 60, max_length: 120}").report
+    assert report.dropped["too_short"] == sum(len(item) < 60 for item, _, _ in ROWS)
+    assert report.dropped["too_long"] == sum(len(item) > 120 for item, _, _ in ROWS)
+    assert all(len(item) > 120 for item in report.examples["too_long"]) or len(report.examples["too_long"]) == 10
 
 
 def planted(count: int = 600) -> tuple[list[str], list[str]]:
@@ -92,9 +86,8 @@ def test_near_duplicates_are_found_and_nothing_else(tmp_path: Path) -> None:
     assert data.report.dropped == {"near_duplicate": len(rows) - len(kept)}
     assert len(data.report.examples["near_duplicate"]) == 10
     few_at_a_time = recipe_of(tmp_path / "rows.jsonl", "data.clean={near_duplicates: 0.8}", "data.seed=1")
-    shards = few_at_a_time.data.shards
-    assert shards is not None
-    bounded = few_at_a_time.data.model_copy(update={"shards": shards.model_copy(update={"memory": 40_000})})
+    shards = few_at_a_time.data.shards.model_copy(update={"memory": 40_000})
+    bounded = few_at_a_time.data.model_copy(update={"shards": shards})
     again = prepare(few_at_a_time.model_copy(update={"data": bounded}))
     assert again.report.dropped == data.report.dropped
 
@@ -119,7 +112,7 @@ def test_pictures_that_cannot_be_decoded_are_counted_or_refused(tmp_path: Path) 
     for number in range(9):
         (tmp_path / "dark" / f"torn{number}.png").write_bytes(b"\x89PNG nothing")
     with pytest.raises(
-        DataError, match=r"11 pictures that cannot be decoded among 311 rows, more than 1%, such as '.*/dark/torn\.png'"
+        DataError, match=r"11 files that cannot be decoded among 311 rows, more than 1%, such as '.*/dark/torn\.png'"
     ):
         prepare(recipe)
 
@@ -128,7 +121,7 @@ def test_each_label_is_in_every_split_and_no_other_row_moves(tmp_path: Path) -> 
     rows = [(item, f"rare {number // 4}" if number < 40 else label, "") for number, (item, label, _) in enumerate(ROWS)]
     write_table(tmp_path / "rows.csv", rows)
     keys = ["data.test_fraction=0.1", "data.validation_fraction=0.05"]
-    found = rows_in(prepared(tmp_path / "rows.csv", "data.stratify=true", *keys))
+    found = rows_in(prepared(tmp_path / "rows.csv", *keys))
     labels = [{label for _, label in split} for split in found.values()]
     assert labels[0] == labels[1] == labels[2]
     assert len(labels[0]) == 13
@@ -137,8 +130,6 @@ def test_each_label_is_in_every_split_and_no_other_row_moves(tmp_path: Path) -> 
     plain = rows_in(prepared(tmp_path / "common.csv", *keys))
     for split, kept in plain.items():
         assert set(kept) <= set(found[split])
-    with pytest.raises(RecipeError, match="stratify and group_column 'author' contradict each other"):
-        recipe_of(tmp_path / "rows.csv", "data.stratify=true", "data.group_column=author")
 
 
 def test_texts_are_dropped_by_language_and_symbols(tmp_path: Path) -> None:
@@ -151,11 +142,8 @@ def test_texts_are_dropped_by_language_and_symbols(tmp_path: Path) -> None:
     ]
     rows = [(f"{english} {number}", ("good", "bad")[number % 2], "") for number in range(200)]
     write_table(tmp_path / "rows.csv", [*rows, *((item, "good", "") for item, _ in odd)])
-    keys = ["data.clean={languages: [en, zh], max_symbol_share: 0.2}"]
-    sharded = prepared(tmp_path / "rows.csv", *keys).report
-    assert sharded.dropped == {"language": 2, "symbols": 1}
-    assert sharded.examples["language"] == [item for item, reason in odd if reason == "language"]
-    keys += [f"data.source={tmp_path / 'rows.csv'}", "train.linear_baseline=false"]
-    assert prepare(load_recipe("recipes/reviews.yaml", keys)).report.dropped == sharded.dropped
+    report = prepared(tmp_path / "rows.csv", "data.clean={languages: [en, zh], max_symbol_share: 0.2}").report
+    assert report.dropped == {"language": 2, "symbols": 1}
+    assert report.examples["language"] == [item for item, reason in odd if reason == "language"]
     with pytest.raises(RecipeError, match="languages has english: expected codes of ISO 639-1 among"):
         prepared(tmp_path / "rows.csv", "data.clean={languages: [english]}")

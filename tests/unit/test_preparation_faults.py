@@ -18,7 +18,7 @@ from app.data.preparation import prepare as preparing
 from app.data.sources.labelled import load_examples
 from app.errors import DataError, RecipeError
 from app.storage import open_storage, to_path
-from app.tasks import prepare, prepare_shards
+from app.tasks import prepare
 from tests.preparing import ROWS, prepared, recipe_of, rows_in, write_table
 
 
@@ -62,7 +62,7 @@ def lines_of(path: Path, *lines: bytes) -> Path:
     return path
 
 
-def test_json_of_other_writers_is_read_as_in_memory(tmp_path: Path) -> None:
+def test_json_of_other_writers_is_read(tmp_path: Path) -> None:
     odd = [
         b"",
         b'{"text": "no number", "label": NaN}',
@@ -163,10 +163,9 @@ def images_in(folder: Path, *places: str) -> None:
 
 
 @pytest.mark.parametrize("odd", ["top.png", "dark/more/deep.png"])
-@pytest.mark.parametrize("shards", ["{size: 5KB, window: 20KB}", "null"])
-def test_images_at_another_depth_are_refused(tmp_path: Path, odd: str, shards: str) -> None:
+def test_images_at_another_depth_are_refused(tmp_path: Path, odd: str) -> None:
     images_in(tmp_path, "dark/1.png", "light/2.png", odd)
-    recipe = load_recipe("recipes/digits.yaml", [f"data.source={tmp_path}", f"data.shards={shards}"])
+    recipe = load_recipe("recipes/digits.yaml", [f"data.source={tmp_path}"])
     with pytest.raises(DataError, match=rf"has the file '.*{odd}': expected CLASS/FILE below the source"):
         prepare(recipe)
 
@@ -219,7 +218,7 @@ def test_refused_credentials_are_told(
         "reading": r"'s3://guarded/source/rows\.parquet' may not be read .*: check its rights and the credentials",
     }[refused]
     with pytest.raises(DataError, match=told):
-        prepare_shards(recipe_of("s3://guarded/source"), run_units)
+        prepare(recipe_of("s3://guarded/source"), run_units)
     assert not list((open_storage(None) / preparing.SHARDS).rglob("*.arrow"))
 
 

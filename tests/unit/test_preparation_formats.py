@@ -13,7 +13,7 @@ from PIL import Image
 from upath import UPath
 
 from app.config import ColumnsConfig, load_recipe
-from app.data.sources.labelled import INPUT, LABEL, columns_of
+from app.data.sources.labelled import INPUT, LABEL, labelled_columns
 from app.data.sources.source import Source
 from app.data.sources.units import cut_units, list_files, read_unit
 from app.errors import DataError
@@ -47,7 +47,7 @@ def test_a_csv_file_is_cut_between_its_rows_only(tmp_path: Path) -> None:
     (file,) = list_files(Source(str(path)), "text")
     cut = cut_units([file], 9_000)
     assert len(cut) > 5
-    columns = columns_of(ColumnsConfig(), "text", "author")
+    columns = labelled_columns(ColumnsConfig(), "text", "author")
     found, whole = (
         [
             row
@@ -70,7 +70,7 @@ def test_a_quoted_cell_of_a_tsv_file_is_not_cut(tmp_path: Path, size: int) -> No
         csv.writer(file, delimiter="\t").writerows([("text", "label"), *rows])
     units = cut_units(list_files(Source(str(path)), "text"), size)
     assert len(units) > 10
-    parts = [part.cells for unit in units for part in read_unit(unit, columns_of(ColumnsConfig(), "text"))]
+    parts = [part.cells for unit in units for part in read_unit(unit, labelled_columns(ColumnsConfig(), "text"))]
     texts, labels = ([cell for cells in parts for cell in cells[key].to_pylist()] for key in (INPUT, LABEL))
     assert list(zip(texts, labels, strict=True)) == rows
 

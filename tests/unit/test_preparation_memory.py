@@ -16,17 +16,18 @@ import pytest
 
 from app.config import ColumnsConfig
 from app.data.preparation import sample, signatures
+from app.data.preparation.samples import Documents
 from app.data.preparation.signatures import signatures_of
 from app.data.preparation.work import UnitWork
 from app.data.sources.cells import Rows
 from app.data.sources.documents import document_columns
-from app.data.sources.formats.base import Piece
-from app.data.sources.labelled import INPUT, LABEL, columns_of
+from app.data.sources.formats.base import DOCUMENTS, Piece
+from app.data.sources.labelled import INPUT, LABEL, labelled_columns
 from app.data.sources.source import Source
 from app.data.sources.units import Unit, cut_units, list_files, read_unit
 from tests.preparing import WORDS, language_recipe, write_table
 
-COLUMNS = columns_of(ColumnsConfig(), "text")
+COLUMNS = labelled_columns(ColumnsConfig(), "text")
 
 
 def texts_of(rows: Rows) -> list[str]:
@@ -126,12 +127,12 @@ def test_csv_is_read_in_little_memory(tmp_path: Path) -> None:
     read = (
         "import re, sys, pathlib\n"
         "from app.config import ColumnsConfig\n"
-        "from app.data.sources.labelled import columns_of\n"
+        "from app.data.sources.labelled import labelled_columns\n"
         "from app.data.sources.formats.base import Piece\n"
         "from app.data.sources.units import Unit, read_unit\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', pathlib.Path('/proc/self/status').read_text())[1])\n"
         "before, unit = peak(), Unit(0, (Piece(sys.argv[1], 'csv', int(sys.argv[2])),))\n"
-        "assert sum(len(rows) for rows in read_unit(unit, columns_of(ColumnsConfig(), 'text'))) == 60_000\n"
+        "assert sum(len(rows) for rows in read_unit(unit, labelled_columns(ColumnsConfig(), 'text'))) == 60_000\n"
         "print(peak() - before)\n"
     )
     told = subprocess.check_output([sys.executable, "-c", read, str(path), str(path.stat().st_size)], text=True)
@@ -156,9 +157,8 @@ def test_the_sample_of_a_compressed_source_is_bounded(tmp_path: Path, monkeypatc
     texts = [f"{number} {WORDS[number % 10] * 1000}" for number in range(2000)]
     pa.parquet.write_table(pa.table({"text": texts}), tmp_path / "texts.parquet", compression="zstd")
     recipe = language_recipe(tmp_path / "texts.parquet")
-    files = list_files(Source(recipe.data.source), "language-modeling")
-    work = UnitWork(
-        str(tmp_path), recipe.data, tuple(cut_units(files, 10**9)), "language-modeling", sample_fraction=1.0
-    )
+    files = list_files(Source(recipe.data.source), DOCUMENTS)
+    units = tuple(cut_units(files, 10**9))
+    work = UnitWork(str(tmp_path), recipe.data, units, Documents(), None, sample_fraction=1.0)
     work.survey(0)
     assert 100_000 < work.sample_file(0).stat().st_size < 300_000

@@ -229,8 +229,8 @@ def test_a_model_is_compiled_and_served_without_the_folder_that_it_came_from(tmp
     assert execute(Run.start("train", recipe), train_alone).status == "succeeded"
     shutil.rmtree(folder)
     assert execute(Run.start("compile", recipe), compile_model).status == "succeeded"
-    storage = tmp_path / "storage"
-    manifest = Repository(UPath(storage)).manifest("digits", 1)
+    storage = UPath(tmp_path / "storage")
+    manifest = Repository(storage).manifest("digits", 1)
     assert manifest.lineage.pretrained == f"{folder} sha256:{sha256}"
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= set(manifest.files)
     served = DeployedModel(production=version_config(storage, 1, "digits"))

@@ -13,7 +13,7 @@ from app.data.images import encode_png
 from app.errors import DataError, RecipeError
 from app.models.factory import build_model
 from app.runs import Run
-from app.tasks import find_served_task, prepare
+from app.tasks import prepare
 from app.training.run import prepare_run
 from tests.records import ENCODERS, recipe_of, write_goods
 
@@ -113,12 +113,6 @@ def test_sources_of_records_are_refused(table: Path, tmp_path: Path) -> None:
     tree["data"]["sources"] = [{"source": str(table)}, {"source": str(more)}]
     with pytest.raises(RecipeError, match=r"data\.sources are not for task app.tasks.classification:MultimodalClass"):
         prepare_run(Run.start("train", Recipe.model_validate(tree)))
-
-
-def test_records_are_not_prepared_in_shards(table: Path) -> None:
-    task = find_served_task("app.data.records:RecordProcessor")
-    with pytest.raises(RecipeError, match="cannot be prepared in shards"):
-        task.prepare_shards(recipe_of(table), map)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_the_page_of_a_training_tells_where_it_stood_and_what_it_survived(tmp_pa
     for words in (
         "succeeded", "1,797", "rows for validation", "rolled back", ROLLBACK.message, "val_loss above 1",
         "GPU-hours</th><td>2 h", "2 kWh by all GPUs, estimated from", "25.0 % of what torch reserved",
-        "backward", "50 of 360 rows",
+        "backward", f"50 of {len(data.validation)} rows",
         "data:image/png;base64,",
         f'<a href="../../tune/{search}/report.html">trial 3 of {search}</a>', "Gradient norm", "Learning rate",
         '"training", "kind": "line", "x": [1.0, 2.0, 3.0], "y": [2.0, null, 1.0]',

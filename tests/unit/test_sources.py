@@ -24,6 +24,7 @@ from app.training.worker import start_worker
 from tests.helpers import ROOT, records_of
 from tests.orders import batches_of, in_memory
 
+SHARDS = "data.shards={size: 4096, window: 12KB}"
 SIZES, BATCH = [600, 300, 100], 20
 ORIGINS = np.repeat([0, 1, 2], SIZES).astype(np.int16)
 LENGTHS = np.random.default_rng(0).integers(1, 100, sum(SIZES))
@@ -92,9 +93,8 @@ def test_temperature_raises_the_share_of_small_sources(tmp_path: Path) -> None:
 
 
 def test_a_run_measures_each_source(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, two_sources(tmp_path, (1.0, 3.0)))
-    run = Run.start("train", recipe)
-    data = prepare_run(run)
+    recipe = recipe_of(tmp_path, two_sources(tmp_path, (1.0, 3.0)), SHARDS)
+    data = prepare_run(Run.start("train", recipe))
     data.save(UPath(tmp_path / "data"))
     folder = tmp_path / "run"
     ending = train(recipe, load_prepared(recipe, UPath(tmp_path / "data")), start_worker(recipe.train), UPath(folder))
@@ -134,7 +134,6 @@ def test_blocks_of_documents_have_one_source_each(tmp_path: Path) -> None:
         ("[{source: a.csv, weight: 1}, {source: b.csv}]", [], "'a' has a weight and 'b' has none"),
         ("[{source: a.csv, weight: 1}]", ["data.temperature=2.0"], "temperature is 2.0, and sources have weights"),
         ("[{source: a.csv}]", ["data.source=c.csv"], "source is 'c.csv' and there are sources"),
-        ("[{source: a.csv}]", ["data.clean={deduplicate: false}"], "a row of two sources would have two origins"),
         ("[]", ["data.source=c.csv", "data.temperature=2.0"], "which only sources have"),
     ],
 )
@@ -160,7 +159,7 @@ def test_a_source_that_cannot_be_read_or_has_nothing_is_named(tmp_path: Path) ->
 
 
 def sharded_recipe(folder: Path, *overrides: str) -> Recipe:
-    return recipe_of(folder, two_sources(folder, (3.0, 1.0)), "data.shards={size: 4096, window: 12KB}", *overrides)
+    return recipe_of(folder, two_sources(folder, (3.0, 1.0)), SHARDS, *overrides)
 
 
 def test_windows_of_shards_have_the_same_part_of_each_source(tmp_path: Path) -> None:
@@ -185,22 +184,9 @@ def test_windows_of_shards_have_the_same_part_of_each_source(tmp_path: Path) -> 
     assert order.source_samples(2, range(batches)) == {"big": 12 * batches, "little": 4 * batches}
 
 
-def test_a_run_on_shards_measures_each_source(tmp_path: Path) -> None:
-    recipe = sharded_recipe(tmp_path, "train.epochs=1")
-    data = prepare_run(Run.start("train", recipe))
-    data.save(UPath(tmp_path / "data"))
-    loaded = load_prepared(recipe, UPath(tmp_path / "data"))
-    (record,) = train(recipe, loaded, start_worker(recipe.train), UPath(tmp_path / "run")).records
-    assert record.source_samples == {"big": record.step * 12, "little": record.step * 4}
-    origins = data.origins  # type: ignore[attr-defined]
-    shares = np.bincount(origins.validation) / len(origins.validation)
-    parts = record.metrics["val_loss_big"], record.metrics["val_loss_little"]
-    assert record.val_loss == pytest.approx(float(shares @ parts), rel=1e-5)
-
-
 def test_weights_change_no_shards(tmp_path: Path) -> None:
-    sources, shards = two_sources(tmp_path, (3.0, 1.0)), "data.shards={size: 4096, window: 12KB}"
-    recipes = [recipe_of(tmp_path, given, shards) for given in (sources, sources.replace("weight: 3.0", "weight: 1.0"))]
+    sources = two_sources(tmp_path, (3.0, 1.0))
+    recipes = [recipe_of(tmp_path, given, SHARDS) for given in (sources, sources.replace("weight: 3.0", "weight: 1.0"))]
     first, other = (prepare(recipe).reference.location for recipe in recipes)  # type: ignore[attr-defined]
     assert first == other
 

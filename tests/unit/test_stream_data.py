@@ -13,8 +13,8 @@ import pytest
 from upath import UPath
 
 from app.config import Recipe, load_recipe
+from app.data.language import LanguageData
 from app.data.preparation.survey import SplitRule, digest_of
-from app.data.sharded_data import ShardedLanguageData
 from app.data.streaming.collector import Collector
 from app.data.streaming.documents import Blocks, DocumentRows
 from app.data.streaming.messages import Offsets
@@ -143,7 +143,7 @@ def test_a_run_on_documents_keeps_its_tokenizer(server: NatsServer, tmp_path: Pa
     data = prepare_document_stream(given)
     assert (len(data.train), data.tokens_per_sample, data.rows["validation"] > 0) == (16, 32, True)
     data.save(UPath(tmp_path / "run"))
-    kept = ShardedLanguageData.load(UPath(tmp_path / "run"))
+    kept = LanguageData.load(UPath(tmp_path / "run"))
     assert kept.fingerprint == data.fingerprint
     store = MicroEpochStore(to_path(kept.reference.location))
     first = store.find(1, {0: 1})

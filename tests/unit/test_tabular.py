@@ -28,6 +28,7 @@ from app.tasks import load_with_test, prepare
 from app.tasks.multilabel import F1, ExactMatch
 from app.tasks.regression import MeanAbsoluteError, RootMeanSquaredError, RSquared
 from app.tensors import OUTPUT
+from tests.preparing import rows_in, write_table
 
 ROWS = [("34", "red", "10115", 0.5), ("28", "blue", "10117", 1.5), ("", "red", "10115", 2.5), ("40", "", "10119", 3.5)]
 CONFIG = DataConfig(source="-", columns=ColumnsConfig(categories=["code"]))
@@ -39,8 +40,12 @@ def row(age: Any = 34, colour: Any = "red", code: Any = "10115") -> str:
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    """A csv whose rows come five times, each with another number to predict."""
-    lines = [f"{age},{colour},{code},{number + repeat}" for repeat in range(5) for age, colour, code, number in ROWS]
+    """A csv whose rows come five times, each with another number to predict, and most with another age."""
+    lines = [
+        f"{age and int(age) + repeat},{colour},{code},{number + repeat}"
+        for repeat in range(5)
+        for age, colour, code, number in ROWS
+    ]
     (tmp_path / "rows.csv").write_text("\n".join(["age,colour,code,price", *lines]), encoding="utf-8")
     return tmp_path / "rows.csv"
 
@@ -54,14 +59,15 @@ def test_a_csv_becomes_numbers_and_categories_and_is_read_as_it_was_written(tabl
     recipe = recipe_of(table, categories=["code"])
     data = prepare(recipe)
     assert isinstance(data, LabelledData)
-    assert data.rows == {"train": 14, "validation": 2, "test": 4}, "equal rows with other numbers are no duplicates"
+    assert sum(data.rows.values()) == 20, "equal rows with other numbers are no duplicates"
+    rows = data.rows["train"]
     assert data.facts == {"num_labels": 1, "num_numbers": 1, "num_categories": 7, "num_category_columns": 2}
-    batch = data.train.batch(range(14))
+    batch = data.train.batch(range(rows))
     assert {name: (array.dtype, array.shape) for name, array in batch.inputs.items()} == {
-        "numbers": (np.float32, (14, 1)),
-        "categories": (np.int64, (14, 2)),
+        "numbers": (np.float32, (rows, 1)),
+        "categories": (np.int64, (rows, 2)),
     }
-    values = data.train.split.classes
+    values = list(data.train.split.classes)
     assert batch.targets == pytest.approx((np.array(values) - np.mean(values)) / np.std(values))
     (answer,) = data.targets.decode(batch.targets[:1, None])
     assert answer["value"] == pytest.approx(values[0])
@@ -70,6 +76,25 @@ def test_a_csv_becomes_numbers_and_categories_and_is_read_as_it_was_written(tabl
     assert loaded.fingerprint == data.fingerprint
     assert loaded.rows == data.rows
     assert np.array_equal(loaded.train.batch([3]).targets, batch.targets[3:4])
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "arrow", "jsonl"])
+def test_equal_rows_stay_whatever_their_labels_unless_a_whole_row_is_in_the_test_source(
+    tmp_path: Path, suffix: str
+) -> None:
+    rows = [(number % 40 + 0.5, "ab"[number % 3 == 0]) for number in range(200)]
+    source, tests = (tmp_path / f"{name}.{suffix}" for name in ("rows", "tests"))
+    for path, given in ((source, rows), (tests, [rows[3], rows[3]])):
+        write_table(path, given, ["size", "kind"])
+    recipe = recipe_of(source, "tabular-classification", label="kind")
+    config = recipe.data.model_copy(update={"test_source": str(tests), "test_fraction": None})
+    data = prepare(recipe.model_copy(update={"data": config}))
+    assert isinstance(data, LabelledData)
+    found = [(json.loads(item)["size"], label) for part in rows_in(data).values() for item, label in part]
+    assert sorted((float(size), label) for size, label in found) == sorted(
+        [*(row for row in rows if row != rows[3]), rows[3], rows[3]]
+    )
+    assert data.report.dropped == {"in_test": rows.count(rows[3])}
 
 
 @pytest.mark.parametrize("number", [0.1, -1e300, 3e-310, 0.0, 1e9])
@@ -93,7 +118,7 @@ def test_numbers_of_any_size_are_scaled(size: float) -> None:
     processor = TabularProcessor.fit([row(-size), row(size), row(size)], CONFIG)
     (found,) = processor.encode([row(size)])["numbers"].tolist()
     assert found == pytest.approx([1 / np.sqrt(2)])
-    fitted = Numbers(Scale()).fitted([-size, size, size])
+    fitted = Numbers(Scale()).fitted([-size, size], [1, 2])
     assert fitted.batch([size]).tolist() == pytest.approx(found)
 
 
@@ -107,7 +132,7 @@ def test_a_number_far_from_those_of_training_is_refused(number: float) -> None:
 
 
 def test_targets_that_are_all_the_same_stay_finite() -> None:
-    targets = Numbers(Scale()).fitted([0.1] * 99)
+    targets = Numbers(Scale()).fitted([0.1], [99])
     assert targets.batch([0.1, 1.1]) == pytest.approx([0.0, 1.0])
     (answer,) = targets.decode(np.array([[1.0]], np.float32))
     assert answer["value"] == pytest.approx(1.1)
@@ -153,7 +178,7 @@ def test_a_row_that_cannot_be_read_is_refused(given: str, words: str) -> None:
         ({"label": "cost"}, "data.columns.label is 'cost', which .*rows.csv' does not have: it has age, colour, code"),
         ({"features": ["age", "size"]}, "data.columns.features.1 is 'size', which"),
         ({"categories": ["size"]}, "data.columns.categories has 'size': the columns are age, colour, code"),
-        ({"label": "colour"}, "has the label 'red': a regression learns numbers"),
+        ({"label": "colour"}, "has the label 'blue': a regression learns numbers"),
     ],
 )
 def test_columns_that_do_not_fit_are_named(table: Path, columns: dict[str, Any], words: str) -> None:
@@ -163,7 +188,7 @@ def test_columns_that_do_not_fit_are_named(table: Path, columns: dict[str, Any],
 
 def test_several_labels_are_read_from_lists_and_from_texts(tmp_path: Path) -> None:
     config = DataConfig(source="x.csv", columns=ColumnsConfig(separator=","))
-    targets = LabelSets.fit(['["bill", "late"]', "late, broken", "[]"], config)
+    targets = LabelSets.fit(dict.fromkeys(['["bill", "late"]', "late, broken", "[]"], 1), config)
     assert targets.labels == ["bill", "broken", "late"]
     assert targets.read(["broken,bill", "[]"], config) == [[0, 1], []]
     assert targets.batch([[0, 1], []]).tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
@@ -186,7 +211,9 @@ def test_several_labels_are_read_from_lists_and_from_texts(tmp_path: Path) -> No
     )
     assert isinstance(data, LabelledData)
     assert data.targets.labels == ["a", "b"]
-    assert sorted(map(len, data.train.split.classes)) == [1] * 9 + [2] * 9
+    parts = [part.split.take(range(len(part))) for part in (data.train, data.validation)]
+    rows = [row for inputs, values in parts for row in zip(inputs, values, strict=True)]
+    assert sorted(rows) == sorted((f"text {number}", [0] * (number % 2) + [1]) for number in range(20))
 
 
 def test_metrics_are_those_of_scikit_learn() -> None:

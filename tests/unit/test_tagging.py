@@ -18,7 +18,7 @@ from app.data.tags import Tags, Word, first_tokens, spans_of
 from app.errors import DataError, RecipeError
 from app.models.factory import blueprint_of
 from app.models.pretrained import match_weights
-from app.tasks import find_served_task, load_prepared, load_with_test, prepare
+from app.tasks import find_served_task, load_prepared, prepare
 from app.tasks.objective import objective_of
 from app.tasks.tagging import EntityF1
 from tests.pretrained import write_encoder
@@ -72,20 +72,6 @@ def test_rows_of_either_kind_are_read_split_and_saved(tmp_path: Path, kind: Any)
     test: Any = find_served_task(recipe.task).load_test(recipe, UPath(tmp_path / "data"))
     assert data.test is not None
     assert test.rows == data.test.rows
-
-
-def test_splits_that_an_earlier_version_kept_as_json_are_read(tmp_path: Path) -> None:
-    data = prepared(tmp_path, list(map(tokens, range(20))), test_fraction=0.2)
-    folder = UPath(tmp_path / "data")
-    data.save(folder)
-    for name, split in (("train", data.train), ("validation", data.validation), ("test", data.test)):
-        assert split is not None
-        (folder / f"{name}.parquet").unlink()
-        (folder / f"{name}.json").write_text(json.dumps(split.rows), encoding="utf-8")
-    recipe = load_recipe(str(tmp_path / "recipe.yaml"))
-    again: Any = load_with_test(recipe, folder)
-    assert (again.train.rows, again.test.rows) == (data.train.rows, data.test.rows if data.test else None)
-    assert again.fingerprint == data.fingerprint
 
 
 def test_only_the_first_token_of_a_word_counts_and_no_word_that_is_cut_off(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class WithoutLoss(ServedTask):
 
 
 class BareTargets:
-    labels_agree = True
+    rule = Classes.rule
 
 
 class WithoutFacts(TextClassification):

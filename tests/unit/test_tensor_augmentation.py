@@ -36,11 +36,6 @@ def digits(*overrides: str) -> Recipe:
     return load_recipe(ROOT / "recipes/digits.yaml", ["train.global_batch_size=64", *overrides])
 
 
-def sharded(storage: Path) -> Recipe:
-    """The same images in shards of a few hundred."""
-    return digits(MIX, f"storage={storage}", "data.shards={size: 20KB, window: 40KB}")
-
-
 def read(recipe: Recipe, data: PreparedData, workers: int, epoch: int = 1, first: int = 0) -> list[bytes]:
     """Return what all ranks read in global batches of an epoch, each sample with its target, sorted."""
     samples = []
@@ -105,7 +100,7 @@ def test_partners_are_others_of_the_same_batch() -> None:
 
 @pytest.mark.parametrize("change", [MIX, MASKS])
 def test_samples_are_mixed_and_masked_alike_on_any_number_of_workers_and_after_a_resume(change: str) -> None:
-    recipe = digits(change)
+    recipe = digits(change, "data.shards={size: 20KB, window: 40KB}")
     data = prepare(recipe)
     alone = read(recipe, data, workers=1)
     assert len(set(alone)) == 192
@@ -115,15 +110,6 @@ def test_samples_are_mixed_and_masked_alike_on_any_number_of_workers_and_after_a
     assert read(small, data, 2) == alone
     assert set(read(recipe, data, 2, first=1)) < set(alone)
     assert len(set(read(recipe, data, 1, epoch=2)) & set(alone)) < 10
-
-
-def test_samples_in_shards_are_mixed_alike_on_any_number_of_workers(tmp_path: Path) -> None:
-    recipe = sharded(tmp_path)
-    data = prepare(recipe)
-    alone = read(recipe, data, workers=1)
-    assert len(set(alone)) == 192
-    for workers in (2, 4, 64):
-        assert read(recipe, data, workers) == alone
 
 
 def test_the_loss_of_shares_is_the_mean_of_the_labels_losses() -> None:

@@ -9,6 +9,7 @@ from app.config import load_recipe
 from app.errors import RecipeError
 from app.planner.cluster import local_cluster
 from app.runs import Run
+from app.tasks import find_served_task
 from app.training.run import open_run, prepare_run
 from app.tuning.space import load_space
 from app.tuning.trial_data import find_data, prepare_data, prepare_trials
@@ -32,7 +33,8 @@ def test_training_takes_what_the_search_has_prepared_for_the_same_data(
         open_run(run, data)
     saved = {file.name: file.read_bytes() for file in (run.folder / "data").iterdir()}
     assert saved == {file.name: file.read_bytes() for file in location.iterdir()}
-    assert "test.parquet" in saved, "what is published is measured on it"
+    test = find_served_task(recipe.task).load_test(recipe, run.folder / "data")
+    assert test, "what is published is measured on it"
     assert f"data builtin:digits: as prepared in {location}" in capsys.readouterr().out
 
 
