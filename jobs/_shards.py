@@ -32,6 +32,7 @@ def prepare_on_cluster(run: Run, prepared: UPath | None = None) -> PreparedData 
     keeps_data = (run.folder / DATA).exists() and not adds_sources(run)
     if run.recipe.data.stream is not None or prepared is not None or keeps_data:
         return None
+    connect()  # small data are prepared in this process, and a job without a cluster leaves nothing behind
     return prepare(run.recipe, partial(_run_units, run.storage, run.recipe.train.preparation))
 
 
