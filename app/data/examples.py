@@ -53,15 +53,6 @@ class Examples:
         """The number of rows of the source."""
         return len(self) + sum(map(len, self.left_out.values()))
 
-    def extend(self, more: "Examples") -> None:
-        """Append the rows of another source."""
-        self.inputs.extend(more.inputs)
-        self.labels.extend(more.labels)
-        for reason, places in more.left_out.items():
-            self.left_out.setdefault(reason, []).extend(places)
-        for name, kind in more.kinds.items():
-            self.kinds[name] = self.kinds[name] + kind if name in self.kinds else kind
-
     def leave_out(self, reason: Reason, place: str) -> None:
         """Count a row that cannot be read."""
         self.left_out.setdefault(reason, []).append(place)
@@ -114,7 +105,7 @@ class CleaningReport(BaseModel):
     columns: dict[str, str] = {}
     """Of a table: what each column is, and why."""
     examples: dict[Reason, list[str]] = {}
-    """A few of those dropped for each reason, or suspected, shortened. In memory, only those with suspect labels."""
+    """A few of those dropped for each reason, or suspected, shortened."""
 
     def __add__(self, later: "CleaningReport") -> "CleaningReport":
         """Return the report of both, with the examples of the earlier one first."""

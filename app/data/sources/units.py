@@ -70,7 +70,7 @@ def list_files(source: Source, contents: Contents) -> list[SourceFile]:
     read_as = "row" if root.is_file() and contents in _FILES_OF_CLASSES and root.suffix.lower() != ".tar" else contents
     formats = {path: one for path, _ in listed if (one := format_of(path, read_as))}
     if contents in _FILES_OF_CLASSES and root.is_dir():
-        _require_classes(source, root, [path for path, _ in listed], formats)
+        _require_classes(source, root, [path for path, _ in listed], formats, FORMATS[contents].suffixes)
     if not formats:
         raise DataError(f"{source} has none of the files that the task reads: expected {_expected(contents)}")
     return [
@@ -111,8 +111,13 @@ def tell_unread(source: Source, read: Sequence[SourceFile], is_meant: Callable[[
         print(f"{source}: {len(unread):,} files are not read ({counts}), such as {str(unread[0])!r}", flush=True)
 
 
-def _require_classes(source: Source, root: UPath, files: Sequence[UPath], read: Collection[UPath]) -> None:
-    """Raise DataError unless each file that is read lies in the folder of its class, and each class has one."""
+def _require_classes(
+    source: Source, root: UPath, files: Sequence[UPath], read: Collection[UPath], suffixes: Sequence[str]
+) -> None:
+    """Raise DataError unless each file that is read lies in the folder of its class, and each class has one.
+
+    ``suffixes`` are the endings that the task reads, for messages.
+    """
     for path in read:
         if path.suffix.lower() != ".tar" and len(path.relative_to(root).parts) != 2:
             raise DataError(
@@ -124,7 +129,7 @@ def _require_classes(source: Source, root: UPath, files: Sequence[UPath], read: 
     if classes and lacking:
         raise DataError(
             f"{source}: the class {lacking[0].parent.name!r} has no file that can be read, but {lacking[0].name!r}: "
-            f"expected {', '.join(FORMATS['image'].suffixes)}; convert its files, or move the folder away"
+            f"expected {', '.join(suffixes)}; convert its files, or move the folder away"
         )
 
 
