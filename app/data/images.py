@@ -181,15 +181,6 @@ def _tile_size(image: Image.Image) -> tuple[int, int]:
     return tags.get(_TILE_WIDTH, 0), tags.get(_TILE_HEIGHT, 0)
 
 
-def is_readable(content: bytes) -> bool:
-    """Return whether a processor can decode a picture, by decoding it."""
-    try:
-        require_picture(content)
-    except DataError:
-        return False
-    return True
-
-
 class Preprocessing(BaseModel):
     """How a pretrained model's images are resized and scaled."""
 
