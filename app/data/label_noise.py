@@ -16,8 +16,6 @@ from sklearn.feature_extraction.text import HashingVectorizer, TfidfTransformer
 from sklearn.linear_model import LogisticRegression
 from upath import UPath
 
-from app.data.preparation.sample import SampleBuilder
-from app.data.preparation.survey import hashes_of
 from app.errors import DataError
 from app.storage import stream_atomically
 
@@ -115,23 +113,6 @@ class LabelJudge:
         """Return what ``save`` wrote."""
         with np.load(BytesIO(path.read_bytes())) as arrays:
             return cls(**arrays)
-
-
-def judge_texts(texts: Sequence[str], classes: Sequence[int], labels: Sequence[str]) -> dict[int, str]:
-    """Return the report line of each text whose label is suspect, by its index.
-
-    The models are trained on a sample of the texts. Raises DataError if there are too few.
-    """
-    given, (_, keys) = np.array(classes, np.int64), hashes_of(texts)
-    builder = SampleBuilder(1.0, LEARNED_CHARACTERS)
-    builder.add(0, [text[:READ_CHARACTERS] for text in texts], keys)
-    sample = builder.build()
-    judge = LabelJudge.fit([str(item) for item in sample.inputs], given[sample.rows], keys[sample.rows], labels)
-    size = max(1, _PROBABILITIES // 16 // len(labels))
-    parts = [slice(first, first + size) for first in range(0, len(texts), size)]
-    suggested = np.concatenate([judge.suggest(texts[part], given[part], keys[part]) for part in parts])
-    doubted = np.flatnonzero(suggested != FINE).tolist()
-    return {row: in_words(texts[row], labels[given[row]], labels[suggested[row]]) for row in doubted}
 
 
 def require_kept(before: Collection[str], after: Collection[str]) -> None:
