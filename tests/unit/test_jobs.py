@@ -1,4 +1,4 @@
-"""What jobs refuse before they look for a cluster."""
+"""What jobs refuse whatever the cluster is."""
 
 import signal
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+import jobs._shards
 import jobs.lifecycle
 from app.compile.run import compile_model
 from app.config import load_recipe
@@ -22,6 +23,13 @@ from tests.helpers import ROOT, result_of
 
 NOTHING_LIVE = "tune.space=tests.faults.troubled:sizes"
 DIGITS, STDLIB = str(ROOT / "recipes/digits.yaml"), str(ROOT / "recipes/stdlib_gpt.yaml")
+
+
+@pytest.fixture
+def _without_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the cluster checks, because these tests have none: see ``tests/e2e/test_jobs_by_hand.py``."""
+    monkeypatch.setattr(jobs._shards, "connect", lambda: None)
+    monkeypatch.setattr(jobs.lifecycle, "check_later_steps", lambda run: None)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +60,7 @@ DIGITS, STDLIB = str(ROOT / "recipes/digits.yaml"), str(ROOT / "recipes/stdlib_g
         ("deploy", [DIGITS, "serve.version=99"], 1, "has no model 'digits'"),
     ],
 )
+@pytest.mark.usefixtures("_without_cluster")
 def test_what_cannot_work_is_refused_and_leaves_nothing_but_prepared_data(
     job: str, arguments: list[str], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,12 +73,6 @@ def test_what_cannot_work_is_refused_and_leaves_nothing_but_prepared_data(
     assert words in result["error"]
     assert printed.err.strip() == f"error: {result['error']}"
     assert {path.name for path in (tmp_path / "storage").glob("*")} <= {"data"}
-
-
-@pytest.fixture
-def _without_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the cluster checks, because these tests have no cluster: see ``tests/e2e/test_plain_cluster.py``."""
-    monkeypatch.setattr(jobs.lifecycle, "check_later_steps", lambda run: None)
 
 
 @pytest.mark.usefixtures("_without_cluster")
