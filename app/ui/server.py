@@ -67,17 +67,6 @@ def create_app(storage: UPath, access: Access, host: str) -> FastAPI:
     if is_loopback(host):
         app.add_middleware(LocalOnly)
 
-    @app.exception_handler(RayloomError)
-    def refuse(request: Request, error: RayloomError) -> Response:
-        if isinstance(error, UnauthorizedError):
-            return _html(site(request).login(error), 401)
-        return _html(site(request).refusal(error), 404 if isinstance(error, StorageError) else 400)
-
-    @app.exception_handler(OSError)
-    def report_storage(request: Request, error: OSError) -> Response:
-        told = StorageError(f"storage {str(storage)!r} cannot be read ({error}): check its rights")
-        return _html(site(request).refusal(told), 503)
-
     @app.post("/login")
     async def login(request: Request) -> Response:
         token = await _token_in(request)
@@ -92,8 +81,22 @@ def create_app(storage: UPath, access: Access, host: str) -> FastAPI:
         response.delete_cookie(_COOKIE)
         return response
 
+    _add_refusals(app, storage, site)
     _add_pages(app, storage, site)
     return app
+
+
+def _add_refusals(app: FastAPI, storage: UPath, site: Callable[[Request], Site]) -> None:
+    @app.exception_handler(RayloomError)
+    def refuse(request: Request, error: RayloomError) -> Response:
+        if isinstance(error, UnauthorizedError):
+            return _html(site(request).login(error), 401)
+        return _html(site(request).refusal(error), 404 if isinstance(error, StorageError) else 400)
+
+    @app.exception_handler(OSError)
+    def report_storage(request: Request, error: OSError) -> Response:
+        told = StorageError(f"storage {str(storage)!r} cannot be read ({error}): check its rights")
+        return _html(site(request).refusal(told), 503)
 
 
 def _add_pages(app: FastAPI, storage: UPath, site: Callable[[Request], Site]) -> None:
