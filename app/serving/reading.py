@@ -83,7 +83,11 @@ class Reader:
         reading = self._thread.submit(timed)
         # The thread finishes even if the client has disconnected, so the turn ends with the work, not with the request.
         reading.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.call_later, worked_s, self._end_turn))
-        return await asyncio.wrap_future(reading)
+        try:
+            return await asyncio.wrap_future(reading)
+        finally:
+            # An error refers to this frame. Without this, the future would keep the error, and with it the request.
+            del reading
 
     async def _turn(self, added_bytes: int) -> None:
         """Wait for a turn, of a request to which decompression adds so many bytes. Raises OverloadError."""

@@ -1,20 +1,25 @@
 """Large requests, which are read outside the event loop and do not block others."""
 
 import asyncio
+import gc
 import json
 import random
 import threading
 import time
+import tracemalloc
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import grpc
+import orjson
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 from upath import UPath
 
-from app.errors import OverloadError, RequestError
+from app.errors import OverloadError, RequestError, RequestTooLargeError
 from app.serving import reading
 from app.serving.reading import ON_LOOP_BYTES, Reader
 from tests import bombs
@@ -151,6 +156,28 @@ def test_a_turn_ends_with_its_work_whether_it_fails_or_nobody_waits_for_it() -> 
         assert await reader.read(ON_LOOP_BYTES + 1, lambda: "next") == "next"
 
     asyncio.run(run())
+
+
+def test_a_refused_body_is_freed_at_once() -> None:
+    content = bytes(16 * bombs.MIB)
+    packed = zlib.compress(content, 9, 31)
+
+    async def run() -> None:
+        reader = Reader()
+        with pytest.raises(RequestTooLargeError):
+            await reader.inflate(packed, "gzip", len(content) - 1)
+        with pytest.raises(orjson.JSONDecodeError):
+            await reader.read(len(content), partial(orjson.loads, bytes(16 * bombs.MIB)))
+
+    gc.collect()
+    gc.disable()  # whatever is in a cycle stays until the next collection, which may be long after
+    tracemalloc.start()
+    try:
+        asyncio.run(run())
+        assert tracemalloc.get_traced_memory()[0] < bombs.MIB
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 @contextmanager
