@@ -16,7 +16,9 @@ RayloomError
 ├── CompileError           a model cannot be exported, or its numbers differ too much
 ├── EngineError            a compiled model cannot be loaded
 ├── RequestError           a request to the endpoint is malformed
-│   └── RequestTooLargeError  it is larger than the server takes
+│   ├── RequestTooLargeError  it is larger than the server takes
+│   ├── UnsupportedError   it asks for what the server does not do
+│   └── DisconnectedError  its client went away
 ├── UnauthorizedError      a request does not show the endpoint's token
 ├── NotServedError         a request names a model that is not served
 ├── OverloadError          too many requests are waiting at the endpoint
@@ -105,6 +107,14 @@ class RequestError(RayloomError):
 
 class RequestTooLargeError(RequestError):
     """A request to the endpoint is larger than the server takes; answered with status 413."""
+
+
+class UnsupportedError(RequestError):
+    """A request asks for what the endpoint does not do; over gRPC answered with the status UNIMPLEMENTED."""
+
+
+class DisconnectedError(RequestError):
+    """The client went away before its request was complete or answered."""
 
 
 class UnauthorizedError(RayloomError):

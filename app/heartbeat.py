@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from upath import UPath
 
-from app.conditional import change, read
+from app.best_effort import BestEffort, best_effort, repeat_in_background
 from app.errors import StorageError
+from app.shared_files import change, read
 from app.storage import write_atomically
-from app.warnings import BestEffort, best_effort, repeat_in_background
 
 HEARTBEAT_FILE = "heartbeat"
 _INTERVAL_S = 2.0

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from upath import UPath
 
-from app.conditional import read
+from app.best_effort import BestEffort, repeat_in_background, warn
+from app.shared_files import read
 from app.storage import is_local, write_atomically
-from app.warnings import BestEffort, repeat_in_background, warn
 
 LOG_FILE = "log.txt"
 _INTERVAL_S = 2.0

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from app.cli.main import app
 from app.config import Recipe
 from app.serving.endpoint import Endpoint
+from app.serving.transport.inference_call import Admission
 from app.serving.transport.routes import routes
 
 Schema = dict[str, Any]
@@ -124,7 +125,7 @@ def _command(name: str, command: Any, context: Any) -> Iterator[str]:
 def routes_page() -> str:
     """Return the page of the endpoint's HTTP routes, from its OpenAPI document."""
     lines = ["# HTTP routes", "", "From the document at `/openapi.json`.", "", "| route | |", "| --- | --- |"]
-    for path, methods in routes(Endpoint()).openapi()["paths"].items():
+    for path, methods in routes(Admission(Endpoint())).openapi()["paths"].items():
         for method, operation in methods.items():
             lines.append(f"| `{method.upper()} {path}` | {_cell(operation.get('description', operation['summary']))} |")
     return "\n".join([*lines, ""])

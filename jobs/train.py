@@ -6,6 +6,7 @@ import sys
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from upath import UPath
 
+from app.best_effort import warn
 from app.config import TrainConfig
 from app.runs import Outcome, Run
 from app.telemetry.tracing import stage
@@ -15,7 +16,6 @@ from app.training.records import Ending
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
 from app.training.stop_request import StopRequest, request_stop
-from app.warnings import warn
 from jobs._cluster import connect, may_grow, require, training_cluster
 from jobs._runner import main, on_sigterm
 from jobs._shards import prepare_on_cluster

@@ -6,13 +6,14 @@ from typing import Any
 
 from ray import serve
 
+from app.best_effort import BestEffort
 from app.serving.config import EndpointConfig
 from app.serving.endpoint import Endpoint
+from app.serving.transport.fast_http import FastPath, use_fast_path
 from app.serving.transport.grpc import GrpcMethods
-from app.serving.transport.hot import HotRoute, listen_hot
-from app.serving.transport.http import DirectInference, HttpApi
+from app.serving.transport.http import HttpApi
+from app.serving.transport.inference_call import Admission
 from app.serving.transport.middleware import answer_directly
-from app.warnings import BestEffort
 from serve_deployments.autoscaling import DIRECT, LATENCY
 from serve_deployments.metrics import ReplicaMetrics
 from serve_deployments.tensor_parallel import open_version
@@ -42,25 +43,22 @@ class ModelServer(GrpcMethods):
     """A replica, which holds all deployed models. Serve calls the gRPC methods by their names."""
 
     def __init__(self) -> None:
-        super().__init__(Endpoint(open_version=open_version))
-        self._api = HttpApi(self._endpoint)
-        self._direct = DirectInference(self._endpoint, self._api)
-        self._hot = HotRoute(self._direct, self)
+        super().__init__(Admission(Endpoint(open_version=open_version)))
+        self._api = HttpApi(self._admission)
+        self._fast_path = FastPath(self._admission, self)
         self._freezing: asyncio.Task[None] | None = None
         self._metrics: ReplicaMetrics | None = None
         self._reporting = BestEffort("metrics cannot be reported", "the replica")
 
     def __serve_build_asgi_app__(self) -> HttpApi:
         """Return the application for HTTP requests. Serve calls this before it listens."""
-        answer_directly(self._direct.before)
-        listen_hot(self._hot)
+        answer_directly(self._api.in_front_of)
+        use_fast_path(self._fast_path)
         return self._api
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Switch to a new configuration. On an error nothing changes."""
         await self._endpoint.update(EndpointConfig.model_validate(user_config))
-        # Otherwise its caches would keep removed models in memory until the next request.
-        self._hot.forget_replaced()
         self._freezing = asyncio.create_task(self._freeze_once_closed())
 
     async def _freeze_once_closed(self) -> None:
@@ -80,4 +78,4 @@ class ModelServer(GrpcMethods):
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's values for ``serve_deployments.autoscaling``. Serve adds the requests that it sees."""
-        return {DIRECT: self._direct.ongoing + self.beside_streams, LATENCY: self._endpoint.latency_to_target}
+        return {DIRECT: self.unseen_by_serve, LATENCY: self._endpoint.latency_to_target}

@@ -39,7 +39,7 @@ HTTP: dict[str, bytes] = {
     "64 MiB of spaces": squeezed(INFER, b" " * (64 * MIB - 1)),
     "inputs that are empty objects": squeezed(INFER, b'{"inputs":%s}' % listed(b"{}")),
     "the same, plain": message("POST", INFER, b'{"inputs":%s}' % listed(b"{}")),
-    "the same, short enough for the hot path": message("POST", INFER, b'{"inputs":%s}' % listed(b"{}", 250_000)),
+    "the same, short enough for the fast path": message("POST", INFER, b'{"inputs":%s}' % listed(b"{}", 250_000)),
     "data of numbers": squeezed(INFER, b'{"inputs":[{"name":"input_ids","data":%s}]}' % listed(b"1")),
     "many keys": squeezed(INFER, _keys()),
     "texts that are numbers": squeezed(PREDICT, b'{"inputs":%s}' % listed(b"1")),

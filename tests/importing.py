@@ -15,7 +15,7 @@ from upath import UPath
 
 from app.cli.main import app
 from app.repository.repository import Repository
-from app.serving.batching.groups import BatchingPolicy
+from app.serving.batching.scheduler import BatchingPolicy
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.tensors import Tensors
 

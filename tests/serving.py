@@ -19,9 +19,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from app.errors import RayloomError
 from app.serving.config import EndpointConfig
 from app.serving.endpoint import Endpoint
+from app.serving.transport.fast_http import FastHttpProtocol, FastPath
 from app.serving.transport.grpc import GrpcMethods, add_to_server
-from app.serving.transport.hot import HotProtocol, HotRoute
-from app.serving.transport.http import ROOM_BYTES, DirectInference, HttpApi
+from app.serving.transport.http import HttpApi
+from app.serving.transport.inference_call import ROOM_BYTES, Admission
 from tests.haproxy import Front, in_front
 
 Result = TypeVar("Result")
@@ -43,7 +44,7 @@ class Server:
     streams: str
     """Address of the gRPC server, which answers all calls."""
     loop: asyncio.AbstractEventLoop
-    route: HotRoute
+    fast_path: FastPath
     listener: uvicorn.Server
     """The HTTP server."""
 
@@ -53,19 +54,19 @@ class Server:
 
 
 @contextmanager
-def serving(chance: random.Random | None = None, hot: bool = True, room_bytes: int = ROOM_BYTES) -> Iterator[Server]:
-    """Start servers for an endpoint without models. Unless ``hot``, requests go through ASGI or the gRPC server."""
+def serving(chance: random.Random | None = None, fast: bool = True, room_bytes: int = ROOM_BYTES) -> Iterator[Server]:
+    """Start servers for an endpoint without models. Unless ``fast``, requests go through ASGI or the gRPC server."""
     loop, endpoint = asyncio.new_event_loop(), Endpoint(chance)
-    methods = GrpcMethods(endpoint)
+    admission = Admission(endpoint, room_bytes)
+    methods = GrpcMethods(admission)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     # asyncio turns off Nagle's delay of 40 ms only for sockets created with an explicit protocol.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    direct = DirectInference(endpoint, HttpApi(endpoint), room_bytes)
-    route = HotRoute(direct, methods)
-    app = direct.before(HttpApi(endpoint))
-    protocol = partial(HotProtocol, route) if hot else HttpToolsProtocol
+    fast_path, api = FastPath(admission, methods), HttpApi(admission)
+    app = api.in_front_of(api)
+    protocol = partial(FastHttpProtocol, fast_path) if fast else HttpToolsProtocol
     server = uvicorn.Server(uvicorn.Config(app, http=protocol, log_config=None, lifespan="off"))  # type: ignore[arg-type]
 
     async def start() -> tuple[asyncio.Task[None], grpc.aio.Server, int]:
@@ -79,8 +80,8 @@ def serving(chance: random.Random | None = None, hot: bool = True, room_bytes: i
     try:
         web, streams = f"127.0.0.1:{listener.getsockname()[1]}", f"127.0.0.1:{port}"
         with ExitStack() as stack:
-            front = stack.enter_context(in_front(web, streams)) if hot else Front(web, streams)
-            yield Server(endpoint, methods, web, front.http, front.grpc, streams, loop, route, server)
+            front = stack.enter_context(in_front(web, streams)) if fast else Front(web, streams)
+            yield Server(endpoint, methods, web, front.http, front.grpc, streams, loop, fast_path, server)
     finally:
 
         async def stop() -> None:

@@ -20,7 +20,7 @@ from app.engines.base import Signature
 from app.repository.manifest import ServingDefaults
 from app.repository.repository import Repository
 from app.repository.score import Score
-from app.serving.batching.groups import BatchingPolicy
+from app.serving.batching.scheduler import BatchingPolicy
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.storage import to_path
 from app.tensors import OUTPUT, Tensor, Tensors

@@ -34,8 +34,8 @@ GOOD = infer(2)
 
 def require_idle(server: Server) -> None:
     """Wait until nothing is left of earlier calls, and require an answer."""
-    direct = server.route.direct
-    wait_until(lambda: not direct.ongoing and not direct._bytes)
+    admission = server.fast_path.admission
+    wait_until(lambda: not admission.ongoing and not admission._bytes)
     assert exchange(server.http, call(GOOD))[0].status == "0"
 
 

@@ -8,11 +8,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from app.serving.batching.batcher import Batcher
-from app.serving.batching.groups import BatchingPolicy
-from app.serving.batching.release import RequestBatch
+from app.serving.batching.batcher import Batcher, CallResult, CallSource, Check, Infer, call
+from app.serving.batching.scheduler import BatchingPolicy, RequestBatch
 from app.serving.batching.statistics import ComputeTime
-from app.serving.batching.threads import CallResult, CallSource, Check, Infer, call
 from app.tensors import Tensors
 
 Result = TypeVar("Result")

@@ -12,11 +12,11 @@ from app.cluster.state import ClusterState
 from app.errors import ClusterError, RequestError
 from app.serving.access import ENDPOINT_TOKEN_FILE, read_token
 from app.serving.protocol.management import ModelIndex, Statistics
-from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
+from app.serving.protocol.predict import ModelDescription, PredictRequest, PredictResponse
 
 TOKEN_FILE_VARIABLE = "RAYLOOM_TOKEN_FILE"  # noqa: S105 # the name of a variable
 _INDEX, _STATISTICS = TypeAdapter(list[ModelIndex]), TypeAdapter(Statistics)
-_NATURAL = TypeAdapter(list[NaturalModel])
+_NATURAL = TypeAdapter(list[ModelDescription])
 
 Answer = TypeVar("Answer")
 

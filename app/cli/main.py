@@ -30,7 +30,7 @@ from app.ports import open_ports
 from app.project.scaffold import create_project
 from app.published.prediction import Prediction
 from app.runs import CONFIG_FILE, folder_of_run
-from app.serving.protocol.natural import PredictRequest
+from app.serving.protocol.predict import PredictRequest
 from app.storage import absolute_location, to_path
 from app.training.stop_request import StopRequest, request_stop
 

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
+from app.best_effort import warn
 from app.cluster.state import TOKEN_FILE, read_state
 from app.config import NotifyConfig, load_recipe
 from app.errors import ClusterError
 from app.monitoring.configuration import ALERTMANAGER_FILE, PROMETHEUS_FILE, Targets, write_configuration
 from app.monitoring.processes import targets_of
-from app.warnings import warn
 
 Notify = Annotated[
     str | None, typer.Option(help="A recipe, whose 'notify' section names who is told of alerts. Default: nobody.")

@@ -9,7 +9,6 @@ from upath import UPath
 
 from app.cli.options import Storage, chosen_storage
 from app.cli.tables import aligned
-from app.conditional import read
 from app.config import load_stored_recipe
 from app.errors import RequestError, StorageError
 from app.pages.page import REPORT_FILE
@@ -26,6 +25,7 @@ from app.reports.catalog import (
 from app.reports.run_folder import RunFolder, cost_of
 from app.run_log import LOG_FILE
 from app.runs import CONFIG_FILE
+from app.shared_files import read
 from app.telemetry.events import read_events
 from app.tracking.process import require_clients
 

@@ -10,8 +10,8 @@ from urllib.parse import urlencode
 import httpx
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
+from app.best_effort import warn
 from app.errors import ClusterError
-from app.warnings import warn
 
 _ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
 _MAX_LISTED = 10_000

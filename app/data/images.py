@@ -13,13 +13,13 @@ from PIL import ExifTags, Image, ImageOps
 from pydantic import BaseModel
 from upath import UPath
 
+from app.best_effort import warn
 from app.config import DataConfig, ImageConfig
 from app.data.examples import Input, Modality
 from app.errors import DataError, RecipeError
 from app.pretrained import IMAGE_FILE, PretrainedFolder
 from app.storage import write_atomically
 from app.tensors import Tensors, TensorSpec
-from app.warnings import warn
 
 SETTINGS_FILE = "image.json"
 ImageChange = Callable[[Image.Image], Image.Image]

@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel
 
+from app.best_effort import warn
 from app.config import ColumnsConfig
 from app.data.sources.cells import Place
 from app.data.tabular import is_missing, number_of
 from app.errors import DataError
-from app.warnings import warn
 
 _MOST = 0.9
 """Share of numbers from which a column of categories is likely meant to be numbers."""

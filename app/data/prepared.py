@@ -14,11 +14,11 @@ from pydantic import BaseModel
 from upath import UPath
 
 from app.checksums import write_checksums
-from app.conditional import read
 from app.data.examples import CleaningReport
 from app.data.origins import Origins
 from app.data.processor import Processor
 from app.data.targets import Outputs
+from app.shared_files import read
 from app.storage import stream_atomically, write_atomically
 from app.tensors import Tensors
 

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 from upath import UPath
 
-from app.conditional import read
 from app.config import ShardsConfig
 from app.data.examples import Input
 from app.data.origins import Origins
@@ -19,6 +18,7 @@ from app.data.prepared import SHARDS_FILE, TRAIN, VALIDATION, Indices
 from app.data.shard_cache import ShardCache
 from app.data.shards import LENGTH, VALUE, Shard, ShardIndex
 from app.errors import DataError, StorageError
+from app.shared_files import read
 from app.storage import is_local, to_path, write_atomically
 
 _GROWN = "grown"

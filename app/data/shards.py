@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 from upath import UPath
 
 from app.checksums import sha256_of, sha256_of_file
-from app.conditional import read
 from app.errors import DataError, StorageError
+from app.shared_files import read
 from app.storage import PlainName, stream_atomically, write_atomically
 
 INDEX_FILE = "index.json"

@@ -16,13 +16,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from app.best_effort import repeat_in_background
 from app.cluster.jobs import JobsApi
 from app.cluster.state import running_cluster
 from app.monitoring.configuration import DASHBOARDS, FILES
 from app.monitoring.exporter import ClusterWatch
 from app.ports import LOOPBACK
 from app.serving.access import LocalOnly
-from app.warnings import repeat_in_background
 
 _LOOK_INTERVAL_S = 3.0
 _TIMEOUT_S = 30.0

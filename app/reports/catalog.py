@@ -8,7 +8,6 @@ from typing import Any
 
 from upath import UPath
 
-from app.conditional import map_concurrently
 from app.errors import RequestError, StorageError
 from app.pages.words import MISSING
 from app.reports.curves import read_curves
@@ -16,6 +15,7 @@ from app.reports.run_folder import RunFolder, Status, headline
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
 from app.runs import CONFIG_FILE, recipe_named_in, runs_folder
+from app.shared_files import map_concurrently
 from app.storage import list_names
 from app.telemetry.record import flatten
 

@@ -7,8 +7,8 @@ from typing import Literal
 from upath import UPath
 
 from app.artifacts import METRICS_FILE
-from app.conditional import read
 from app.pages.content import Chart, Kind, Series
+from app.shared_files import read
 from app.telemetry.record import ReadingRecord, numbers, parse_line
 
 Of = Literal["step", "epoch"]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pydantic import BaseModel
 from upath import UPath
 
-from app.conditional import read
 from app.errors import StorageError
 from app.pages.page import Page
 from app.pages.words import duration, number
@@ -14,6 +13,7 @@ from app.reports.run_folder import RunFolder
 from app.reports.versions import facts_of, trail_of
 from app.repository.repository import Repository
 from app.serving.config import DeployedModel, VersionConfig
+from app.shared_files import read
 from app.storage import write_atomically
 
 _RECORD_FILE = "deployment.json"

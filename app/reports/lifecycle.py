@@ -4,7 +4,6 @@ import json
 
 from upath import UPath
 
-from app.conditional import read
 from app.errors import StorageError
 from app.pages.content import State
 from app.pages.page import Page
@@ -13,6 +12,7 @@ from app.reports.run_folder import RunFolder, cost_of, headline, link_to_run
 from app.reports.versions import facts_of, trail_of
 from app.repository.repository import Repository
 from app.runs import folder_of_run
+from app.shared_files import read
 from app.storage import write_atomically
 from app.telemetry.usage import Usage
 

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 from upath import UPath
 
-from app.conditional import read
+from app.best_effort import best_effort
 from app.errors import StorageError
 from app.heartbeat import HEARTBEAT_FILE
 from app.pages.content import Link, Mood, State
@@ -18,8 +18,8 @@ from app.pages.page import REPORT_FILE, Page
 from app.pages.words import energy, hours, number, percent
 from app.repository.score import Scored
 from app.runs import CONFIG_FILE, RESULT_FILE, Result
+from app.shared_files import read
 from app.telemetry.usage import Usage, read_usage
-from app.warnings import best_effort
 
 Status = Literal["succeeded", "stopped", "failed", "running", "interrupted"]
 

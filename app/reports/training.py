@@ -5,13 +5,13 @@ from statistics import fmean
 
 from upath import UPath
 
-from app.conditional import read
 from app.data.prepared import DataReport
 from app.pages.content import Chart, Picture, Series, State
 from app.pages.page import Page
 from app.pages.words import duration, number, percent
 from app.reports.curves import Curves, Of, read_curves
 from app.reports.run_folder import RunFolder, cost_of, link_to_run
+from app.shared_files import read
 from app.telemetry.augmentation import AugmentedSamples, ShownInput
 from app.telemetry.evaluation import EVALUATION_FILE, Evaluation
 from app.telemetry.events import Event, read_events

@@ -8,13 +8,13 @@ from itertools import compress
 from pydantic import ValidationError
 from upath import UPath
 
-from app.conditional import Result, change, exclusive, map_concurrently, read
 from app.config import Role
 from app.errors import StorageError
 from app.repository.aliases import ALIASES_FILE, Alias, Aliases
 from app.repository.manifest import Manifest, ModelCard
 from app.repository.triton import BACKENDS, CONFIG_FILE, config_of
 from app.repository.version import add_version, check_files, is_published, read_manifest, staging, withdraw
+from app.shared_files import Result, change, exclusive, map_concurrently, read
 from app.storage import is_plain_name, list_names, write_atomically
 
 DAMAGED = f"damaged {ALIASES_FILE}"

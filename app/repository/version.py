@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from upath import UPath
 
 from app.checksums import checksums_of, sha256_of
-from app.conditional import claim, read
 from app.errors import StorageError
 from app.repository.manifest import Manifest, ModelCard
+from app.shared_files import claim, read
 from app.storage import is_local, write_atomically
 
 MANIFEST_FILE = "manifest.json"

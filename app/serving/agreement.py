@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from app.data.targets import Answer
 from app.published.loaded import LoadedModel
 from app.serving.protocol.infer import InferResponse
-from app.serving.protocol.natural import PredictResponse
+from app.serving.protocol.predict import PredictResponse
 from app.tasks.agreement import near, same_answer
 from app.tensors import Tensors
 

@@ -12,7 +12,7 @@ from app.engines.registry import runs_module
 from app.errors import RecipeError
 from app.repository.manifest import Manifest, ServingDefaults
 from app.serving.access import Access
-from app.serving.batching.groups import BatchingPolicy, RowsByLength
+from app.serving.batching.scheduler import BatchingPolicy, RowsByLength
 from app.serving.cascade.rule import CascadeRule
 
 

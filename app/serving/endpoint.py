@@ -60,6 +60,7 @@ class Endpoint:
         self._models: dict[str, Rollout] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._updating = asyncio.Lock()
+        self._on_update: list[Callable[[], None]] = []
         self.traffic = Traffic(find_request_tracer())
         """Every request for inference, however it came."""
         self.reader = Reader()
@@ -95,7 +96,13 @@ class Endpoint:
             # No await from here on, so no request meets a mix of old and new models.
             removed, self._served, self._config = self._served, loaded, config
             self._models = {name: self._rollout(name, model) for name, model in config.models.items()}
+            for forget in self._on_update:
+                forget()
             self._close(removed, keep=loaded)
+
+    def on_update(self, forget: Callable[[], None]) -> None:
+        """Call ``forget`` after each switch: it drops what was read for replaced models or tokens."""
+        self._on_update.append(forget)
 
     async def wait_closed(self) -> None:
         """Return when all removed versions are closed, with or without an error."""

@@ -16,7 +16,7 @@ from app.serving.cascade.served import ServedCascade
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics
-from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.serving.protocol.predict import PredictRequest, PredictResponse
 from app.tensors import TensorSpec
 
 LOG = logging.getLogger(__name__)

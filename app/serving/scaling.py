@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from app.serving.batching.groups import BatchingPolicy
+from app.serving.batching.scheduler import BatchingPolicy
 
 _MAX_GROWTH = 2.0
 """Limit on one increase. Once the queue is gone latency falls sharply, so a long queue overestimates the need."""

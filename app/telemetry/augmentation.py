@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import BaseModel
 from upath import UPath
 
-from app.conditional import read
+from app.shared_files import read
 from app.storage import write_atomically
 
 _FILE = "augmentation.json"

@@ -8,9 +8,9 @@ from typing import Literal
 from pydantic import BaseModel, Field, ValidationError
 from upath import UPath
 
-from app.conditional import read
+from app.best_effort import BestEffort
+from app.shared_files import read
 from app.telemetry.mirror import Mirror
-from app.warnings import BestEffort
 
 EVENTS_FILE = "events.jsonl"
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any, Protocol
 
-from app.warnings import BestEffort, repeat_in_background
+from app.best_effort import BestEffort, repeat_in_background
 
 INTERVAL_S = 5.0
 """Interval of reports. Ray exports every 10 s, and drops a gauge that was not set for 20 s."""

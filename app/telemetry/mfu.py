@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from app.warnings import warn
+from app.best_effort import warn
 
 _MEASURE_S = 0.2
 _LONG_ENOUGH_S = 0.01

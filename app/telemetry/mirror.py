@@ -9,8 +9,8 @@ from typing import Self
 
 from upath import UPath
 
+from app.best_effort import BestEffort, repeat_in_background
 from app.storage import is_local, write_atomically
-from app.warnings import BestEffort, repeat_in_background
 
 _INTERVAL_S = 5.0
 _MAX_SHARE = 0.1

@@ -10,10 +10,10 @@ from typing import Protocol
 from torch import profiler
 from upath import UPath
 
+from app.best_effort import best_effort, warn
 from app.config import ProfileConfig
 from app.storage import no_op, write_atomically
 from app.telemetry.step_time import StepTime, read_step_time
-from app.warnings import best_effort, warn
 
 PROFILE = "profile"
 """The folder of a run's profile."""

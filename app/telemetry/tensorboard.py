@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from app.best_effort import best_effort
 from app.telemetry.mirror import Mirror
 from app.telemetry.record import Record, tag_of
-from app.warnings import best_effort
 
 
 @contextmanager

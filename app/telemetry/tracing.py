@@ -18,7 +18,7 @@ from functools import cache
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
-from app.warnings import warn
+from app.best_effort import warn
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from upath import UPath
 
-from app.conditional import read
+from app.best_effort import BestEffort, repeat_in_background
+from app.shared_files import read
 from app.storage import to_path, write_atomically
 from app.telemetry.mirror import Mirror
-from app.warnings import BestEffort, repeat_in_background
 
 USAGE_FILE = "usage.json"
 _INTERVAL_S = 10.0

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from upath import UPath
 
+from app.best_effort import BestEffort, warn
 from app.config import Recipe, load_stored_recipe
 from app.config.notify import is_reference
 from app.config.tracking import is_mlflow_server
@@ -25,7 +26,6 @@ from app.tracking.tracked_run import TrackedRun
 from app.tracking.tracker import Tracker
 from app.tracking.wandb_tracker import WandbTracker
 from app.uris import has_split_login
-from app.warnings import BestEffort, warn
 
 _INTERVAL_S = 5.0
 _RETRY_S = 1.0

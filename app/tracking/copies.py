@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from upath import UPath
 
 from app.artifacts import METRICS_FILE
-from app.conditional import GrowingFile, read
+from app.shared_files import GrowingFile, read
 from app.storage import write_atomically
 from app.telemetry.record import numbers, parse_line, tag_of
 from app.tracking.tracker import Point, RunEnd, RunFacts, Tracker

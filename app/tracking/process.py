@@ -9,10 +9,10 @@ from pathlib import Path
 
 from upath import UPath
 
+from app.best_effort import BestEffort, repeat_in_background, warn
 from app.config import Recipe, TrackingConfig
 from app.errors import RecipeError
 from app.storage import is_local, open_storage, write_atomically
-from app.warnings import BestEffort, repeat_in_background, warn
 
 PARENT_FILE = "part_of.txt"
 """In the folder of a lifecycle's part: names the folder of the lifecycle."""

@@ -1,5 +1,6 @@
 """The linear baseline: the score of a simple model on the same texts, for the log and the run's result."""
 
+from app.best_effort import best_effort
 from app.config import Recipe
 from app.data.labelled import LabelledData
 from app.data.prepared import PreparedData
@@ -8,7 +9,6 @@ from app.errors import RecipeError
 from app.tasks import find_task
 from app.tasks.metrics import Accuracy
 from app.training.records import EpochRecord
-from app.warnings import best_effort
 
 _TITLE = "linear baseline (character 1- and 2-grams, TF-IDF, logistic regression)"
 

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from torch.nn import functional
 from upath import UPath
 
-from app.conditional import read
 from app.config import Recipe
 from app.data.labelled import LabelledData
 from app.data.prepared import PreparedData
 from app.data.targets import Classes
 from app.errors import DataError, RecipeError
+from app.shared_files import read
 from app.storage import ProgressCallback, no_op, open_storage, stream_atomically
 from app.training.data.samples import samples_of
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from app.best_effort import warn
 from app.config import TrainConfig
 from app.data.prepared import Indices
 from app.errors import NonFiniteLossError
@@ -27,7 +28,6 @@ from app.training.reporting.meter import Meter
 from app.training.reporting.recorder import Recorder
 from app.training.stop_request import StopRequest
 from app.training.worker import Worker, gather
-from app.warnings import warn
 
 if TYPE_CHECKING:  # most runs have one source, which is no stream
     from app.training.data.micro_epochs import MicroEpochs

@@ -9,6 +9,7 @@ from torch import nn
 from upath import UPath
 
 from app.artifacts import ADAPTER, CHECKPOINTS, DATA, FAILURE_FILE, METRICS_FILE, WEIGHTS
+from app.best_effort import best_effort, warn
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.config import AutoPlan, Recipe, TrainConfig, load_stored_recipe, refusal
 from app.config.layout import MAX_MICRO_BATCH
@@ -46,7 +47,6 @@ from app.training.planning.outcome import prediction_of
 from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, best_of
 from app.training.sources import record_mixture, with_added_sources
 from app.training.stop_request import StopRequest, withdraw_stop_request
-from app.warnings import best_effort, warn
 
 
 def prepare_run(

@@ -11,6 +11,7 @@ import torch
 from upath import UPath
 
 from app.artifacts import CHECKPOINTS, FAILURE_FILE
+from app.best_effort import warn
 from app.config import Layout, Recipe, TrainConfig
 from app.config.alerts import Act
 from app.data.prepared import PreparedData
@@ -54,7 +55,6 @@ from app.training.reporting.run_metrics import RunMetrics
 from app.training.reporting.sinks import MetricsLog, Progress
 from app.training.stop_request import StopRequest, StopSignals
 from app.training.worker import Worker, on_first, seed_random
-from app.warnings import warn
 
 if TYPE_CHECKING:
     from app.training.data.micro_epochs import MicroEpochs

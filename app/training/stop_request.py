@@ -9,9 +9,9 @@ from types import FrameType
 
 from upath import UPath
 
-from app.conditional import read
+from app.best_effort import BestEffort, repeat_in_background
+from app.shared_files import read
 from app.storage import write_atomically
-from app.warnings import BestEffort, repeat_in_background
 
 CONTROL_FILE = "control"
 _POLL_S = 1.0

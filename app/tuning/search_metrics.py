@@ -9,12 +9,12 @@ from optuna.trial import TrialState
 from ray import tune
 from ray.tune.experiment import Trial
 
+from app.best_effort import BestEffort
 from app.config import Objective
 from app.telemetry import catalog
 from app.telemetry.metrics import Publish, Sample
 from app.tuning.study import SearchStudy
 from app.tuning.trials import objective_values
-from app.warnings import BestEffort
 
 _INTERVAL_S = 2.0
 _STATES = {

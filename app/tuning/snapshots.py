@@ -13,9 +13,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.best_effort import BestEffort, repeat_in_background
 from app.errors import StorageError
 from app.tuning.storage import StudyLocation, explained
-from app.warnings import BestEffort, repeat_in_background
 
 _INTERVAL_S = 2.0
 _MAX_SHARE = 0.1

@@ -10,6 +10,7 @@ from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 from upath import UPath
 
 from app.artifacts import CHECKPOINTS, DATA, TRIALS
+from app.best_effort import warn
 from app.checksums import CHECKSUMS_FILE
 from app.config import Recipe
 from app.errors import ActorBusyError, TrainingError
@@ -22,7 +23,6 @@ from app.tuning.objectives import final_values, objective_of
 from app.tuning.trial_config import LAST_REPORTED_EPOCH, NUMBER, VALUES, EpochResult, FinalResult, trial_recipe
 from app.tuning.trial_data import DataCache
 from app.tuning.trial_training import TrialThread, train_here, train_with_workers
-from app.warnings import warn
 
 _WRITE_TIMEOUT_S = 60.0
 

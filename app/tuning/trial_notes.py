@@ -7,11 +7,11 @@ from ray import tune
 from ray.tune.experiment import Trial
 from upath import UPath
 
+from app.best_effort import BestEffort
 from app.config import Objective
 from app.storage import write_atomically
 from app.tracking.tracked_run import TRIAL_FILE, TrialNote
 from app.tuning.trial_config import ENDED, NUMBER, VALUES, FinalResult
-from app.warnings import BestEffort
 
 
 class TrialNotes(tune.Callback):  # type: ignore[misc] # Ray has no types

@@ -11,7 +11,6 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from upath import UPath
 
-from app.conditional import read
 from app.errors import ClusterError, RayloomError, StorageError, UnauthorizedError
 from app.pages.assets import page_headers
 from app.pages.page import REPORT_FILE, Page
@@ -29,6 +28,7 @@ from app.serving.access import (
     make_token,
     read_token,
 )
+from app.shared_files import read
 from app.ui.pages import Site
 
 _COOKIE = "rayloom_token"

@@ -21,7 +21,7 @@ from app.serving.transport import asgi
 from tests import calls as sent_calls
 from tests.calls import Line, ask, exchange
 from tests.engine_contract import exported
-from tests.hot import PLAIN
+from tests.plain import PLAIN
 from tests.serving import Server, serving
 from tests.toy import config, publish
 from tests.wire import drip
@@ -201,7 +201,7 @@ def test_a_plain_request_of_another_sites_page_is_refused_though_the_same_was_an
     with Line(local.http) as line:
         line.send(*sent, pause_s=0.1)
         assert [answer.http for answer in line.read(len(sent))] == [200, 401, 401, 200]
-    assert local.route.answered == 2
+    assert local.fast_path.answered == 2
 
 
 def test_with_the_token_tritons_grpc_client_is_answered(server: Server) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from app.errors import RequestError
-from app.serving.batching.groups import BatchingPolicy, RowsByLength
+from app.serving.batching.scheduler import BatchingPolicy, RowsByLength
 from app.tensors import Tensors
 from tests.virtual_engine import Answered, VirtualEngine, ask, row, run
 

@@ -8,7 +8,7 @@ import pytest
 
 from app.errors import DeadlineError
 from app.serving.batching.batcher import Batcher
-from app.serving.batching.groups import LatencyModel, RowsByLength
+from app.serving.batching.scheduler import LatencyModel, RowsByLength
 from app.serving.batching.statistics import BatchingStatistics
 from tests.virtual_engine import Answered, VirtualEngine, ask, row, run
 

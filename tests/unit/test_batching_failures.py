@@ -9,7 +9,7 @@ import pytest
 
 from app.errors import DeadlineError, EngineError, OverloadError
 from app.serving.batching.batcher import Batcher
-from app.serving.batching.groups import BatchingPolicy, RowsByLength
+from app.serving.batching.scheduler import BatchingPolicy, RowsByLength
 from app.serving.batching.statistics import BatchingStatistics, ComputeDurations
 from app.tensors import Tensors
 from tests.virtual_engine import Answered, VirtualEngine, VirtualLoop, ask, row, run

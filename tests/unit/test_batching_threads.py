@@ -9,11 +9,9 @@ import time
 import pytest
 
 from app.errors import DeadlineError, EngineError
-from app.serving.batching.batcher import Batcher
-from app.serving.batching.groups import BatchingPolicy
-from app.serving.batching.release import Hold, RequestBatch
+from app.serving.batching.batcher import Batcher, CallResult, EngineThreads
+from app.serving.batching.scheduler import BatchingPolicy, Hold, RequestBatch
 from app.serving.batching.statistics import BatchingStatistics
-from app.serving.batching.threads import CallResult, EngineThreads
 from app.tensors import Tensors
 from tests.virtual_engine import row
 

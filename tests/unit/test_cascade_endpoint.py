@@ -25,7 +25,7 @@ from app.engines.base import PooledEngine, Signature
 from app.errors import DeadlineError, RecipeError, StorageError
 from app.published.loaded import LoadedModel
 from app.repository.manifest import Manifest
-from app.serving.batching.groups import BatchingPolicy
+from app.serving.batching.scheduler import BatchingPolicy
 from app.serving.cascade.build import calibrate_versions
 from app.serving.cascade.rule import CascadeRule, max_probability
 from app.serving.cascade.served import ServedCascade

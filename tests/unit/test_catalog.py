@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 from upath import UPath
 
 from app.cli.main import app
-from app.conditional import GrowingFile
 from app.errors import RayloomError
 from app.heartbeat import HEARTBEAT_FILE
 from app.pages.content import Chart
 from app.reports.catalog import delete_run, find_run, list_runs, recipe_differences
 from app.reports.curves import read_curves
 from app.run_log import LOG_FILE, keep_log
+from app.shared_files import GrowingFile
 from app.storage import to_path
 from app.telemetry.events import Event
 from tests.stored_runs import write_run

@@ -19,7 +19,8 @@ from app.serving.endpoint import Endpoint
 from app.serving.protocol.infer import LIMITS
 from app.serving.protocol.rest import JSON_LENGTH
 from app.serving.transport import asgi
-from app.serving.transport.http import DirectInference, HttpApi
+from app.serving.transport.http import HttpApi
+from app.serving.transport.inference_call import Admission
 from app.serving.transport.middleware import answer_directly, middleware
 from tests.engine_contract import exported, rows
 from tests.serving import serving
@@ -36,11 +37,11 @@ def client(app: ASGIApp = SERVE) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://replica")
 
 
-def answered(endpoint: Endpoint, room_bytes: int = 2**32) -> DirectInference:
+def answered(endpoint: Endpoint, room_bytes: int = 2**32) -> Admission:
     """By this endpoint, on the event loop that runs."""
-    direct = DirectInference(endpoint, HttpApi(endpoint), room_bytes)
-    answer_directly(direct.before)
-    return direct
+    admission = Admission(endpoint, room_bytes)
+    answer_directly(HttpApi(admission).in_front_of)
+    return admission
 
 
 def test_a_replica_answers_inference_itself_and_leaves_the_rest_to_serve(tmp_path: Path) -> None:
@@ -103,13 +104,13 @@ def test_clients_that_send_no_body_take_no_place(path: str) -> None:
 
     async def run() -> None:
         endpoint, rest = Endpoint(), asyncio.Event()
-        direct, most, places = answered(endpoint), endpoint.config.max_requests, 0
+        admission, most, places = answered(endpoint), endpoint.config.max_requests, 0
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             """Stand in for Serve, which counts a request as long as this runs."""
             nonlocal places
             places += 1
-            await HttpApi(endpoint)(scope, receive, send)
+            await HttpApi(admission)(scope, receive, send)
             places -= 1
 
         async def slowly() -> AsyncIterator[bytes]:
@@ -122,11 +123,11 @@ def test_clients_that_send_no_body_take_no_place(path: str) -> None:
             given_up = await slow[0]
             assert (given_up.status_code, given_up.headers["retry-after"]) == (503, "1")
             assert "send it faster" in json.loads(given_up.content)["error"]
-            assert (len(direct.awaited), direct.ongoing, places) == (most, 0, 0)
+            assert (len(admission.awaited), admission.ongoing, places) == (most, 0, 0)
             assert (await replica.post(path, content=b"{}")).status_code == 404, "others are answered"
             rest.set()
             assert {(await reply).status_code for reply in slow[1:]} == {404}, "no such model"
-            assert (len(direct.awaited), direct.ongoing, places, direct._bytes) == (0, 0, 0, 0)
+            assert (len(admission.awaited), admission.ongoing, places, admission._bytes) == (0, 0, 0, 0)
         counted = {sample.labels: sample.value for sample in endpoint.traffic.samples()}
         assert counted["", "", "http" if path == INFER else "natural", "overload"] == 1
 
@@ -135,22 +136,22 @@ def test_clients_that_send_no_body_take_no_place(path: str) -> None:
 
 def test_requests_beyond_what_a_replica_takes_are_refused() -> None:
     async def run() -> None:
-        direct = answered(Endpoint())
-        direct.ongoing = most = direct.endpoint.config.max_requests
+        admission = answered(Endpoint())
+        admission.ongoing = most = admission.endpoint.config.max_requests
         async with client() as replica:
             refused = await replica.post(INFER, content=b"{}")
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert f"{most} requests" in json.loads(refused.content)["error"]
         assert "connection" not in refused.headers
-        assert (direct.ongoing, direct._bytes) == (most, 0)
+        assert (admission.ongoing, admission._bytes) == (most, 0)
 
     asyncio.run(run())
 
 
 def test_bodies_take_room_as_they_come_and_what_they_may_inflate_to_once_they_are_here() -> None:
     async def run() -> None:
-        direct, rest = answered(Endpoint(), room_bytes=2**26), asyncio.Event()
+        admission, rest = answered(Endpoint(), room_bytes=2**26), asyncio.Event()
 
         async def slowly(first: bytes) -> AsyncIterator[bytes]:
             yield first
@@ -160,12 +161,12 @@ def test_bodies_take_room_as_they_come_and_what_they_may_inflate_to_once_they_ar
         async with client() as replica:
 
             async def begin(count: int, first: bytes, headers: dict[str, str]) -> list[asyncio.Task[httpx.Response]]:
-                before = len(direct.awaited)
+                before = len(admission.awaited)
                 began = [
                     asyncio.create_task(replica.post(INFER, content=slowly(first), headers=headers))
                     for _ in range(count)
                 ]
-                while len(direct.awaited) < before + count:
+                while len(admission.awaited) < before + count:
                     await asyncio.sleep(0)
                 return began
 
@@ -189,12 +190,12 @@ def test_bodies_take_room_as_they_come_and_what_they_may_inflate_to_once_they_ar
 @pytest.mark.parametrize("path", [INFER, "/v1/models/toy/predict"])
 def test_a_compressed_body_reserves_what_it_may_inflate_to(path: str) -> None:
     async def run() -> None:
-        direct, content = answered(Endpoint(), room_bytes=2**20), b"{}" + b" " * 2000
+        admission, content = answered(Endpoint(), room_bytes=2**20), b"{}" + b" " * 2000
         async with client() as replica:
             packed = await replica.post(path, content=content, headers={"content-encoding": "gzip"})
             assert packed.status_code == 503
             assert (await replica.post(path, content=content)).status_code != 503
-        assert (direct.ongoing, direct._bytes) == (0, 0)
+        assert (admission.ongoing, admission._bytes) == (0, 0)
 
     asyncio.run(run())
 
@@ -205,7 +206,7 @@ def test_requests_without_the_token_take_no_place(monkeypatch: pytest.MonkeyPatc
     async def run() -> None:
         endpoint, begun = Endpoint(), 0
         await endpoint.update(EndpointConfig(access=Access.by_token("open sesame")))
-        direct = answered(endpoint)
+        admission = answered(endpoint)
 
         async def unfinished() -> AsyncIterator[bytes]:
             nonlocal begun
@@ -221,7 +222,7 @@ def test_requests_without_the_token_take_no_place(monkeypatch: pytest.MonkeyPatc
             ]
             while begun < len(refused):
                 await asyncio.sleep(0)
-            assert not direct.ongoing
+            assert not admission.ongoing
             shown = {"authorization": "Bearer open sesame"}
             assert (await replica.post(INFER, content=b"{}", headers=shown)).status_code == 404, "no such model"
             assert {(await response).status_code for response in refused} == {401}

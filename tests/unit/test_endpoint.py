@@ -20,7 +20,7 @@ from upath import UPath
 from app.config import ServeConfig
 from app.errors import EngineError, StorageError
 from app.repository.repository import Repository
-from app.serving.batching.groups import RowsByLength
+from app.serving.batching.scheduler import RowsByLength
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.serving.transport import asgi
 from app.tensors import OUTPUT, Tensors

@@ -25,7 +25,7 @@ from app.published.loaded import LoadedModel, ShapeGroup
 from app.serving import endpoint
 from app.serving.config import CandidateConfig, DeployedModel, EndpointConfig
 from app.serving.model import health
-from app.serving.protocol.natural import PredictRequest
+from app.serving.protocol.predict import PredictRequest
 from app.tensors import OUTPUT
 from tests.engine_contract import exported, rows
 from tests.helpers import wait_until
@@ -296,13 +296,13 @@ def test_requests_of_a_stream_share_a_call(server: Server, troubled: Troubled) -
     for _ in range(8):
         client.async_stream_infer("toy", asked(tritonclient.grpc, rows(1)))
     wait_until(lambda: server.endpoint.find("toy").waiting == 8 - sum(troubled.calls))
-    assert server.methods.beside_streams == 7, "which Serve does not count, and the autoscaler is told of"
+    assert server.methods.unseen_by_serve == 7, "which Serve does not count, and the autoscaler is told of"
     troubled.go.set()
     for _ in range(8):
         assert np.allclose(told.get(timeout=30).as_numpy(OUTPUT), expected(rows(1)), atol=1e-4)
     client.stop_stream()
     assert len(troubled.calls) <= 2
-    assert not server.methods.beside_streams
+    assert not server.methods.unseen_by_serve
 
 
 def test_a_stream_does_not_fill_a_queue_by_itself(server: Server, storage: UPath) -> None:

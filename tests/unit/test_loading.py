@@ -23,7 +23,7 @@ from app.published.loaded import load_model
 from app.repository.known_answers import KnownAnswers
 from app.repository.manifest import Quantization
 from app.repository.repository import Repository
-from app.serving.batching.groups import BatchingPolicy, RowsByLength
+from app.serving.batching.scheduler import BatchingPolicy, RowsByLength
 from app.tensors import OUTPUT, Tensor, Tensors
 from tests.engine_contract import TEXTS, encoder, exported, rows
 from tests.helpers import ROOT

@@ -142,9 +142,9 @@ def distribution(server: Server, metric: Metric) -> Distribution:
     return found
 
 
-@pytest.mark.parametrize("hot", [True, False])
-def test_requests_are_counted_once_however_they_come(storage: UPath, hot: bool) -> None:
-    with serving(hot=hot) as server:
+@pytest.mark.parametrize("fast", [True, False])
+def test_requests_are_counted_once_however_they_come(storage: UPath, fast: bool) -> None:
+    with serving(fast=fast) as server:
         server.run(server.endpoint.update(endpoint_config(DeployedModel(production=version_config(storage, 1)))))
         url = f"http://{server.http}"
         sent = body(rows(2))

@@ -16,7 +16,7 @@ from app.errors import RequestError
 from app.serving.protocol import grpc, rest
 from app.serving.protocol.infer import InferRequest, InferResponse, RequestParameters, build_response, check_outputs
 from app.serving.protocol.management import IndexRequest, LoadRequest, UnloadRequest, parse_body
-from app.serving.protocol.natural import PredictRequest
+from app.serving.protocol.predict import PredictRequest
 from app.serving.protocol.rest import JSON_LENGTH
 from app.serving.protocol.tensors import BINARY_ONLY, DTYPES, to_buffer
 from app.tensors import Tensors, TensorSpec

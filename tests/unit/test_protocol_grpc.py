@@ -105,7 +105,8 @@ def test_all_that_a_request_says_is_read_and_answered() -> None:
     assert request.parameters == RequestParameters(2, 0.005, binary_data_output=True)
 
     outputs = {name: np.array([[1, 5, 2]], np.float32) for name in "xyz"}
-    said = write_stream_infer(build_response(request, "7", outputs, {"z": ["p", "q", "r"]}, custom)).infer_response
+    response = build_response(request, "7", outputs, {"z": ["p", "q", "r"]}, custom)
+    said = write_stream_infer(write_infer(response)).infer_response
     assert (said.model_name, said.model_version, said.id) == ("m", "7", "r1")
     assert [output.name for output in said.outputs] == ["z", "y"]
     assert InferResult(said).as_numpy("z").tolist() == [[b"5.0:1:q"]]

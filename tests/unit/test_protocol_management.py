@@ -12,12 +12,12 @@ from upath import UPath
 
 from app.errors import RequestError
 from app.repository.repository import Repository
-from app.serving.batching.groups import BatchingPolicy
+from app.serving.batching.scheduler import BatchingPolicy
 from app.serving.protocol import grpc_management as grpc
 from app.serving.protocol import management
 from app.serving.protocol.management import parse_body
 from app.serving.protocol.model_config import config_json, model_config
-from app.serving.protocol.natural import PredictRequest
+from app.serving.protocol.predict import PredictRequest
 from app.tensors import TensorSpec
 from tests.publishing import CARD, files_in
 

@@ -44,10 +44,10 @@ def profiled() -> Iterator[Profile]:
         threading.setprofile(None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("hot", [True, False], ids=["plain", "through ASGI"])
-def test_a_request_for_inference_enters_few_modules(tmp_path: Path, hot: bool) -> None:
+@pytest.mark.parametrize("fast", [True, False], ids=["plain", "through ASGI"])
+def test_a_request_for_inference_enters_few_modules(tmp_path: Path, fast: bool) -> None:
     publish(UPath(tmp_path), exported(), answering(1))
-    with profiled() as profile, serving(hot=hot) as server:
+    with profiled() as profile, serving(fast=fast) as server:
         server.run(server.endpoint.update(config(UPath(tmp_path))))
         client = http.client.HTTPConnection(server.http, timeout=60)
         for profile.is_recording in (False, True):  # the first request fills caches
@@ -55,8 +55,8 @@ def test_a_request_for_inference_enters_few_modules(tmp_path: Path, hot: bool) -
             answer = orjson.loads(client.getresponse().read())
         profile.is_recording = False
         client.close()
-        plain = server.route.answered
+        plain = server.fast_path.answered
     assert answer["outputs"]
-    assert plain == (2 if hot else 0)
+    assert plain == (2 if fast else 0)
     assert "serving/batching/batcher.py" in profile.modules, "the threads that answer are seen"
     assert len(profile.modules) <= MAX_MODULES, "\n".join(sorted(profile.modules))

@@ -27,7 +27,7 @@ from app.engines.onnxruntime import open_oracle
 from app.errors import DataError, TrainingError
 from app.models.factory import build_model
 from app.models.multimodal import LateFusion
-from app.serving.protocol.natural import PredictRequest
+from app.serving.protocol.predict import PredictRequest
 from app.tasks import find_served_task, load_with_test, prepare
 from app.tensors import OUTPUT, check_tensors
 from app.training.data.ranks import DataRank, validation_share

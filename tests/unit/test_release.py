@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from app.serving.batching.groups import BatchingPolicy, Group, QueuedRequest
-from app.serving.batching.release import GiveUp, Hold, RequestBatch, release
+from app.serving.batching.scheduler import BatchingPolicy, GiveUp, Group, Hold, QueuedRequest, RequestBatch, release
 from app.serving.batching.statistics import ReleaseReason
 from app.tensors import Tensors
 

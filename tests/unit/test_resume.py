@@ -12,13 +12,13 @@ from upath import UPath
 
 from app import heartbeat
 from app.artifacts import RECIPE_FILE
-from app.conditional import change
 from app.config import Recipe, dump_recipe, load_recipe
 from app.data.prepared import PreparedData
 from app.errors import RecipeError, StorageError
 from app.heartbeat import HEARTBEAT_FILE
 from app.published.weights import read_architecture
 from app.runs import CONFIG_FILE, RESULT_FILE, Outcome, Result, Run, execute
+from app.shared_files import change
 from app.storage import to_path
 from app.tasks import prepare
 from app.training.records import StoppedTrainMetrics

@@ -7,7 +7,7 @@ from ray.serve.config import AutoscalingConfig
 
 from app.config import TensorParallelConfig
 from app.errors import ClusterError
-from app.serving.batching.groups import BatchingPolicy
+from app.serving.batching.scheduler import BatchingPolicy
 from app.serving.batching.statistics import RecentLatencies
 from app.serving.config import DeployedModel, EndpointConfig, Scaling, VersionConfig
 from app.serving.scaling import desired_replicas, target_ongoing_requests

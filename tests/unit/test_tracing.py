@@ -22,7 +22,7 @@ from app.errors import DeadlineError, OverloadError, RecipeError
 from app.ports import unused
 from app.runs import Run, execute
 from app.serving.batching.batcher import Batcher
-from app.serving.batching.groups import BatchingPolicy
+from app.serving.batching.scheduler import BatchingPolicy
 from app.serving.endpoint import Endpoint
 from app.serving.rollout import Shadow
 from app.telemetry import tracing
@@ -101,7 +101,7 @@ def test_a_request_goes_on_with_the_trace_of_its_client(server: Server, collecto
     assert answered.status_code == 200
     assert post(server, UNTRACED).status_code == 200
     assert post(server).status_code == 200
-    assert server.route.answered == 3  # all took the short way
+    assert server.fast_path.answered == 3  # all took the short way
     spans = {span.name: span for span in collector.spans()}
     assert spans.keys() == {"request", "queue", "batch", "engine"}
     request, batch = spans["request"], spans["batch"]
@@ -187,7 +187,7 @@ def test_a_request_waits_once_however_many_calls_it_takes(collector: Collector) 
 def test_requests_are_answered_if_their_spans_cannot_be_made(
     server: Server, collector: Collector, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("app.serving.batching.spans._moment_ns", Mock(side_effect=RuntimeError("no clock")))
+    monkeypatch.setattr("app.serving.batching.batcher._moment_ns", Mock(side_effect=RuntimeError("no clock")))
     assert post(server, TRACED).status_code == 200
     assert "spans cannot be made (RuntimeError: no clock)" in capfd.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Unary calls over the direct route: answers, as the gRPC server gives them."""
+"""Unary calls over the fast path: answers, as the gRPC server gives them."""
 
 import gzip
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from upath import UPath
 
 from app.serving.protocol.grpc import read_infer
 from app.serving.protocol.infer import InferRequest
-from app.serving.transport import hot, prepared_calls
-from app.serving.transport.calls import CallConnection
-from app.serving.transport.prepared_calls import PreparedCalls
+from app.serving.transport import fast_http, prepared
+from app.serving.transport.fast_grpc import GrpcConnection
+from app.serving.transport.prepared import PreparedMessages
 from app.telemetry.catalog import RECEIVED_BYTES
 from app.tensors import OUTPUT
 from tests.calls import SERVICE, Line, ask, call, exchange, prefixed, sized
@@ -39,7 +39,7 @@ def server(storage: UPath) -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for the first bytes of requests to be joined, however busy this machine is."""
-    monkeypatch.setattr(hot, "_GATHER_S", 60)
+    monkeypatch.setattr(fast_http, "_GATHER_S", 60)
 
 
 @pytest.fixture(autouse=True)
@@ -90,12 +90,12 @@ _WORDED_BY_GRPC = {"no such method", "a message too large"}
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_gets_the_answer_of_the_grpc_server(server: Server, name: str) -> None:
-    before = server.route.unary.answered
+    before = server.fast_path.grpc.answered
     here, there = (ask(address, **CALLS[name]) for address in (server.grpc, server.streams))
     assert here.code == there.code
     if name not in _WORDED_BY_GRPC:
         assert here == there
-    assert server.route.unary.answered - before == (name != "another service")
+    assert server.fast_path.grpc.answered - before == (name != "another service")
 
 
 @pytest.mark.parametrize("size", [1, 7, 10**6])
@@ -134,7 +134,7 @@ def test_a_message_is_read_once_whatever_its_tensors_and_id(server: Server, monk
         read.append(message)
         return read_infer(message, *others)
 
-    monkeypatch.setattr(prepared_calls, "read_infer", note)
+    monkeypatch.setattr(prepared, "read_message", note)
     sent = []
     for number in range(8):
         message = pb.ModelInferRequest.FromString(infer(7, id="" if number < 4 else str(number)))
@@ -156,7 +156,7 @@ def test_a_new_version_answers_at_once(storage: UPath) -> None:
             server.run(server.endpoint.update(config(storage, version)))
             answer = ask(server.grpc, GOOD).content
             assert pb.ModelInferResponse.FromString(answer).model_version == str(version)
-        assert server.route.unary.inferred == 3
+        assert server.fast_path.grpc.inferred == 3
 
 
 def test_haproxy_sends_a_call_again_if_its_replica_has_gone(server: Server) -> None:
@@ -166,14 +166,14 @@ def test_haproxy_sends_a_call_again_if_its_replica_has_gone(server: Server) -> N
         model_infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         for _ in range(20):
             assert model_infer(GOOD)
-            for connection in [connection for connection in open_ones if isinstance(connection, CallConnection)]:
+            for connection in [connection for connection in open_ones if isinstance(connection, GrpcConnection)]:
                 server.loop.call_soon_threadsafe(connection.shutdown)
 
 
 def test_a_large_message_is_not_taken_apart(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared_calls, "_MAX_WHOLE_BYTES", len(infer(2, id="a")))
+    monkeypatch.setattr(prepared, "_MAX_WHOLE_BYTES", len(infer(2, id="a")))
     for count, kept_id, num_known in ((3, "a", 0), (2, "", 1)):
-        content, calls = infer(count, id="a"), PreparedCalls()
+        content, calls = infer(count, id="a"), PreparedMessages()
         message = pb.ModelInferRequest.FromString(content)
         known, tensors = calls.read(server.endpoint.find("toy"), message, len(content))
         assert known.prepared.rows == count

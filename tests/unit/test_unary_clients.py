@@ -18,14 +18,14 @@ from tritonclient.grpc import service_pb2 as pb
 from upath import UPath
 from uvicorn.config import HTTP_PROTOCOLS
 
-from app.serving.batching.groups import QueuedRequest
+from app.serving.batching.scheduler import QueuedRequest
 from app.serving.endpoint import Endpoint
-from app.serving.transport import calls
-from app.serving.transport.calls import CallConnection
+from app.serving.transport import fast_grpc
+from app.serving.transport.fast_grpc import GrpcCall, GrpcConnection
+from app.serving.transport.fast_http import FastPath, use_fast_path
 from app.serving.transport.grpc import GrpcMethods
-from app.serving.transport.hot import HotRoute, listen_hot
-from app.serving.transport.http import DirectInference, HttpApi
-from app.serving.transport.unary import UnaryCall
+from app.serving.transport.http import HttpApi
+from app.serving.transport.inference_call import Admission
 from app.tensors import OUTPUT
 from tests.calls import CHUNKED, SERVICE, Line, call, chunks, exchange, head, prefixed
 from tests.engine_contract import rows
@@ -53,10 +53,10 @@ def _nothing_stays(server: Server) -> Iterator[None]:
     require_idle(server)
 
 
-def busy(server: Server) -> list[CallConnection]:
+def busy(server: Server) -> list[GrpcConnection]:
     """Return the connections that have a call."""
     connections = list(server.listener.server_state.connections)
-    return [connection for connection in connections if isinstance(connection, CallConnection) and connection._call]
+    return [connection for connection in connections if isinstance(connection, GrpcConnection) and connection._call]
 
 
 HALF = head(CHUNKED) + chunks(prefixed(GOOD)[:-1], end=False)
@@ -70,21 +70,21 @@ def test_the_first_line_may_come_in_pieces(server: Server, size: int) -> None:
 
 
 def test_a_client_that_goes_away_leaves_nothing_behind(server: Server) -> None:
-    direct = server.route.direct
+    admission = server.fast_path.admission
     part = prefixed(infer(300))[:50_000]
     with Line(server.http) as one, Line(server.http) as other:
         for line in (one, other):
             line.send(head(CHUNKED) + chunks(part, end=False))
-        wait_until(lambda: direct._bytes == 2 * len(part))
+        wait_until(lambda: admission._bytes == 2 * len(part))
         one.socket.close()
-        wait_until(lambda: direct._bytes == len(part))
-    wait_until(lambda: not direct._bytes)
+        wait_until(lambda: admission._bytes == len(part))
+    wait_until(lambda: not admission._bytes)
 
 
 @pytest.mark.parametrize("timeout_s", [None, 0.2])
 def test_a_call_that_a_client_gives_up_is_abandoned(server: Server, timeout_s: float | None) -> None:
     """HAProxy closes its connection to the replica."""
-    direct, served = server.route.direct, server.endpoint.find("toy")
+    admission, served = server.fast_path.admission, server.endpoint.find("toy")
     entered = threading.Event()
     gone: list[QueuedRequest] = []
 
@@ -97,10 +97,10 @@ def test_a_call_that_a_client_gives_up_is_abandoned(server: Server, timeout_s: f
         patched.setattr(served.batcher, "cancel", gone.append)
         waiting = channel.unary_unary(f"{SERVICE}ModelInfer").future(GOOD, timeout=timeout_s)
         assert entered.wait(20)
-        assert direct.ongoing == 1
+        assert admission.ongoing == 1
         if timeout_s is None:
             waiting.cancel()
-        wait_until(lambda: bool(gone) and not direct.ongoing)
+        wait_until(lambda: bool(gone) and not admission.ongoing)
         if timeout_s is not None:
             assert waiting.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -123,19 +123,19 @@ class _Unread:
 
 
 def test_an_answer_takes_room_until_it_is_sent(server: Server) -> None:
-    direct, unread = server.route.direct, _Unread(server)
+    admission, unread = server.fast_path.admission, _Unread(server)
     unread.answer(server)
-    assert direct._bytes == 2**24
+    assert admission._bytes == 2**24
     (answer,) = unread.line.read(1)
     assert (len(answer.content), answer.status) == (2**24 + 5, "0")
-    wait_until(lambda: not direct._bytes)
+    wait_until(lambda: not admission._bytes)
     unread.line.socket.close()
 
 
 def test_a_client_that_does_not_read_is_disconnected(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_SEND_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(calls, "_MIN_BYTES_PER_S", 2**32)
-    monkeypatch.setattr(calls, "_CHECK_S", 0.02)
+    monkeypatch.setattr(fast_grpc, "_SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(fast_grpc, "_MIN_BYTES_PER_S", 2**32)
+    monkeypatch.setattr(fast_grpc, "_CHECK_S", 0.02)
     unread = _Unread(server)
     unread.answer(server)
     wait_until(lambda: unread.connection not in server.listener.server_state.connections)
@@ -144,12 +144,12 @@ def test_a_client_that_does_not_read_is_disconnected(server: Server, monkeypatch
 def test_a_call_is_refused_without_room_for_its_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     message = pb.RepositoryIndexRequest().SerializeToString()
     with monkeypatch.context() as patched:
-        patched.setattr(server.route.direct, "_room_bytes", 10)
+        patched.setattr(server.fast_path.admission, "_room_bytes", 10)
         assert exchange(server.http, call(message, method="RepositoryIndex"))[0].status == "14"
 
 
 def test_calls_of_many_clients_are_answered_and_counted(server: Server) -> None:
-    served, unary = server.endpoint.find("toy"), server.route.unary
+    served, unary = server.endpoint.find("toy"), server.fast_path.grpc
     before, inferred, answered = served.statistics, unary.inferred, len(served.latencies._answered)
     inputs = [asked(tritonclient.grpc, rows(count)) for count in (1, 2, 3)]
     wrong: list[str] = []
@@ -188,14 +188,14 @@ def test_many_calls_of_a_client_are_answered_at_a_time(server: Server) -> None:
 
 
 def test_a_message_that_arrives_too_slowly_times_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_RECEIVE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(calls, "_CHECK_S", 0.02)
+    monkeypatch.setattr(fast_grpc, "_RECEIVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(fast_grpc, "_CHECK_S", 0.02)
     assert exchange(server.http, HALF)[0].status == "4"
 
 
 def test_a_header_that_does_not_end_is_disconnected(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_RECEIVE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(calls, "_CHECK_S", 0.02)
+    monkeypatch.setattr(fast_grpc, "_RECEIVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(fast_grpc, "_CHECK_S", 0.02)
     assert exchange(server.http, head(CHUNKED)[:-2], count=None) == []
 
 
@@ -206,7 +206,7 @@ def test_a_closing_connection_answers_its_call(server: Server) -> None:
         line.send(HALF)
         wait_until(lambda: bool(busy(server)))
         connections = server.listener.server_state.connections
-        for connection in [connection for connection in connections if isinstance(connection, CallConnection)]:
+        for connection in [connection for connection in connections if isinstance(connection, GrpcConnection)]:
             server.loop.call_soon_threadsafe(connection.shutdown)
         idle.read()
         line.send(chunks(prefixed(GOOD)[-1:]))
@@ -217,8 +217,8 @@ def test_a_closing_connection_answers_its_call(server: Server) -> None:
 def test_a_connection_without_calls_is_closed(server: Server) -> None:
     async def run() -> None:
         loop, open_ones = asyncio.get_running_loop(), set[Any]()
-        service = server.route.unary
-        listener = await loop.create_server(lambda: CallConnection(service, open_ones, 0.05), "127.0.0.1", 0)
+        service = server.fast_path.grpc
+        listener = await loop.create_server(lambda: GrpcConnection(service, open_ones, 0.05), "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
         async with asyncio.timeout(10):
             assert await reader.read() == b""
@@ -241,10 +241,13 @@ def test_a_listener_of_serve_answers_calls_and_lets_them_end(
     async def serve() -> None:
         endpoint = Endpoint()
         await endpoint.update(config(storage))
-        route = HotRoute(DirectInference(endpoint, HttpApi(endpoint)), GrpcMethods(endpoint))
-        listen_hot(route)
+        admission = Admission(endpoint)
+        fast_path = FastPath(admission, GrpcMethods(admission))
+        use_fast_path(fast_path)
         options = HTTPOptions(host="127.0.0.1", port=0)
-        task, listener = await start_asgi_http_server(HttpApi(endpoint), options, event_loop=asyncio.get_running_loop())
+        task, listener = await start_asgi_http_server(
+            HttpApi(admission), options, event_loop=asyncio.get_running_loop()
+        )
         while not listener.started:
             await asyncio.sleep(0.01)
         host, port = listener.servers[0].sockets[0].getsockname()
@@ -255,14 +258,14 @@ def test_a_listener_of_serve_answers_calls_and_lets_them_end(
             for count in (1, 1000):
                 assert np.allclose(logits(await model_infer(infer(count))), expected(rows(count)).ravel(), atol=1e-4)
             last = asyncio.ensure_future(model_infer(infer(1)))
-            while not route.direct.ongoing and not last.done():
+            while not fast_path.admission.ongoing and not last.done():
                 await asyncio.sleep(0)
             listener.should_exit = True
             assert await last
             async with asyncio.timeout(10):
                 await task
             await channel.close()
-        assert route.unary.inferred == 3
+        assert fast_path.grpc.inferred == 3
 
     run(serve())
 
@@ -286,7 +289,7 @@ def test_no_call_waits_for_the_garbage_collector(storage: UPath) -> None:
             wait_until(lambda: not busy(server))
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()
-            waited = [kept for kept in gc.garbage if isinstance(kept, QueuedRequest | UnaryCall | CallConnection)]
+            waited = [kept for kept in gc.garbage if isinstance(kept, QueuedRequest | GrpcCall | GrpcConnection)]
         finally:
             gc.set_debug(0)
             gc.garbage.clear()

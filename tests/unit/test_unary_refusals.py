@@ -13,9 +13,9 @@ from upath import UPath
 
 from app.errors import OverloadError
 from app.serving.access import Access
-from app.serving.transport import calls, hot
+from app.serving.transport import fast_grpc, fast_http
 from tests.calls import CHUNKED, Line, ask, call, chunks, exchange, head, prefixed, sized
-from tests.hot import COLD, PLAIN
+from tests.plain import COLD, PLAIN
 from tests.serving import Server, serving
 from tests.toy import config
 from tests.unary import BODIES, GOOD, infer, require_idle, toy_server
@@ -35,7 +35,7 @@ def server(storage: UPath) -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for the first bytes of requests to be joined, however busy this machine is."""
-    monkeypatch.setattr(hot, "_GATHER_S", 60)
+    monkeypatch.setattr(fast_http, "_GATHER_S", 60)
 
 
 @pytest.fixture(autouse=True)
@@ -166,8 +166,8 @@ def test_a_call_is_refused_before_its_message_ends(server: Server, name: str) ->
 
 
 def test_a_refused_call_that_does_not_end_is_disconnected(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_RECEIVE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(calls, "_CHECK_S", 0.02)
+    monkeypatch.setattr(fast_grpc, "_RECEIVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(fast_grpc, "_CHECK_S", 0.02)
     with Line(server.http) as line:
         line.send(EARLY["a stream"][0])
         assert [answer.status for answer in line.read()] == ["12"]
@@ -226,26 +226,26 @@ def test_a_call_without_the_token_is_refused_before_its_message(storage: UPath) 
         for blanks, num_known in ((1, 1), (5000, 1), (2, 2)):
             (told,) = exchange(server.http, call(GOOD, "authorization: Bearer" + " " * blanks + "secret"))
             assert told.status == "0"
-            assert len(server.route.unary._callers) == num_known, "a long one is not kept"
+            assert len(server.fast_path.admission._callers) == num_known, "a long one is not kept"
 
 
 def test_too_many_calls_and_too_large_ones_are_refused(storage: UPath) -> None:
     with serving() as server:
         server.run(server.endpoint.update(config(storage)))
-        direct = server.route.direct
-        direct.ongoing = server.endpoint.config.max_requests
+        admission = server.fast_path.admission
+        admission.ongoing = server.endpoint.config.max_requests
         many = ask(server.grpc, GOOD)
-        direct.ongoing, direct._room_bytes = 0, 100
+        admission.ongoing, admission._room_bytes = 0, 100
         large = ask(server.grpc, GOOD)
         for answer in (many, large):
             assert (answer.code, answer.trailing["retry-after"]) == ("UNAVAILABLE", "1")
-        assert (direct.ongoing, direct._bytes) == (0, 0)
+        assert (admission.ongoing, admission._bytes) == (0, 0)
 
 
 def test_calls_that_send_no_message_do_not_keep_others_out(storage: UPath) -> None:
     with serving() as server, ExitStack() as stack:
         server.run(server.endpoint.update(config(storage, queue_limit=1)))
-        most, awaited = server.endpoint.config.max_requests, server.route.direct.awaited
+        most, awaited = server.endpoint.config.max_requests, server.fast_path.admission.awaited
         idle = [stack.enter_context(Line(server.http)) for _ in range(most + 1)]
         for line in idle:
             line.send(head("content-length: 500"), prefixed(GOOD)[:10])

@@ -10,13 +10,13 @@ from typing import Self
 from upath import UPath
 
 from app.artifacts import DATA
-from app.conditional import map_concurrently, read
 from app.data.preparation.prepare import SHARDS
 from app.data.prepared import SHARDS_FILE
 from app.data.sharded import ShardReference
 from app.data.shards import INDEX_FILE, ShardIndex
 from app.errors import StorageError
 from app.runs import runs_folder
+from app.shared_files import map_concurrently, read
 from app.storage import list_names
 
 _JOBS = ("train", "tune")

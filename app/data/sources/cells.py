@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from upath import UPath
 
-from app.conditional import map_concurrently
 from app.data.written import digits_of, name_of, text_of
 from app.errors import DataError
+from app.shared_files import map_concurrently
 from app.storage import to_path
 
 BATCH_ROWS, BATCH_BYTES = 4096, 4 * 2**20

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from app.best_effort import warn
 from app.config import ColumnsConfig, DataConfig
 from app.data.audio import require_recording
 from app.data.examples import Examples, Input, Modality, Reason
@@ -18,7 +19,6 @@ from app.data.sources.formats.builtin import find_examples
 from app.data.sources.source import Source
 from app.data.sources.units import column_names, list_files, read_files, tell_unread
 from app.errors import DataError
-from app.warnings import warn
 
 INPUT, LABEL, GROUP = "data.columns.input", "data.columns.label", "data.group_column"
 _INDEX_NAME = re.compile(r"|Unnamed: 0(\.\d+)*|__index_level_\d+__")

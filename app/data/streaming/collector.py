@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from app.best_effort import warn
 from app.config import Recipe, StreamAddress
 from app.data.streaming.messages import Message, Offsets, Reader
 from app.data.streaming.rows import ChosenRows, RowsFactory, StreamRows
 from app.errors import BrokerUnreachableError, DataError
-from app.warnings import warn
 
 _POLL_S = 1.0
 _MIN_READ, _MAX_READ = 64, 1000

@@ -14,10 +14,10 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, RetentionPolicy, StreamInfo
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
+from app.best_effort import warn
 from app.config import StreamAddress
 from app.data.streaming.messages import Message, Offsets, require_retained
 from app.errors import BrokerUnreachableError, DataError
-from app.warnings import warn
 
 _CONNECT_TIMEOUT_S, _CLOSE_TIMEOUT_S = 5, 2.0
 _MAX_ATTEMPTS = 2

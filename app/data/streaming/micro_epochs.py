@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 from upath import UPath
 
-from app.conditional import read
 from app.config import Recipe, ShardsConfig
 from app.data.examples import CleaningReport
 from app.data.preparation.survey import DIGEST_BYTES
@@ -22,6 +21,7 @@ from app.data.shards import Shard
 from app.data.streaming.collector import Collector
 from app.data.streaming.messages import Offsets
 from app.data.streaming.rows import ChosenRows, RowsFactory, Samples
+from app.shared_files import read
 from app.storage import write_atomically
 
 SHARDS_CONFIG = ShardsConfig()

@@ -1,26 +1,188 @@
-"""Batches requests into calls of an engine."""
+"""Batches requests into calls of an engine: the event loop that requests come on, and the threads that calls run in."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from threading import Lock
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Protocol
 
-from app.errors import OverloadError
-from app.serving.batching.groups import Answer, BatchingPolicy, Group, QueuedRequest
-from app.serving.batching.release import Hold, RequestBatch
-from app.serving.batching.scheduler import Scheduler
-from app.serving.batching.spans import BatchSpans
-from app.serving.batching.statistics import BatchingStatistics, ComputeTime, FailureReason
-from app.serving.batching.threads import Alarm, CallResult, CallSource, Check, EngineThreads, Infer, Slots, call
+from app.best_effort import BestEffort
+from app.errors import EngineError, OverloadError
+from app.serving.batching.scheduler import Answer, BatchingPolicy, Hold, QueuedRequest, RequestBatch, Scheduler
+from app.serving.batching.statistics import BatchingStatistics, ComputeTime, FailureReason, ReleaseReason
 from app.telemetry.tracing import RequestTrace, current_request
-from app.tensors import Tensors, count_rows, shape_key, slice_rows
+from app.tensors import Tensors, concat_rows, count_rows, shape_key, slice_rows
 
-_UNMEASURED_RETRY_S = 1.0
-"""Advice to a refused client while no call has ended yet."""
+Infer = Callable[[Tensors], Tensors]
+Check = Callable[[Tensors], object]
+
 _MAX_ON_LOOP_S = 0.3e-3
 """A call that is expected to be shorter runs on the event loop. Handing one to a thread and back takes 0.1 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """The result of a call, and its duration."""
+
+    answer: Tensors | Exception
+    time: ComputeTime
+    ended_s: float
+    """On the clock ``time.monotonic``."""
+    is_checked: bool = False
+    """Whether the answer passed the check as a whole. If not, some of its rows may pass."""
+
+
+class CallSource(Protocol):
+    """The source of the slots' calls. Any thread may call its methods."""
+
+    def next(self) -> RequestBatch | Hold | None:
+        """Start the next call of a free slot. Without one, return when to ask again; None means once woken."""
+        ...
+
+    def ended(self, batch: RequestBatch, outcome: CallResult) -> None:
+        """Take the outcome of a call."""
+        ...
+
+
+class Slots(Protocol):
+    """The slots that run calls, one for each stream of the engine."""
+
+    def wake(self) -> None:
+        """Let a free slot ask for its next call."""
+        ...
+
+    def run(self, batch: RequestBatch) -> None:
+        """Let a free slot run a call that was started for it, and then ask for its next call."""
+        ...
+
+    async def close(self) -> None:
+        """Ask for no more calls."""
+        ...
+
+
+def call(infer: Infer, check: Check, batch: RequestBatch) -> CallResult:
+    """Run a batch in one call, and check its answer.
+
+    Nothing is raised. The result contains the error of ``infer``, or an EngineError if the number of rows is wrong.
+    """
+    # All three are set, because a failed call has a time, too.
+    began_s = batched_s = inferred_s = time.perf_counter()
+    try:
+        inputs = concat_rows([part.tensors for part in batch.parts])
+        batched_s = time.perf_counter()
+        try:
+            outputs = _run(infer, inputs)
+        finally:
+            inferred_s = time.perf_counter()
+        _check_rows(outputs, batch.rows)
+    except Exception as error:  # the batcher passes it to the requests
+        return CallResult(error, ComputeTime(batched_s - began_s, inferred_s - batched_s), time.monotonic())
+    is_checked = False
+    with suppress(Exception):  # the batcher checks the rows of each request
+        check(outputs)
+        is_checked = True
+    time_taken = ComputeTime(batched_s - began_s, inferred_s - batched_s, time.perf_counter() - inferred_s)
+    return CallResult(outputs, time_taken, time.monotonic(), is_checked)
+
+
+def _run(infer: Infer, inputs: Tensors) -> Tensors:
+    try:
+        return infer(inputs)
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        # KeyboardInterrupt and the like would end the event loop, and its futures refuse a StopIteration.
+        raise EngineError(f"the engine failed on a batch: it raised {type(error).__name__}") from error
+
+
+def _check_rows(outputs: Tensors, rows: int) -> None:
+    for name, output in outputs.items():
+        if output.shape[:1] != (rows,):
+            raise EngineError(f"output {name!r} has shape {list(output.shape)} for {rows} rows: expected {rows} first")
+
+
+class EngineThreads:
+    """One thread per slot. A thread takes its next call itself, so the event loop need not be free for that."""
+
+    def __init__(self, calls: CallSource, infer: Infer, check: Check, slots: int) -> None:
+        self._calls = calls
+        self._infer = infer
+        self._check = check
+        self._closed = False
+        # This queue is several times as fast as a condition.
+        self._wakes: SimpleQueue[RequestBatch | None] = SimpleQueue()
+        # Daemons: a call that never returns must not keep a replica's process alive.
+        self._threads = [Thread(target=self._run, name=f"engine-{slot}", daemon=True) for slot in range(slots)]
+        for thread in self._threads:
+            thread.start()
+
+    def wake(self) -> None:
+        if self._wakes.qsize() < len(self._threads):
+            # Otherwise every thread will ask again anyway.
+            self._wakes.put(None)
+
+    def run(self, batch: RequestBatch) -> None:
+        self._wakes.put(batch)
+
+    async def close(self) -> None:
+        """End the threads, which run no calls now. A thread that stayed would keep its model in memory."""
+        # First the flag, then the wakes: a thread that wakes has to see it.
+        self._closed = True
+        for _ in self._threads:
+            self.wake()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+
+    def _run(self) -> None:
+        chosen: RequestBatch | Hold | None = None
+        while not self._closed:
+            if isinstance(chosen, RequestBatch):
+                # This frees the slot, so that ``next`` may fill it again.
+                self._calls.ended(chosen, call(self._infer, self._check, chosen))
+                chosen = self._calls.next()
+            else:
+                chosen = self._wait(chosen) or self._calls.next()
+
+    def _wait(self, hold: Hold | None) -> RequestBatch | None:
+        """Return the call that the slot was given; None if the slot has to ask for one."""
+        with suppress(Empty):
+            return self._wakes.get(timeout=max(0.0, hold.until_s - time.monotonic()) if hold else None)
+        return None
+
+
+class Alarm:
+    """A timer on the event loop that fires once, at the earliest of the times that were set."""
+
+    def __init__(self, ring: Callable[[float], None]) -> None:
+        """Call ``ring`` with the time that was set."""
+        self._ring = ring
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = math.inf
+
+    def set(self, due_s: float, now_s: float) -> None:
+        """Ring at ``due_s``, unless the alarm rings before."""
+        if due_s >= self._due_s:
+            return
+        self.cancel()
+        self._due_s = due_s
+        # The delay is a difference, because the clock of the batcher need not be the loop's.
+        self._timer = asyncio.get_running_loop().call_later(due_s - now_s, self._on_timer)
+
+    def cancel(self) -> None:
+        """Forget the time that was set."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._due_s = None, math.inf
+
+    def _on_timer(self) -> None:
+        due_s, self._timer, self._due_s = self._due_s, None, math.inf
+        self._ring(due_s)
 
 
 class Batcher:
@@ -145,8 +307,11 @@ class Batcher:
         """
         now_s, policy = self._clock(), self._policy
         with self._lock:
-            group = self._scheduler.queue.group(shape, tensors)
-            self._check_room(group, now_s)
+            try:
+                group = self._scheduler.room_for(shape, tensors, now_s)
+            except OverloadError:
+                self._statistics.count_failure(FailureReason.REJECTED, 0.0)
+                raise
             request = QueuedRequest(
                 tensors,
                 rows,
@@ -204,18 +369,6 @@ class Batcher:
         # Free the slot here, not on the loop: the thread's next call must not wait for a busy loop.
         self._free_slot(batch, outcome)
         self._call_on_loop(self._answer, batch, outcome)
-
-    def _check_room(self, group: Group, now_s: float) -> None:
-        """Raise OverloadError if the queue is full for a group, or the batcher is closed."""
-        if self._scheduler.closing:
-            raise self._refusal("the model is being unloaded: ask again, or another server", 0.0)
-        if self._scheduler.is_full(group):
-            waiting, retry_after_s = self.waiting, self._scheduler.backlog_s(now_s) or _UNMEASURED_RETRY_S
-            raise self._refusal(f"{waiting} requests wait already: try again in {retry_after_s:.3g} s", retry_after_s)
-
-    def _refusal(self, message: str, retry_after_s: float) -> OverloadError:
-        self._statistics.count_failure(FailureReason.REJECTED, 0.0)
-        return OverloadError(message, retry_after_s)
 
     def _start_soon(self) -> None:
         """Start a call once the loop has read all requests that have arrived."""
@@ -348,3 +501,70 @@ class Batcher:
         """Wake ``close`` once no request waits and no call runs."""
         if self._scheduler.closing and not self._unanswered and not self._scheduler.is_running:
             self._drained.set()
+
+
+class BatchSpans:
+    """Makes the spans of a batcher. If that fails, its requests are answered all the same."""
+
+    def __init__(self, attributes: Mapping[str, str]) -> None:
+        """``attributes`` of each batch name the model."""
+        self._attributes = attributes
+        self._try = BestEffort("spans cannot be made", "serving")
+        self.traced = 0
+        """Traced requests that are not answered yet."""
+
+    def called(self, batch: RequestBatch, outcome: CallResult) -> None:
+        """Make the spans of a call that has ended, if a traced request is in it."""
+        traces = [part.request.trace for part in batch.parts if part.request.trace]
+        if not traces:
+            return
+        for part in batch.parts:
+            # A retry's requests got the span of their queue with the failed call.
+            if part.request.trace and part.start == 0 and batch.reason is not ReleaseReason.RETRY:
+                self._try(partial(_record_queue, part.request, part.request.queue_s))
+        self._try(partial(self._record_call, batch, outcome, traces))
+
+    def refused(self, request: QueuedRequest) -> None:
+        """Make the span of a request that was refused late, if it is traced and no call has begun for it."""
+        if request.trace and not request.queue_s:
+            self._try(partial(_record_queue, request, time.monotonic() - request.arrived_s))
+
+    def _record_call(self, batch: RequestBatch, outcome: CallResult, traces: Sequence[RequestTrace]) -> None:
+        """Make a span of the batch with links to all requests, and one of the engine in it.
+
+        The batch belongs to the trace of its first traced request.
+        """
+        # Imported here, because opentelemetry is in the optional extra ``tracing``.
+        from opentelemetry.trace import Link, StatusCode, set_span_in_context
+
+        # A call has one point in time, its end, and three durations. Work back from the end.
+        inferred_s = outcome.ended_s - outcome.time.output_s
+        engine_s = inferred_s - outcome.time.infer_s
+        tracer = traces[0].tracer
+        span = tracer.start_span(
+            "batch",
+            set_span_in_context(traces[0].span),
+            attributes={**self._attributes, "rows": batch.rows, "reason": batch.reason},
+            links=[Link(trace.span.get_span_context()) for trace in traces],
+            start_time=_moment_ns(engine_s - outcome.time.input_s),
+        )
+        engine = tracer.start_span("engine", set_span_in_context(span), start_time=_moment_ns(engine_s))
+        if isinstance(outcome.answer, Exception):
+            engine.set_status(StatusCode.ERROR, str(outcome.answer))
+        engine.end(_moment_ns(inferred_s))
+        span.end()
+
+
+def _record_queue(request: QueuedRequest, waited_s: float) -> None:
+    """Make the span of a request's time in the queue."""
+    from opentelemetry.trace import set_span_in_context
+
+    assert request.trace is not None
+    arrived_ns = _moment_ns(request.arrived_s)
+    span = request.trace.tracer.start_span("queue", set_span_in_context(request.trace.span), start_time=arrived_ns)
+    span.end(arrived_ns + round(waited_s * 1e9))
+
+
+def _moment_ns(monotonic_s: float) -> int:
+    """Return a time of the clock ``time.monotonic``, which the batcher has, as nanoseconds since 1970."""
+    return time.time_ns() - round((time.monotonic() - monotonic_s) * 1e9)

@@ -19,7 +19,7 @@ from app.errors import RecipeError
 from app.published.loaded import LoadedModel, load_model
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
-from app.serving.batching.groups import BatchingPolicy
+from app.serving.batching.scheduler import BatchingPolicy
 from app.serving.cascade.calibration import calibrate
 from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.stages import require_alike

@@ -14,7 +14,7 @@ from app.serving.cascade.rule import CascadeRule
 from app.serving.cascade.stages import read_alike
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse, build_response, check_outputs
-from app.serving.protocol.natural import PredictRequest, PredictResponse
+from app.serving.protocol.predict import PredictRequest, PredictResponse
 from app.tensors import OUTPUT, Tensors, TensorSpec, count_rows, restore_order, select_rows
 
 STAGE = "stage"
@@ -117,7 +117,7 @@ class ServedCascade:
 
         async def ask(stage: int, rows: NDArray[np.intp]) -> Tensors:
             given = [inputs[row] for row in rows]
-            return await self._stages[stage].run_natural(given, priority=request.priority, deadline_s=deadline_s)
+            return await self._stages[stage].run_raw(given, priority=request.priority, deadline_s=deadline_s)
 
         outputs, stages = await self._route(len(inputs), ask)
         return PredictResponse(

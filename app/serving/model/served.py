@@ -12,7 +12,7 @@ from app.data.examples import Natural
 from app.errors import DeadlineError, EngineError, OverloadError, RequestError
 from app.published.loaded import LoadedModel, ShapeGroup
 from app.serving.batching.batcher import Batcher
-from app.serving.batching.groups import BatchingPolicy
+from app.serving.batching.scheduler import BatchingPolicy
 from app.serving.batching.statistics import (
     BatchingStatistics,
     ComputeDurations,
@@ -30,7 +30,7 @@ from app.serving.protocol.management import (
     StatisticDuration,
     TensorMetadata,
 )
-from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
+from app.serving.protocol.predict import ModelDescription, PredictRequest, PredictResponse
 from app.tensors import Tensors, check_tensors, is_finite, restore_order
 
 MAX_ROWS = 1024
@@ -80,7 +80,7 @@ class ServedModel:
     async def predict(self, request: PredictRequest) -> PredictResponse:
         """Answer natural input with labels. Raises as ``run``, and DataError if an input cannot be read."""
         deadline_s = self.policy.deadline_s(time.monotonic(), request.timeout_s)
-        answered = await self._run_natural(request.listed, request.priority, deadline_s)
+        answered = await self._run_raw(request.listed, request.priority, deadline_s)
         predictions = {
             index: prediction
             for group, outputs in answered
@@ -148,7 +148,7 @@ class ServedModel:
             if not self._users:
                 self._unused.set()
 
-    async def run_natural(self, inputs: Sequence[Natural], *, priority: int, deadline_s: float) -> Tensors:
+    async def run_raw(self, inputs: Sequence[Natural], *, priority: int, deadline_s: float) -> Tensors:
         """Read texts, images or rows, and return their outputs, which all have one shape. Raises as ``predict``.
 
         Args:
@@ -156,10 +156,10 @@ class ServedModel:
             priority: as for ``run``.
             deadline_s: time by which the answer is due, on the clock ``time.monotonic``.
         """
-        answered = await self._run_natural(inputs, priority, deadline_s)
+        answered = await self._run_raw(inputs, priority, deadline_s)
         return restore_order([group.indices for group, _ in answered], [outputs for _, outputs in answered])
 
-    async def _run_natural(
+    async def _run_raw(
         self, inputs: Sequence[Natural], priority: int, deadline_s: float
     ) -> list[tuple[ShapeGroup, Tensors]]:
         """Read texts or images, and run those of each shape together. Raises as ``predict``."""
@@ -257,11 +257,11 @@ class ServedModel:
         _check_rows(f"input {self.inputs[0].name!r}", len(tensors[self.inputs[0].name]))
 
     @property
-    def natural(self) -> NaturalModel | None:
+    def description(self) -> ModelDescription | None:
         """The description of its natural input; None if it takes tensors only."""
         if self.model.processor is None or self.model.manifest.scores is None:
             return None
-        return NaturalModel(
+        return ModelDescription(
             name=self.model.manifest.name,
             version=self.version,
             input=self.model.processor.modality,

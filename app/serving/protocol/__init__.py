@@ -4,5 +4,5 @@ https://github.com/kserve/open-inference-protocol/tree/main/specification/protoc
 https://github.com/triton-inference-server/server/tree/main/docs/protocol
 
 ``infer`` has the requests and responses of an inference. ``rest`` and ``grpc`` read and write them. ``management`` has
-all other requests to a server, and ``natural`` those of people.
+all other requests to a server, and ``predict`` those of people.
 """

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.errors import RequestError, short_repr
-from app.serving.protocol.natural import ONLY_VALID, PredictRequest, PredictResponse
+from app.serving.protocol.predict import ONLY_VALID, PredictRequest, PredictResponse
 
 
 class EmbeddingsRequest(BaseModel):

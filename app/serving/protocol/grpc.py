@@ -146,9 +146,8 @@ def write_infer(response: InferResponse) -> pb.ModelInferResponse:
     return message
 
 
-def write_stream_infer(response: InferResponse) -> pb.ModelStreamInferResponse:
+def write_stream_infer(message: pb.ModelInferResponse) -> pb.ModelStreamInferResponse:
     """Return the message of a response in a stream, the only one to its request."""
-    message = write_infer(response)
     message.parameters[_FINAL].bool_param = True
     return pb.ModelStreamInferResponse(infer_response=message)
 

@@ -11,7 +11,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from app.repository.manifest import Manifest
 from app.repository.triton import description_of
-from app.serving.batching.groups import BatchingPolicy
+from app.serving.batching.scheduler import BatchingPolicy
 
 
 def model_config(manifest: Manifest, policy: BatchingPolicy) -> ModelConfig:

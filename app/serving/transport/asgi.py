@@ -4,13 +4,12 @@ https://asgi.readthedocs.io/en/latest/specs/www.html
 """
 
 import asyncio
-import itertools
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
-from app.errors import OverloadError, RequestError, RequestTooLargeError
+from app.errors import DisconnectedError, RequestTooLargeError
 from app.serving.protocol.infer import LIMITS
 
 Result = TypeVar("Result")
@@ -19,8 +18,6 @@ _RECEIVE_TIMEOUT_S = 30.0
 """Time to receive a body. A slower client would occupy a place that others wait for."""
 _REST_TIMEOUT_S = 1.0
 """Time to receive the rest of an unused body, before the response."""
-_GRACE_S = 0.05
-"""Time to read what has arrived before a body is given up."""
 _UNWATCHED_S = 0.05
 """Delay before the client is watched. Watching from the start would double the cost of a small request."""
 
@@ -37,7 +34,7 @@ async def read_body(headers: Mapping[str, str], receive: Receive, max_bytes: int
 
     Raises:
         RequestTooLargeError: the body is larger.
-        RequestError: the client went away before the end of the body.
+        DisconnectedError: the client went away before the end of the body.
         TimeoutError: the body does not arrive in time.
     """
     parts: list[bytes] = []
@@ -50,7 +47,7 @@ async def read_body(headers: Mapping[str, str], receive: Receive, max_bytes: int
             while size <= LIMITS.body_bytes:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise RequestError("the connection was closed before the body ended: send all of it")
+                    raise DisconnectedError("the connection was closed before the body ended: send all of it")
                 part = message.get("body", b"")
                 received += len(part)
                 size = max(size, received)
@@ -68,59 +65,6 @@ async def read_body(headers: Mapping[str, str], receive: Receive, max_bytes: int
             f"the body is larger than {max_bytes} bytes: send less in a request, and large tensors of infer as bytes"
         )
     return b"".join(parts)  # does not copy a single part
-
-
-class AwaitedBodies:
-    """Bodies whose next part has not arrived. Their number is limited, and a new body replaces the oldest."""
-
-    def __init__(self) -> None:
-        self._waits: dict[int, Callable[[], None]] = {}
-        self._numbers = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._waits)
-
-    def number(self) -> int:
-        """Return the number of a new request. The body with the lowest is given up first."""
-        return next(self._numbers)
-
-    def add(self, number: int, give_up: Callable[[], None], limit: int) -> None:
-        """Note that a body is awaited. If more than ``limit`` stay so, give up the oldest.
-
-        So clients that send nothing cannot block those that send. What has arrived is read first.
-        """
-        self._waits[number] = give_up
-        if len(self._waits) > limit:
-            asyncio.get_running_loop().call_later(_GRACE_S, self._shrink, limit)
-
-    def discard(self, number: int) -> None:
-        """Note that a body is not awaited any more."""
-        self._waits.pop(number, None)
-
-    async def next_part(self, number: int, receive: Receive, limit: int) -> Message:
-        """Wait for the next part of a body, as one of ``limit``.
-
-        Raises:
-            OverloadError: this body was given up.
-        """
-        wait = asyncio.timeout(None)
-        try:
-            async with wait:
-                self.add(number, lambda: wait.reschedule(0), limit)
-                return await receive()
-        except TimeoutError:
-            raise too_slow(limit) from None
-        finally:
-            self.discard(number)
-
-    def _shrink(self, limit: int) -> None:
-        for number in sorted(self._waits)[: max(0, len(self._waits) - limit)]:
-            self._waits.pop(number)()
-
-
-def too_slow(limit: int) -> OverloadError:
-    """Return the error of a body that was given up for one of ``limit`` others."""
-    return OverloadError(f"the body arrived too slowly while {limit} others waited: send it faster")
 
 
 def close_if_unread(scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send]:
@@ -167,11 +111,14 @@ def has_body(scope: Scope) -> bool:
     )
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """Return the result of ``work``. If the client goes away first, cancel the work and return None.
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of ``work``. If the client goes away first, cancel the work.
 
     Args:
         receive: the ASGI channel of a request whose body has been read.
+
+    Raises:
+        DisconnectedError: the client has gone.
     """
     watch = _ClientWatch(receive)
     try:
@@ -180,7 +127,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
         # Somebody else has cancelled the task, and has to learn that it ended.
         if not watch.gone:
             raise
-        return None
+        raise DisconnectedError("the connection was closed before the answer") from None
     finally:
         watch.stop()
 

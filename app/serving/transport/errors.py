@@ -12,12 +12,14 @@ from starlette.responses import JSONResponse
 from app.errors import (
     DataError,
     DeadlineError,
+    DisconnectedError,
     EngineError,
     NotServedError,
     OverloadError,
     RequestError,
     RequestTooLargeError,
     UnauthorizedError,
+    UnsupportedError,
 )
 
 LOG = logging.getLogger(__name__)
@@ -51,10 +53,17 @@ class Refusal:
     retry_after_s: int | None = None
     """Time after which the client may try again, if known."""
 
+    @property
+    def trailers(self) -> list[tuple[str, str]]:
+        """Metadata that gRPC sends beside the status and the message."""
+        return [] if self.retry_after_s is None else [("retry-after", str(self.retry_after_s))]
+
 
 # The first match counts, so a subclass stands before its base class.
 _STATUS: dict[type[Exception], tuple[int, StatusCode]] = {
     RequestTooLargeError: (413, StatusCode.RESOURCE_EXHAUSTED),
+    UnsupportedError: (400, StatusCode.UNIMPLEMENTED),
+    DisconnectedError: (400, StatusCode.CANCELLED),
     RequestError: (400, StatusCode.INVALID_ARGUMENT),
     DataError: (400, StatusCode.INVALID_ARGUMENT),
     UnauthorizedError: (401, StatusCode.UNAUTHENTICATED),

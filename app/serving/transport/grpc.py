@@ -4,9 +4,9 @@ https://github.com/kserve/open-inference-protocol/blob/main/specification/protoc
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -14,9 +14,8 @@ from google.protobuf.message import DecodeError, Message
 from grpc import StatusCode
 from tritonclient.grpc import service_pb2 as pb
 
-from app.errors import OverloadError, RequestError, UnauthorizedError
+from app.errors import OverloadError, RequestError, UnauthorizedError, UnsupportedError
 from app.serving.access import Caller, combine
-from app.serving.endpoint import Endpoint
 from app.serving.protocol.grpc import (
     bytes_to_read,
     read_infer,
@@ -34,14 +33,17 @@ from app.serving.protocol.grpc_management import (
     write_server_metadata,
     write_statistics,
 )
-from app.serving.protocol.infer import InferResponse
+from app.serving.protocol.infer import InferRequest
 from app.serving.protocol.management import Statistics
 from app.serving.protocol.model_config import model_config
 from app.serving.transport.errors import refusal
+from app.serving.transport.inference_call import Admission, InferenceCall
+from app.tensors import TensorSpec
 
 _MAX_AHEAD = 32
 """Concurrent requests of one stream. With several, they can share calls of the engine."""
-OPEN_CALLS = ("ServerLive", "ServerReady")
+INFER = "ModelInfer"
+OPEN_METHODS = ("ServerLive", "ServerReady")
 """Methods without access control, for the health checks of load balancers."""
 SERVICER = "app.serving.transport.grpc.add_to_server"
 """The import path of the function that registers the service with a server."""
@@ -71,12 +73,7 @@ class Context(Protocol):
         """Return the caller's address."""
 
 
-_traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
-"""The client's span of the call that the running task answers."""
-received_bytes: ContextVar[int | None] = ContextVar("received_bytes", default=None)
-"""The size of that call's message as it was sent. None: gRPC's own server does not tell it."""
-
-Given = TypeVar("Given", bound=Message)
+RequestMessage = TypeVar("RequestMessage", bound=Message)
 Answer = TypeVar("Answer", bound=Message)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -84,19 +81,22 @@ Result = TypeVar("Result")
 
 def _answers(
     kind: type[Answer],
-) -> Callable[[Callable[[Any, Given], Awaitable[Answer]]], Callable[[Any, Given | None, Context], Awaitable[Answer]]]:
-    """Decorate a method: check the caller, then answer. An error becomes the status, with an empty message."""
+) -> Callable[
+    [Callable[[Any, RequestMessage], Awaitable[Answer]]],
+    Callable[[Any, RequestMessage | None, Context], Awaitable[Answer]],
+]:
+    """Decorate a method: check the caller, then answer. An error becomes the status, with an empty message.
+
+    The method itself stays reachable as ``answer``, for callers that were checked.
+    """
 
     def decorate(
-        method: Callable[[Any, Given], Awaitable[Answer]],
-    ) -> Callable[[Any, Given | None, Context], Awaitable[Answer]]:
-        async def call(service: Any, request: Given | None, grpc_context: Context) -> Answer:
+        method: Callable[[Any, RequestMessage], Awaitable[Answer]],
+    ) -> Callable[[Any, RequestMessage | None, Context], Awaitable[Answer]]:
+        async def call(service: Any, request: RequestMessage | None, grpc_context: Context) -> Answer:
             try:
-                if method.__name__ not in OPEN_CALLS:
-                    service.check_caller(grpc_context)
-                if service.traces:
-                    # Each call has a task of its own, and so its own value.
-                    _traceparent.set(traceparent_of(grpc_context))
+                if method.__name__ not in OPEN_METHODS:
+                    service.require_access(grpc_context)
                 return await method(service, _require_parsed(request))
             except Exception as error:
                 _end(grpc_context, error)
@@ -105,14 +105,10 @@ def _answers(
 
         # ``functools.wraps`` would hide ``grpc_context``, which Serve looks for in the signature.
         call.__doc__ = method.__doc__
+        call.answer = method  # type: ignore[attr-defined]
         return call
 
     return decorate
-
-
-def traceparent_of(grpc_context: Context) -> str | None:
-    """Return the client's span, if it sent one."""
-    return dict(grpc_context.invocation_metadata()).get("traceparent")
 
 
 def _end(grpc_context: Context, error: Exception) -> None:
@@ -120,35 +116,56 @@ def _end(grpc_context: Context, error: Exception) -> None:
     reply = refusal(error)
     grpc_context.set_code(reply.grpc)
     grpc_context.set_details(reply.message)
-    if reply.retry_after_s is not None:
-        grpc_context.set_trailing_metadata([("retry-after", str(reply.retry_after_s))])
+    grpc_context.set_trailing_metadata(reply.trailers)
 
 
-def _require_parsed(request: Given | None) -> Given:
+def parse(kind: type[RequestMessage], content: bytes) -> RequestMessage:
+    """Return a message. Raises RequestError if it cannot be parsed."""
+    try:
+        return kind.FromString(content)
+    except DecodeError:
+        raise _unreadable() from None
+
+
+def _require_parsed(request: RequestMessage | None) -> RequestMessage:
     if request is None:
-        raise RequestError(
-            "the message cannot be parsed, or has too many parts: send one of inference.GRPCInferenceService, and "
-            "large tensors in raw_input_contents"
-        )
+        raise _unreadable()
     return request
+
+
+def _unreadable() -> RequestError:
+    return RequestError(
+        "the message cannot be parsed, or has too many parts: send one of inference.GRPCInferenceService, and large "
+        "tensors in raw_input_contents"
+    )
+
+
+async def infer(call: InferenceCall, message: pb.ModelInferRequest, num_bytes: int) -> pb.ModelInferResponse:
+    """Answer a request for inference, whose message has ``num_bytes``. Raises as the endpoint does."""
+
+    async def read(inputs: Sequence[TensorSpec]) -> InferRequest:
+        to_read = bytes_to_read(message, num_bytes, inputs)
+        return await call.admission.endpoint.reader.read(to_read, lambda: read_infer(message, inputs), call.received)
+
+    request, target = await call.route(message.model_name, message.model_version or None, read)
+    answer = write_infer(await call.run(target.infer(request)))
+    call.sent = answer.ByteSize()
+    return answer
 
 
 class GrpcMethods:
     """The service. Its methods have the names and messages of the protocol."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._streams, self._answering = 0, 0
-        self.traces = endpoint.traffic.tracer is not None
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._endpoint = admission.endpoint
+        self._streams, self._streamed = 0, 0  # open streams, and their requests that are being answered
 
-    def check_caller(self, grpc_context: Context) -> None:
+    def require_access(self, grpc_context: Context) -> None:
         """Raise UnauthorizedError if the endpoint does not answer this caller."""
-        access = self._endpoint.access
-        # The address first, because without a token it is the only check.
-        access.check_peer(grpc_context.peer())
         # Values under these names are bytes, which are not used here.
         lines = [line for line in grpc_context.invocation_metadata() if not line[0].endswith("-bin")]
-        access.check(Caller.of(combine(lines, ", ")))
+        self._admission.require_access(Caller.of(combine(lines, ", ")), grpc_context.peer())
 
     @_answers(pb.ServerLiveResponse)
     async def ServerLive(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
@@ -207,81 +224,87 @@ class GrpcMethods:
         self._endpoint.unload(request.model_name)
         return pb.RepositoryModelUnloadResponse()
 
-    @_answers(pb.ModelInferResponse)
-    async def ModelInfer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+    async def ModelInfer(self, request: pb.ModelInferRequest | None, grpc_context: Context) -> pb.ModelInferResponse:
         """Run inference on tensors."""
-        return write_infer(await self._infer(request))
+        try:
+            with InferenceCall(self._admission, "grpc") as call, call.counted():
+                self.require_access(grpc_context)
+                return await self._infer(call, request, _traceparent_of(grpc_context))
+        except Exception as error:
+            _end(grpc_context, error)
+            return pb.ModelInferResponse()
 
     async def ModelStreamInfer(
         self, request_stream: AsyncIterator[pb.ModelInferRequest | None], grpc_context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """Run inference on a stream of requests, and answer in order. A refused request does not end the stream."""
         try:
-            self.check_caller(grpc_context)
+            self.require_access(grpc_context)
             self._check_streams()
         except (UnauthorizedError, OverloadError) as error:
+            InferenceCall(self._admission, "grpc").count(error)
             _end(grpc_context, error)
             return
-        if self.traces:
-            _traceparent.set(traceparent_of(grpc_context))
+        answer = partial(self._answer_in_stream, _traceparent_of(grpc_context))
         self._streams += 1
         try:
-            async with aclosing(answer_in_order(request_stream, self._answer_in_stream, self._max_ahead)) as answers:
-                async for answer in answers:
-                    yield answer
+            async with aclosing(answer_in_order(request_stream, answer, self._max_ahead)) as answers:
+                async for response in answers:
+                    yield response
         finally:
             self._streams -= 1
 
     @property
-    def beside_streams(self) -> int:
-        """The number of streamed requests that Serve does not see: it counts each stream as one request."""
-        return max(0, self._answering - self._streams)
+    def unseen_by_serve(self) -> int:
+        """The number of requests here that Serve does not count. It counts each stream as one request."""
+        return self._admission.ongoing - min(self._streamed, self._streams)
 
     @property
     def _max_ahead(self) -> int:
         """The limit on concurrent requests of a stream. A stream must not fill a queue by itself."""
-        return min([_MAX_AHEAD, *(1 + version.policy.queue_limit // 2 for version in self._endpoint.config.versions)])
+        versions = self._endpoint.config.versions
+        return min([_MAX_AHEAD, *(1 + version.policy.queue_limit // 2 for version in versions)])
 
     def _check_streams(self) -> None:
-        """Raise OverloadError if streams take half of the places. Serve gives an open stream one request's place."""
-        if self._streams >= self._endpoint.config.max_requests // 2:
+        """Raise OverloadError if streams take half of the slots. Serve gives an open stream one request's slot."""
+        if self._streams >= self._admission.max_requests // 2:
             raise OverloadError(f"{self._streams} streams are open already: end one, or send requests by themselves")
 
-    async def _answer_in_stream(self, request: pb.ModelInferRequest | None) -> pb.ModelStreamInferResponse:
-        self._answering += 1
+    async def _answer_in_stream(
+        self, traceparent: str | None, request: pb.ModelInferRequest | None
+    ) -> pb.ModelStreamInferResponse:
+        self._streamed += 1
         try:
-            return write_stream_infer(await self._infer(_require_parsed(request)))
+            with InferenceCall(self._admission, "grpc") as call, call.counted():
+                call.enter()
+                return write_stream_infer(await self._infer(call, request, traceparent))
         except Exception as error:
             return write_stream_error(refusal(error).message, request and request.id)
         finally:
-            self._answering -= 1
+            self._streamed -= 1
 
-    async def _infer(self, message: pb.ModelInferRequest) -> InferResponse:
-        with self._endpoint.traffic.counted("grpc", _traceparent.get()) as asked:
-            size = message.ByteSize()
-            received = received_bytes.get()
-            asked.received = size if received is None else received
-            name, version = message.model_name, message.model_version or None
-            found = self._endpoint.find(name, version)
-            asked.model, asked.version = name, found.version
-            request = await self._endpoint.reader.read(
-                bytes_to_read(message, size, found.inputs), lambda: read_infer(message, found.inputs), received
-            )
-            # Looked up only now, because a version can be replaced while a message is read.
-            target = self._endpoint.route(name, version)
-            asked.version = target.version
-            response = await target.infer(request)
-            asked.sent = sum(tensor.nbytes for tensor in response.outputs.values())
-            return response
+    async def _infer(
+        self, call: InferenceCall, request: pb.ModelInferRequest | None, traceparent: str | None
+    ) -> pb.ModelInferResponse:
+        """Answer a message that gRPC's own server has parsed. That server does not tell a compressed size."""
+        call.begin_trace(traceparent)
+        message = _require_parsed(request)
+        call.received = message.ByteSize()
+        call.hold(call.received)
+        return await infer(call, message, call.received)
 
 
-def _unsupported(name: str, answer: type[Message]) -> Callable[[Any, Any, Context], Awaitable[Message]]:
-    async def call(service: Any, request: Any, grpc_context: Context) -> Message:
-        grpc_context.set_code(StatusCode.UNIMPLEMENTED)
-        grpc_context.set_details(f"{name} is not supported")
-        return answer()
+def _traceparent_of(grpc_context: Context) -> str | None:
+    """Return the client's span, if it sent one."""
+    return dict(grpc_context.invocation_metadata()).get("traceparent")
 
-    return call
+
+def _unsupported(name: str, kind: type[Message]) -> Callable[[Any, Any, Context], Awaitable[Message]]:
+    async def call(_: Any, __: Message) -> Message:
+        raise UnsupportedError(f"{name} is not supported")
+
+    call.__name__ = name
+    return _answers(kind)(call)
 
 
 for _method in SERVICE.methods:
@@ -309,16 +332,15 @@ def add_to_server(service: Any, server: grpc.aio.Server) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))
 
 
-def _parser(kind: type[Answer]) -> Callable[[bytes], Answer | None]:
-    def parse(message: bytes) -> Answer | None:
+def _parser(kind: type[RequestMessage]) -> Callable[[bytes], RequestMessage | None]:
+    def read(message: bytes) -> RequestMessage | None:
         try:
             require_readable(message)
-            parsed: Answer = kind.FromString(message)
-            return parsed
-        except (DecodeError, RequestError):
+            return parse(kind, message)
+        except RequestError:
             return None
 
-    return parse
+    return read
 
 
 async def answer_in_order(

@@ -1,152 +1,56 @@
-"""An endpoint over HTTP: access, inference, and the way to the other routes.
+"""An endpoint over HTTP: inference by ASGI, and the way to the other routes.
 
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
 """
 
+import asyncio
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.errors import OverloadError, RayloomError, UnauthorizedError
+from app.errors import RayloomError, UnauthorizedError
 from app.serving.access import Caller, headers_of
-from app.serving.endpoint import Endpoint
 from app.serving.protocol.compression import MAX_INFLATION, is_compressed
 from app.serving.protocol.infer import LIMITS, InferRequest, InferResponse
 from app.serving.protocol.rest import bytes_to_read, max_body_bytes, read_infer, write_infer
 from app.serving.reading import ON_LOOP_BYTES
-from app.serving.traffic import Asked, outcome_of
-from app.serving.transport.asgi import AwaitedBodies, close_if_unread, has_body, read_body, unless_gone
+from app.serving.traffic import Protocol
+from app.serving.transport.asgi import close_if_unread, has_body, read_body, unless_gone
 from app.serving.transport.errors import error_response
+from app.serving.transport.inference_call import Admission, InferenceCall
 from app.serving.transport.routes import DOCS_ASSETS, routes
+from app.tensors import TensorSpec
 
-ROOM_BYTES = 4 * 2**30
-"""Default limit on the total size of all bodies in a replica."""
 _OPEN_PATHS = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
-_NATURAL = "/v1/"
-_READING_PATHS = (_NATURAL, "/v2/repository/")
+_PREDICT = "/v1/"
+_READING_PATHS = (_PREDICT, "/v2/repository/")
 """Prefixes of the paths, besides ``infer``, whose requests have bodies."""
 _INFER = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 
 
 class HttpApi:
-    """The ASGI application. Inference, the most frequent request, bypasses the framework of the other routes."""
+    """The ASGI application. Inference, the most frequent request, bypasses the framework of the other routes.
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._others = routes(endpoint)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-        receive, send = close_if_unread(scope, receive, send)
-        if error := self.refusal(scope):
-            await error_response(error)(scope, receive, send)
-        elif path := match_infer(scope):
-            await self.infer(path, headers_of(scope), scope, receive, send)
-        else:
-            await self._others(scope, receive, send)
-
-    def refusal(self, scope: Scope) -> UnauthorizedError | None:
-        """Return the error of a request that is not allowed on its path, such as one without the token."""
-        if scope["type"] == "http" and not _is_open(scope["path"]):
-            try:
-                self._endpoint.access.check(Caller.of(headers_of(scope)))
-            except UnauthorizedError as error:
-                return error
-        return None
-
-    async def infer(
-        self, path: re.Match[str], headers: Mapping[str, str], scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """Answer an authorized request for inference.
-
-        Args:
-            path: the match of ``match_infer``.
-            headers: of the request, by their names in lower case.
-        """
-        asked = Asked()
-        try:
-            with self._endpoint.traffic.counted("http", headers.get("traceparent")) as asked:
-                answered = await self._infer(path[1], path[2], headers, receive, asked)
-        except Exception as error:
-            await error_response(error, asked.traceparent)(scope, receive, send)
-            return
-        # The client has disconnected, so nobody would read an answer.
-        if answered is None:
-            return
-        content, response_headers = answered
-        # Sent after the block above: the request is counted with its answer, however slowly the client reads.
-        raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in response_headers.items()]
-        raw.append((b"content-length", b"%d" % len(content)))
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-        await send({"type": "http.response.body", "body": content})
-
-    async def _infer(
-        self, name: str, version: str | None, headers: Mapping[str, str], receive: Receive, asked: Asked
-    ) -> tuple[bytes, dict[str, str]] | None:
-        """Return the body and the headers of an answer; None if the client has gone. Raises as the endpoint does."""
-        body = await read_body(headers, receive, max_body_bytes(headers))
-        asked.received = len(body)
-        answered = await unless_gone(receive, self._ask(name, version, headers, body, asked))
-        if answered is None:
-            asked.outcome = "cancelled"
-            return None
-        request, response = answered
-        content, response_headers = write_infer(response, request, headers.get("accept-encoding", ""))
-        asked.sent = len(content)
-        if asked.traceparent:
-            response_headers["traceparent"] = asked.traceparent
-        return content, response_headers
-
-    async def _ask(
-        self, name: str, version: str | None, headers: Mapping[str, str], body: bytes, asked: Asked
-    ) -> tuple[InferRequest, InferResponse]:
-        """Read a body, and return the request and its response. Raises the endpoint's errors."""
-        found, reader = self._endpoint.find(name, version), self._endpoint.reader
-        asked.model, asked.version = name, found.version
-        encoding = headers.get("content-encoding")
-        content = await reader.inflate(body, encoding, max_body_bytes(headers)) if encoding else body
-
-        def read() -> InferRequest:
-            return read_infer(content, headers, name, version, found.inputs)
-
-        # Most requests are small, and take the shortest path.
-        num_bytes = bytes_to_read(content, headers, found.inputs)
-        request = read() if num_bytes <= ON_LOOP_BYTES else await reader.read(num_bytes, read, len(body))
-        # Looked up only now, because a version can be replaced while a body arrives and is read.
-        target = self._endpoint.route(name, version)
-        asked.version = target.version
-        return request, await target.infer(request)
-
-
-class DirectInference:
-    """Inference from a replica's socket to its endpoint, without Ray Serve's own work on each request.
-
-    For each request Serve creates two tasks, a queue, identifiers, a log record and metrics. For a small request that
-    is most of the work, and nothing is lost without it. The endpoint drops requests whose clients have gone, and counts
-    what it does. This class limits the number of requests in the replica and their total size. A replica that stops
-    waits for every connection of its HTTP server: Serve closes the listener, and then waits for uvicorn as long as for
-    its own requests.
-
-    Plain requests take an even shorter way (``hot``). They enter and leave here, too.
+    ``in_front_of`` lets it bypass Ray Serve, too. For each request Serve creates two tasks, a queue, identifiers, a log
+    record and metrics. For a small request that is most of the work, and nothing is lost without it. A replica that
+    stops waits for every connection of its HTTP server: Serve closes the listener, and then waits for uvicorn as long
+    as for its own requests.
     """
 
-    def __init__(self, endpoint: Endpoint, api: HttpApi, room_bytes: int = ROOM_BYTES) -> None:
-        """Let ``api`` answer for ``endpoint``.
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._others = routes(admission)
 
-        Args:
-            room_bytes: limit on the total size of all bodies; a compressed one counts as its largest possible content.
-        """
-        self.ongoing = 0
-        """Number of requests that wait or run. Their bodies have arrived."""
-        self.awaited = AwaitedBodies()
-        self._bytes = 0  # of all bodies
-        self.endpoint = endpoint
-        self._api = api
-        self._room_bytes = room_bytes
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, to which Serve has given one of its slots."""
+        receive, send = close_if_unread(scope, receive, send)
+        if path := match_infer(scope):
+            await self._infer(path, scope, receive, send, takes_slot=False)
+        elif await self._has_access(scope, receive, send):
+            await self._others(scope, receive, send)
 
-    def before(self, app: ASGIApp) -> ASGIApp:
+    def in_front_of(self, app: ASGIApp) -> ASGIApp:
         """Return an application that answers inference here, and leaves all other requests to ``app``.
 
         ``app`` gets a request once its body has arrived, because Serve gives a request a slot at its first byte.
@@ -154,42 +58,63 @@ class DirectInference:
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             if path := match_infer(scope):
-                await self._infer(path, scope, receive, send)
+                receive, send = close_if_unread(scope, receive, send)
+                await self._infer(path, scope, receive, send, takes_slot=True)
             elif _reads_body(scope):
-                await self._receive(app, scope, receive, send)
+                receive, send = close_if_unread(scope, receive, send)
+                if await self._has_access(scope, receive, send):
+                    await self._receive(app, scope, receive, send)
             else:
                 await app(scope, receive, send)
 
         return answer
 
-    async def _infer(self, path: re.Match[str], scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it if there are too many or they are too large in total.
+    async def _has_access(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Return whether a request may be answered. If not, refuse it."""
+        if scope["type"] != "http" or _is_open(scope["path"]):
+            return True
+        try:
+            self._admission.require_access(Caller.of(headers_of(scope)))
+        except UnauthorizedError as error:
+            InferenceCall(self._admission, _protocol_of(scope)).count(error)
+            await error_response(error)(scope, receive, send)
+            return False
+        return True
+
+    async def _infer(self, path: re.Match[str], scope: Scope, receive: Receive, send: Send, takes_slot: bool) -> None:
+        """Answer a request for inference.
 
         A request takes a slot once its body has arrived, so that slow clients do not take the slots of others. A
-        request without its token takes no slot. Parts of a body that are read only to be dropped reserve no memory.
+        request without its token takes none. Parts of a body that are read only to be dropped take no room.
+
+        Args:
+            path: the match of ``match_infer``.
         """
-        receive, send = close_if_unread(scope, receive, send)
-        if refusal := self._api.refusal(scope):
-            self.endpoint.traffic.add("", "", "http", outcome_of(refusal))
-            await error_response(refusal)(scope, receive, send)
-            return
         headers = headers_of(scope)
-        with self._arriving(headers, receive, max_body_bytes(headers), takes_slot=True) as receive:
-            await self._api.infer(path, headers, scope, receive, send)
+        with InferenceCall(self._admission, "http") as call:
+            try:
+                with call.counted():
+                    self._admission.require_access(Caller.of(headers))
+                    call.begin_trace(headers.get("traceparent"))
+                    receive = _admitted(receive, call, headers, max_body_bytes(headers), takes_slot)
+                    content, response_headers = await _answer(call, path[1], path[2], headers, receive)
+            except Exception as error:
+                await error_response(error, call.traceparent)(scope, receive, send)
+                return
+            # Sent after the block above: the request is counted with its answer, however slowly the client reads.
+            raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in response_headers.items()]
+            raw.append((b"content-length", b"%d" % len(content)))
+            await send({"type": "http.response.start", "status": 200, "headers": raw})
+            await send({"type": "http.response.body", "body": content})
 
     async def _receive(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Receive the body of a request that is not for ``infer``, then pass the request to ``app``."""
-        receive, send = close_if_unread(scope, receive, send)
-        if refusal := self._api.refusal(scope):
-            await error_response(refusal)(scope, receive, send)
-            return
         headers = headers_of(scope)
-        with self._arriving(headers, receive, LIMITS.json_bytes) as receive_counted:
+        with InferenceCall(self._admission, _protocol_of(scope)) as call:
             try:
-                body = await read_body(headers, receive_counted)
+                body = await read_body(headers, _admitted(receive, call, headers, LIMITS.json_bytes, takes_slot=False))
             except (RayloomError, TimeoutError) as error:
-                if scope["path"].startswith(_NATURAL):
-                    self.endpoint.traffic.add("", "", "natural", outcome_of(error))
+                call.count(error)
                 await error_response(error)(scope, receive, send)
                 return
             whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -199,70 +124,83 @@ class DirectInference:
 
             await app(scope, receive_again, send)
 
-    @contextmanager
-    def _arriving(
-        self, headers: Mapping[str, str], receive: Receive, max_bytes: int, takes_slot: bool = False
-    ) -> Iterator[Receive]:
-        """Yield a ``receive`` that counts a body's bytes until the block ends, at most ``max_bytes``.
 
-        A body that has arrived counts as the largest size that it may inflate to, and then may take a slot.
-        """
-        number, factor = self.awaited.number(), _inflation(headers)
-        received, held, has_arrived, has_entered = 0, 0, False, False
+def _admitted(
+    receive: Receive, call: InferenceCall, headers: Mapping[str, str], max_bytes: int, takes_slot: bool
+) -> Receive:
+    """Return a ``receive`` that takes room for a body as it arrives, for at most ``max_bytes``.
 
-        async def receive_counted() -> Message:
-            nonlocal received, held, has_arrived, has_entered
-            # The body has arrived, so this waits for the client to disconnect.
-            if has_arrived:
-                return await receive()
-            message = await self.awaited.next_part(number, receive, self.endpoint.config.max_requests)
-            received += len(message.get("body", b""))
-            has_arrived = message["type"] == "http.request" and not message.get("more_body")
-            size = min(received * (factor if has_arrived else 1), max_bytes)
-            self.hold(size - held)
-            held = size
-            if has_arrived and takes_slot:
-                self.enter()
-                has_entered = True
-            return message
+    A body that has arrived takes the room of what it may inflate to, and then may take a slot.
+    """
+    received, has_arrived = 0, False
 
-        try:
-            yield receive_counted
-        finally:
-            self.release(held)
-            self.ongoing -= has_entered
+    async def receive_admitted() -> Message:
+        nonlocal received, has_arrived
+        # The body has arrived, so this waits for the client to disconnect.
+        if has_arrived:
+            return await receive()
+        message = await _next_part(receive, call)
+        received += len(message.get("body", b""))
+        has_arrived = message["type"] == "http.request" and not message.get("more_body")
+        call.hold(min(received * (_inflation(headers) if has_arrived else 1), max_bytes))
+        if has_arrived and takes_slot:
+            call.enter()
+        return message
 
-    def enter(self, num_bytes: int = 0) -> None:
-        """Count a request until it leaves, and its bytes. Raises OverloadError if there are too many."""
-        if self.ongoing >= self.endpoint.config.max_requests:
-            raise self._overload()
-        # If there is no room for the bytes, the request has not entered.
-        self.hold(num_bytes)
-        self.ongoing += 1
+    return receive_admitted
 
-    def hold(self, num_bytes: int) -> None:
-        """Count more bytes of a request that has entered. Raises OverloadError if there is no room for them."""
-        if self._bytes + num_bytes > self._room_bytes:
-            raise self._overload()
-        self._bytes += num_bytes
 
-    def leave(self, num_bytes: int) -> None:
-        """Stop counting a request and its bytes."""
-        self.ongoing -= 1
-        self.release(num_bytes)
+async def _next_part(receive: Receive, call: InferenceCall) -> Message:
+    """Wait for the next part of a body. Raises OverloadError if the body was given up for others."""
+    wait = asyncio.timeout(None)
+    try:
+        async with wait:
+            call.await_body(lambda: wait.reschedule(0))
+            return await receive()
+    except TimeoutError:
+        raise call.too_slow() from None
+    finally:
+        call.arrived()
 
-    def release(self, num_bytes: int) -> None:
-        """Stop counting bytes."""
-        self._bytes -= num_bytes
 
-    def _overload(self) -> OverloadError:
-        return OverloadError(f"{self.ongoing} requests of up to {self._bytes} bytes are here already: try again later")
+async def _answer(
+    call: InferenceCall, name: str, version: str | None, headers: Mapping[str, str], receive: Receive
+) -> tuple[bytes, dict[str, str]]:
+    """Return the body and the headers of an answer. Raises as the endpoint does."""
+    body = await read_body(headers, receive, max_body_bytes(headers))
+    call.received = len(body)
+    reader = call.admission.endpoint.reader
+
+    async def read(inputs: Sequence[TensorSpec]) -> InferRequest:
+        encoding = headers.get("content-encoding")
+        content = await reader.inflate(body, encoding, max_body_bytes(headers)) if encoding else body
+        num_bytes = bytes_to_read(content, headers, inputs)
+        # Most requests are small, and take the shortest path.
+        if num_bytes <= ON_LOOP_BYTES:
+            return read_infer(content, headers, name, version, inputs)
+        return await reader.read(num_bytes, lambda: read_infer(content, headers, name, version, inputs), len(body))
+
+    async def ask() -> tuple[InferRequest, InferResponse]:
+        request, target = await call.route(name, version, read)
+        return request, await call.run(target.infer(request))
+
+    request, response = await unless_gone(receive, ask())
+    content, response_headers = write_infer(response, request, headers.get("accept-encoding", ""))
+    call.sent = len(content)
+    if call.traceparent:
+        response_headers["traceparent"] = call.traceparent
+    return content, response_headers
 
 
 def match_infer(scope: Scope) -> re.Match[str] | None:
     """Match the path of a request for ``infer``. Groups: the model, and the version or None."""
     is_post = scope["type"] == "http" and scope["method"] == "POST"
     return _INFER.fullmatch(scope["path"]) if is_post else None
+
+
+def _protocol_of(scope: Scope) -> Protocol | None:
+    """Return the protocol by which a request other than ``infer`` is counted; None if it asks no model."""
+    return "natural" if scope["method"] == "POST" and scope["path"].startswith(_PREDICT) else None
 
 
 def _inflation(headers: Mapping[str, str]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from app.serving.protocol.embeddings import EmbeddingsRequest
-from app.serving.protocol.natural import PredictRequest
+from app.serving.protocol.predict import PredictRequest
 from app.serving.protocol.tensors import DTYPES
 
 _TEXT, _OBJECT = {"type": "string"}, {"type": "object", "additionalProperties": True}

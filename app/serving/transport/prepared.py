@@ -1,4 +1,7 @@
-"""Prepared requests: the JSON of an inference request is read once, even if it repeats with other tensors."""
+"""Prepared requests: the constant part of an inference request is read once, even if it repeats with other tensors.
+
+Over HTTP that is the JSON around the tensors, over gRPC the message without its tensors and id.
+"""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -7,16 +10,21 @@ from typing import Any
 
 import numpy as np
 import orjson
+from tritonclient.grpc import service_pb2 as pb
 
 from app.serving.model.served import ServedModel
+from app.serving.protocol.grpc import read_infer as read_message
+from app.serving.protocol.grpc import write_infer as write_message
 from app.serving.protocol.infer import InferRequest, InferResponse, build_response
 from app.serving.protocol.rest import JSON_LENGTH, read_array, read_infer, write_array, write_infer
 from app.serving.protocol.tensors import DATATYPES
 from app.tensors import Tensors, shape_key
 
-MAX_PREPARED = 1024
-_MAX_JSON_BYTES = 4096
-"""Limit on a request without its tensors."""
+_MAX_PREPARED = 1024
+_MAX_AROUND_BYTES = 4096
+"""Limit on a request or message without its tensors."""
+_MAX_WHOLE_BYTES = 256 * 2**10
+"""Limit on a whole message. Splitting a larger one costs more than reading it again."""
 _DATA = b'"data":'
 # At most ``_MIN_BYTES`` of ``compression``, or this route would not compress what the general one does.
 _MAX_UNCOMPRESSED = 1024
@@ -164,7 +172,7 @@ class PreparedRequests:
         length = headers.get(JSON_LENGTH)
         if length is None:
             return self._read_listed(served, name, body, headers)
-        if not length.isdecimal() or not 0 < int(length) <= _MAX_JSON_BYTES:
+        if not length.isdecimal() or not 0 < int(length) <= _MAX_AROUND_BYTES:
             return PreparedRequest.read(served, name, body, headers)
         key = (served, name, body[: int(length)])
         known = self._prepared.get(key)
@@ -182,7 +190,7 @@ class PreparedRequests:
         """Read a request that is only JSON."""
         # The key is the JSON without its numbers, so the numbers have to be cut out first.
         around, arrays = _split(body, len(served.inputs))
-        if len(body) - sum(map(len, arrays)) > _MAX_JSON_BYTES:
+        if len(body) - sum(map(len, arrays)) > _MAX_AROUND_BYTES:
             return PreparedRequest.read(served, name, body, headers)
         key = (served, name, tuple(around))
         if known := self._prepared.get(key):
@@ -195,7 +203,7 @@ class PreparedRequests:
 
     def _keep(self, key: tuple[ServedModel, str, Hashable], prepared: PreparedRequest) -> None:
         # All at once: it is rare, and needs no record of which was used last.
-        if len(self._prepared) >= MAX_PREPARED:
+        if len(self._prepared) >= _MAX_PREPARED:
             self.clear()
         self._prepared[key] = prepared
 
@@ -240,3 +248,71 @@ def _surround_data(around: list[bytes], count: int) -> bool:
     numbers = [*map(b"%d".__mod__, range(len(around) - 1)), b""]
     given = orjson.loads(_joined(around, numbers))
     return [entry.get("data") for entry in given["inputs"]] == list(range(count))
+
+
+@dataclass(slots=True)
+class PreparedMessage:
+    """The common part of messages that differ only in their tensors and id."""
+
+    prepared: PreparedRequest
+    _shapes: dict[str, tuple[int, ...]] | None = None
+    _begin: bytes = b""
+    """The first part of a response whose outputs have these shapes. The bytes of the outputs follow."""
+
+    def write(self, outputs: Tensors, request_id: str | None) -> bytes:
+        """Return the message of a response. Raises RequestError if an output cannot be classified."""
+        shapes = self._shapes
+        if shapes and request_id is None and all(outputs[name].shape == shape for name, shape in shapes.items()):
+            raw = [outputs[name].tobytes() for name in shapes]
+            rest: bytes = pb.ModelInferResponse(raw_output_contents=raw).SerializeToString()
+            # To protobuf, concatenated messages of one type are a single message.
+            return self._begin + rest
+        served, request = self.prepared.served, replace(self.prepared.request, id=request_id)
+        response = build_response(request, served.version, outputs, served.model.labels_by_output)
+        message = write_message(response)
+        whole: bytes = message.SerializeToString()
+        # A response with an id is no template, because the id is one request's own.
+        if request_id is None and not any(sent.dtype.hasobject for sent in response.outputs.values()):
+            message.ClearField("raw_output_contents")
+            self._shapes = {name: sent.shape for name, sent in response.outputs.items()}
+            self._begin = message.SerializeToString()
+        return whole
+
+
+class PreparedMessages:
+    """The common parts of recent messages."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[ServedModel, bytes, tuple[int, ...]], PreparedMessage] = {}
+
+    def clear(self) -> None:
+        """Forget all messages."""
+        self._known.clear()
+
+    def read(self, served: ServedModel, message: Any, num_bytes: int) -> tuple[PreparedMessage, Tensors]:
+        """Read a ModelInferRequest of ``num_bytes`` for a model. The message may lose its id.
+
+        Raises:
+            RequestError: as ``read_infer`` and ``ServedModel.check_request``.
+        """
+        if num_bytes > _MAX_WHOLE_BYTES:
+            return self._read(served, message, 0)
+        # Without their ids and tensors, repeated messages have equal bytes, which are the key.
+        raw = list(message.raw_input_contents)
+        message.ClearField("id")
+        message.ClearField("raw_input_contents")
+        key = served, message.SerializeToString(), tuple(map(len, raw))
+        if known := self._known.get(key):
+            return known, known.prepared.tensors(b"".join(raw))
+        message.raw_input_contents.extend(raw)
+        call, tensors = self._read(served, message, sum(key[2]))
+        if call.prepared.spans and len(key[1]) <= _MAX_AROUND_BYTES:
+            if len(self._known) >= _MAX_PREPARED:
+                self.clear()
+            self._known[key] = call
+        return call, tensors
+
+    def _read(self, served: ServedModel, message: Any, num_bytes: int) -> tuple[PreparedMessage, Tensors]:
+        request = read_message(message, served.inputs)
+        served.check_request(request)
+        return PreparedMessage(PreparedRequest.of(served, request, 0, num_bytes)), request.inputs

@@ -1,6 +1,7 @@
 """All routes of the HTTP endpoint except inference: health, metadata, the repository, natural input and pages."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -31,11 +32,12 @@ from app.serving.protocol.management import (
     parse_body,
 )
 from app.serving.protocol.model_config import config_json, model_config
-from app.serving.protocol.natural import NaturalModel, PredictRequest, PredictResponse
-from app.serving.traffic import Asked
+from app.serving.protocol.predict import ModelDescription, PredictRequest, PredictResponse
 from app.serving.transport.asgi import read_body, unless_gone
 from app.serving.transport.errors import ErrorResponse, error_response
+from app.serving.transport.inference_call import Admission, InferenceCall
 from app.serving.transport.openapi import EMBEDDINGS, PREDICT, describe_infer
+from app.tensors import TensorSpec
 
 Result = TypeVar("Result")
 
@@ -43,8 +45,9 @@ DOCS_ASSETS = "/docs/assets"
 """The path of the scripts and styles of ``/docs``."""
 
 
-def routes(endpoint: Endpoint) -> FastAPI:
+def routes(admission: Admission) -> FastAPI:
     """Return the application. Its documentation at ``/docs`` loads nothing from other servers."""
+    endpoint = admission.endpoint
     api = FastAPIOffline(
         title="Rayloom",
         version=endpoint.metadata.version,
@@ -74,29 +77,29 @@ def routes(endpoint: Endpoint) -> FastAPI:
         return HTMLResponse(PAGE, headers=PAGE_HEADERS)
 
     for router in (
-        _natural(endpoint),
-        _embeddings(endpoint),
+        _predict(admission),
+        _embeddings(admission),
         _server(endpoint),
         _models(endpoint),
-        _repository(endpoint),
+        _repository(admission),
     ):
         api.include_router(router)
     describe_infer(api)
     return api
 
 
-def _natural(endpoint: Endpoint) -> APIRouter:
+def _predict(admission: Admission) -> APIRouter:
     router = APIRouter(prefix="/v1/models", tags=["natural input"])
 
     @router.get("")
-    async def models() -> list[NaturalModel]:
+    async def models() -> list[ModelDescription]:
         """List the models with natural input, and their labels."""
-        return [natural for served in endpoint.models if (natural := served.natural)]
+        return [listed for served in admission.endpoint.models if (listed := served.description)]
 
     @router.post(
         "/{name}/predict", response_model=PredictResponse, response_model_exclude_none=True, openapi_extra=PREDICT
     )
-    async def predict(name: str, request: Request, response: Response) -> PredictResponse | Response:
+    async def predict(name: str, request: Request, response: Response) -> PredictResponse:
         """Classify a text, an image, or a list of texts or base64 images."""
         return await answer(name, None, request, response)
 
@@ -106,72 +109,68 @@ def _natural(endpoint: Endpoint) -> APIRouter:
         response_model_exclude_none=True,
         openapi_extra=PREDICT,
     )
-    async def predict_by_version(
-        name: str, version: str, request: Request, response: Response
-    ) -> PredictResponse | Response:
+    async def predict_by_version(name: str, version: str, request: Request, response: Response) -> PredictResponse:
         """Classify with one version of a model."""
         return await answer(name, version, request, response)
 
-    async def answer(
-        name: str, version: str | None, request: Request, response: Response
-    ) -> PredictResponse | Response:
-        with endpoint.traffic.counted("natural", request.headers.get("traceparent")) as asked:
-            if asked.traceparent:
-                response.headers["traceparent"] = request.state.traceparent = asked.traceparent
-            asked.model, asked.version = name, endpoint.find(name, version).version  # refused before the body is read
-            given, asked.received = await _read_predict(endpoint, request)
-            # A version can be replaced while the body arrives, and would refuse the request once it is unloaded.
-            target = endpoint.route(name, version)
-            asked.version = target.version
-            return await _unless_gone(request, target.predict(given), asked) or Response()
+    async def answer(name: str, version: str | None, request: Request, response: Response) -> PredictResponse:
+        with _counted(admission, request, response) as call:
+            # A model that is not served is refused before the body is read.
+            given, target = await call.route(name, version, lambda _: _read_predict(call, request))
+            return await unless_gone(request.receive, call.run(target.predict(given)))
 
     return router
 
 
-def _embeddings(endpoint: Endpoint) -> APIRouter:
+def _embeddings(admission: Admission) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["natural input"])
 
     @router.post("/embeddings", response_model=EmbeddingsResponse, openapi_extra=EMBEDDINGS)
-    async def embeddings(request: Request, response: Response) -> EmbeddingsResponse | Response:
+    async def embeddings(request: Request, response: Response) -> EmbeddingsResponse:
         """Return the vectors of texts, in OpenAI's format."""
-        with endpoint.traffic.counted("natural", request.headers.get("traceparent")) as asked:
-            if asked.traceparent:
-                response.headers["traceparent"] = request.state.traceparent = asked.traceparent
-            given, asked.received = await _read_json(endpoint, request, EmbeddingsRequest)
-            texts = given.as_predict()
-            target = endpoint.route(given.model)
-            asked.model, asked.version = given.model, target.version
-            answered = await _unless_gone(request, target.predict(texts), asked)
-            return EmbeddingsResponse.of(given, answered) if answered else Response()
+        with _counted(admission, request, response) as call:
+            given = await _read_json(call, request, EmbeddingsRequest)
+
+            async def read(_: Sequence[TensorSpec]) -> PredictRequest:
+                return given.as_predict()
+
+            texts, target = await call.route(given.model, None, read)
+            answered = await unless_gone(request.receive, call.run(target.predict(texts)))
+            return EmbeddingsResponse.of(given, answered)
 
     return router
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result], asked: Asked) -> Result | None:
-    """Return the result of ``work``; None, which nobody reads, if the client disconnects first."""
-    result = await unless_gone(request.receive, work)
-    if result is None:
-        asked.outcome = "cancelled"
-    return result
+@contextmanager
+def _counted(admission: Admission, request: Request, response: Response) -> Iterator[InferenceCall]:
+    """Count and trace the request that is answered in the block. Its caller was checked, and Serve gave it a slot."""
+    call = InferenceCall(admission, "natural")
+    with call.counted():
+        call.begin_trace(request.headers.get("traceparent"))
+        if call.traceparent:
+            response.headers["traceparent"] = request.state.traceparent = call.traceparent
+        yield call
 
 
-async def _read_predict(endpoint: Endpoint, request: Request) -> tuple[PredictRequest, int]:
+async def _read_predict(call: InferenceCall, request: Request) -> PredictRequest:
     """Read an image or JSON, as ``_read``."""
     if request.headers.get("content-type", "").lower().startswith("image/"):
-        return await _read(endpoint, request, lambda content: PredictRequest(inputs=content))
-    return await _read_json(endpoint, request, PredictRequest)
+        return await _read(call, request, lambda content: PredictRequest(inputs=content))
+    return await _read_json(call, request, PredictRequest)
 
 
-async def _read_json(endpoint: Endpoint, request: Request, model: type[Body]) -> tuple[Body, int]:
+async def _read_json(call: InferenceCall, request: Request, model: type[Body]) -> Body:
     """Read a JSON body, as ``_read``."""
-    return await _read(endpoint, request, partial(parse_body, model))
+    return await _read(call, request, partial(parse_body, model))
 
 
-async def _read(endpoint: Endpoint, request: Request, parse: Callable[[bytes], Result]) -> tuple[Result, int]:
-    """Read, decompress and parse a body. Return it, and its size as it was sent. Raises RequestError."""
-    body, encoding = await read_body(request.headers, request.receive), request.headers.get("content-encoding", "")
-    content = await endpoint.reader.inflate(body, encoding, LIMITS.json_bytes)
-    return await endpoint.reader.read(len(content), lambda: parse(content), len(body)), len(body)
+async def _read(call: InferenceCall, request: Request, parse: Callable[[bytes], Result]) -> Result:
+    """Read, decompress and parse a body. Note its size as it was sent. Raises RequestError."""
+    reader, encoding = call.admission.endpoint.reader, request.headers.get("content-encoding", "")
+    body = await read_body(request.headers, request.receive)
+    call.received = len(body)
+    content = await reader.inflate(body, encoding, LIMITS.json_bytes)
+    return await reader.read(len(content), lambda: parse(content), len(body))
 
 
 def _server(endpoint: Endpoint) -> APIRouter:
@@ -233,27 +232,28 @@ def _models(endpoint: Endpoint) -> APIRouter:
     return router
 
 
-def _repository(endpoint: Endpoint) -> APIRouter:
+def _repository(admission: Admission) -> APIRouter:
+    endpoint = admission.endpoint
     router = APIRouter(prefix="/v2/repository", tags=["repository"])
 
     @router.post("/index")
     async def repository_index(request: Request) -> list[ModelIndex]:
         """List the served models and their versions."""
         # Only checked. All that is listed is ready, so its filter changes nothing.
-        await _read_json(endpoint, request, IndexRequest)
+        await _read_json(InferenceCall(admission, None), request, IndexRequest)
         return endpoint.index
 
     @router.post("/models/{name}/load")
     async def load(name: str, request: Request) -> Response:
         """Do nothing if the model is served."""
-        await _read_json(endpoint, request, LoadRequest)
+        await _read_json(InferenceCall(admission, None), request, LoadRequest)
         endpoint.load(name)
         return Response()
 
     @router.post("/models/{name}/unload")
     async def unload(name: str, request: Request) -> Response:
         """Refuse: models are deployed for all replicas at once."""
-        await _read_json(endpoint, request, UnloadRequest)
+        await _read_json(InferenceCall(admission, None), request, UnloadRequest)
         endpoint.unload(name)
         return Response()
 

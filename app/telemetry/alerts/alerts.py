@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from app.best_effort import warn
 from app.config import AlertConfig, Recipe
 from app.config.alert_rules import (
     Condition,
@@ -24,7 +25,6 @@ from app.storage import no_op
 from app.telemetry.alerts.notification import Notification
 from app.telemetry.alerts.notifier import Notifier
 from app.telemetry.record import Record
-from app.warnings import warn
 
 _POLL_INTERVAL_S = 1.0
 _CLOSE_TIMEOUT_S = 15.0

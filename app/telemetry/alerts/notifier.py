@@ -15,12 +15,12 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from app.best_effort import warn
 from app.config import NotifyConfig
 from app.config.notify import ReceiverConfig
 from app.errors import DeliveryError, TryLaterError
 from app.telemetry.alerts.notification import Notification
 from app.telemetry.alerts.receivers import AppriseService, Mail, Receiver, Webhook
-from app.warnings import warn
 
 _MAX_QUEUED = 100  # per receiver
 _MAX_WAIT_S = 60.0

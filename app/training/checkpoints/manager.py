@@ -5,6 +5,7 @@ from functools import partial
 
 from upath import UPath
 
+from app.best_effort import warn
 from app.config import Layout, TrainConfig
 from app.storage import no_op
 from app.training.activity import Activity
@@ -17,7 +18,6 @@ from app.training.checkpoints.writer import CheckpointWriter, Commit
 from app.training.engine import TrainingEngine
 from app.training.records import EpochRecord, best_of
 from app.training.worker import Worker, on_first
-from app.warnings import warn
 
 
 class CheckpointManager:

@@ -9,10 +9,10 @@ from typing import Self, TypeVar
 
 from upath import UPath
 
+from app.best_effort import best_effort, warn
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.errors import StorageError
 from app.storage import ProgressCallback, no_op
-from app.warnings import best_effort, warn
 
 T = TypeVar("T")
 _NAME = re.compile(r"step_(\d+)(?:-(\d+))?")

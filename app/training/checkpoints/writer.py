@@ -13,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from upath import UPath
 
+from app.best_effort import best_effort, warn
 from app.checksums import checksums_of, write_checksums
 from app.config import CheckpointConfig
 from app.errors import TrainingError
@@ -21,7 +22,6 @@ from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.verified_file import write_piece_sums
 from app.training.worker import gather, on_first, run_on_all
-from app.warnings import best_effort, warn
 
 STATE_FILE = "state.json"
 PARTS_SUFFIX = ".distcp"

@@ -7,10 +7,10 @@ from datetime import timedelta
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from app.best_effort import BestEffort, repeat_in_background
 from app.errors import TrainingError
 from app.torch_internals import default_store
 from app.training.worker import Worker
-from app.warnings import BestEffort, repeat_in_background
 
 _INTERVAL_S = 2.0
 _MAX_SILENCE_S = 120.0

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from app.best_effort import warn
 from app.telemetry.record import ReadingRecord
 from app.training.engine import StepResult
 from app.training.stop_request import StopRequest
 from app.training.worker import Worker
-from app.warnings import warn
 
 _INTERVAL_S = 1.0
 _MAX_STEPS = 20

@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from upath import UPath
 
 from app.artifacts import FAILURE_FILE
-from app.conditional import read
+from app.shared_files import read
 from app.torch_internals import default_store
 from app.training.worker import Worker
 

@@ -5,6 +5,7 @@ from functools import partial
 
 from upath import UPath
 
+from app.best_effort import best_effort
 from app.config import Recipe
 from app.data.labelled import LabelledData
 from app.data.language import LanguageData
@@ -17,7 +18,6 @@ from app.storage import to_path
 from app.training.data.feed import Feed
 from app.training.data.recipe_order import order_of
 from app.training.worker import Worker, on_first
-from app.warnings import best_effort
 
 _WAIT_S = 1.0
 _SPARE = 2

@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, TypeAdapter
 from upath import UPath
 
-from app.conditional import read
 from app.config import DataConfig
 from app.data.origins import Origins
 from app.data.prepared import PreparedData
 from app.errors import RecipeError
+from app.shared_files import read
 from app.storage import write_atomically
 
 _FILE = "mixture.json"

@@ -7,6 +7,7 @@ from statistics import median
 
 from upath import UPath
 
+from app.best_effort import warn
 from app.config import Recipe
 from app.data.prepared import PreparedData
 from app.models.factory import blueprint_of
@@ -20,7 +21,6 @@ from app.telemetry.profiler import SUMMARY_FILE
 from app.training.planning.auto import is_small
 from app.training.planning.recipe import find_plans, layout_in_samples, subject_of
 from app.training.planning.report import plan_keys
-from app.warnings import warn
 
 _RAY_BYTES = 110e6
 """Resident memory of Ray's own code in a worker on CPUs, which calibration runs without. Measured."""

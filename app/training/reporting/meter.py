@@ -8,13 +8,13 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
+from app.best_effort import best_effort
 from app.config import Layout, TrainConfig
 from app.models.factory import SMALL_BYTES
 from app.models.precision import TORCH_DTYPES
 from app.telemetry.mfu import flops_per_sample, peak_flops, utilisation
 from app.training.data.feed import MicroBatch
 from app.training.worker import Worker
-from app.warnings import best_effort
 
 _SAMPLES = [0, -1]
 """Samples of a micro-batch on which operations are counted. Batch norm needs more than one sample. In a micro-batch of

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
+from app.best_effort import BestEffort
 from app.config import Recipe
 from app.config.alert_rules import MetricRule
 from app.telemetry import catalog
@@ -10,7 +11,6 @@ from app.telemetry.metrics import Metric, Publish, Sample
 from app.telemetry.step_time import StepTime
 from app.training.checkpoints.writer import Commit
 from app.training.records import EpochRecord, StepRecord
-from app.warnings import BestEffort
 
 
 class RunMetrics:

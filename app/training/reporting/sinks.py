@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from upath import UPath
 
 from app.artifacts import METRICS_FILE
+from app.best_effort import BestEffort
 from app.config import TrainConfig
 from app.storage import to_path, write_atomically
 from app.telemetry.mirror import Mirror
 from app.training.records import EpochRecord, StepRecord, best_of
-from app.warnings import BestEffort
 
 
 class _Line:

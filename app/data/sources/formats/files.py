@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import pyarrow as pa
 
-from app.conditional import map_concurrently
 from app.data.sources.cells import Columns, Rows, each_at
 from app.data.sources.formats.base import DOCUMENTS, Format, Piece, SourceFile, cut_bytes
 from app.data.sources.lines import BOM, go_to_line
+from app.shared_files import map_concurrently
 from app.storage import to_path
 
 IMAGE_SUFFIXES = (

@@ -12,13 +12,13 @@ from upath import UPath
 
 from app.serving.protocol.infer import InferRequest
 from app.serving.protocol.rest import read_infer
-from app.serving.transport import hot, prepared
-from app.serving.transport.hot import HotProtocol
+from app.serving.transport import fast_http, prepared
+from app.serving.transport.fast_http import FastHttpProtocol
 from app.tensors import Tensors
 from tests.engine_contract import exported, rows
 from tests.helpers import wait_until
 from tests.hostile import GOOD, HEADERS, REQUESTS
-from tests.hot import COLD, INFER, PLAIN, binary, converse, listed, post, read_reply
+from tests.plain import COLD, INFER, PLAIN, binary, converse, listed, post, read_reply
 from tests.serving import Server, serving
 from tests.toy import answering, body, config, publish
 
@@ -28,7 +28,7 @@ SMALL = 65_536
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
-    folder = UPath(tmp_path_factory.mktemp("hot"))
+    folder = UPath(tmp_path_factory.mktemp("fast"))
     publish(folder, exported(), answering(1))
     return folder
 
@@ -42,8 +42,8 @@ def server(storage: UPath) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def reference(storage: UPath) -> Iterator[Server]:
-    """The same without the route."""
-    with serving(hot=False) as started:
+    """the same without the fast path."""
+    with serving(fast=False) as started:
         started.run(started.endpoint.update(config(storage)))
         yield started
 
@@ -51,7 +51,7 @@ def reference(storage: UPath) -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy this machine is, requests in pieces are put together."""
-    monkeypatch.setattr(hot, "_GATHER_S", 60)
+    monkeypatch.setattr(fast_http, "_GATHER_S", 60)
 
 
 REFUSED_LATE = {"no time": listed(rows(1), timeout=1)}
@@ -86,12 +86,12 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_plain_request_is_answered_here_and_as_asgi_does(server: Server, reference: Server, name: str) -> None:
-    before, request = server.route.answered, PLAIN[name]
+    before, request = server.fast_path.answered, PLAIN[name]
     said = converse(server, [request, request], 2)
     assert said == converse(reference, [request, request], 2)
     assert said[0].startswith(b"HTTP/1.1 200 ")
-    assert server.route.answered == before + 2
-    assert not reference.route.answered
+    assert server.fast_path.answered == before + 2
+    assert not reference.fast_path.answered
 
 
 @pytest.mark.parametrize("name", [*COLDER, *HEADERS])
@@ -100,7 +100,7 @@ def test_what_is_not_plain_is_left_to_asgi_which_goes_on(server: Server, referen
     parts = [PLAIN["bytes"] + request + PLAIN["JSON"], request, PLAIN["an id"]]
     expected = converse(reference, parts, 5)
     assert converse(server, parts, 5) == expected
-    wait_until(lambda: not server.route.direct.ongoing)
+    wait_until(lambda: not server.fast_path.admission.ongoing)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -120,11 +120,12 @@ def test_requests_in_pieces_and_pipelined_are_answered_in_order(server: Server, 
 
 @pytest.mark.parametrize("cut", [1, 20, 60, 100, 130, 200, 300])
 def test_a_request_in_two_pieces_is_put_together(server: Server, reference: Server, cut: int) -> None:
-    request, before = PLAIN["bytes"], server.route.answered
+    request, fast_path = PLAIN["bytes"], server.fast_path
+    before = fast_path.answered
     parts = [request, request[:cut], request[cut:]]
     assert converse(server, parts, 2) == converse(reference, parts, 2)
     is_head_whole = cut > request.index(b"\r\n\r\n") + 4
-    assert before + 1 + is_head_whole <= server.route.answered <= before + 2, "a slow machine may see it in one piece"
+    assert before + 1 + is_head_whole <= fast_path.answered <= before + 2, "a slow machine may see it in one piece"
 
 
 def test_what_is_hostile_is_told_the_same(server: Server, reference: Server) -> None:
@@ -135,13 +136,13 @@ def test_what_is_hostile_is_told_the_same(server: Server, reference: Server) -> 
 
 
 def test_a_request_that_is_refused_after_it_has_waited_is_told_the_same(server: Server, reference: Server) -> None:
-    request, before = REFUSED_LATE["no time"], server.route.answered
+    request, before = REFUSED_LATE["no time"], server.fast_path.answered
     (here,), (there,) = (converse(listener, [request], 1) for listener in (server, reference))
     here, there = (re.sub(rb"[0-9.e-]+ s\b|(?<=content-length: )[0-9]+", b"N", said) for said in (here, there))
     assert here == there
     assert here.startswith(b"HTTP/1.1 504 ")
     assert b"cannot be answered within" in here
-    assert server.route.answered == before + 1
+    assert server.fast_path.answered == before + 1
     assert server.endpoint.find("toy").batching.failures["deadline"] >= 1
 
 
@@ -158,43 +159,43 @@ def test_what_is_answered_here_is_counted(server: Server) -> None:
 
 
 def test_half_a_request_is_left_to_asgi_after_a_moment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hot, "_GATHER_S", 0.01)
-    request, before = PLAIN["bytes"], server.route.answered
+    monkeypatch.setattr(fast_http, "_GATHER_S", 0.01)
+    request, before = PLAIN["bytes"], server.fast_path.answered
     host, _, port = server.http.rpartition(":")
     with socket.create_connection((host, int(port)), 20) as connection:
         connection.sendall(request[:-1])
-        wait_until(lambda: len(server.route.direct.awaited) == 1)
+        wait_until(lambda: len(server.fast_path.admission.awaited) == 1)
         connection.sendall(request[-1:])
         assert read_reply(connection).startswith(b"HTTP/1.1 200 ")
-    assert server.route.answered == before
+    assert server.fast_path.answered == before
 
 
 def test_what_is_large_is_left_to_asgi(server: Server, reference: Server) -> None:
-    before, large = server.route.answered, post(GOOD + b" " * 300_000)
+    before, large = server.fast_path.answered, post(GOOD + b" " * 300_000)
     announced = post(b"{", f"Content-Length: {10**17}").replace(b"Content-Length: 1\r\n", b"")
     for request in (large, announced + bytes(2**20)):
         assert converse(server, [request], 1) == converse(reference, [request], 1)
-    assert server.route.answered == before
+    assert server.fast_path.answered == before
 
 
 def test_what_is_pipelined_is_read_no_faster_than_it_is_answered(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request, before, most, received = post(GOOD + b" " * 30_000), server.route.answered, 0, 0
-    plain = HotProtocol.data_received
+    request, before, most, received = post(GOOD + b" " * 30_000), server.fast_path.answered, 0, 0
+    plain = FastHttpProtocol.data_received
 
-    def receive(self: HotProtocol, data: bytes) -> None:
+    def receive(self: FastHttpProtocol, data: bytes) -> None:
         nonlocal most, received
         plain(self, data)
         received += len(data)
-        most = max(most, received - (server.route.answered - before) * len(request))
+        most = max(most, received - (server.fast_path.answered - before) * len(request))
 
-    monkeypatch.setattr(HotProtocol, "data_received", receive)
+    monkeypatch.setattr(FastHttpProtocol, "data_received", receive)
     said = converse(server, [request * 150], 150)
     assert len(said) == 150
     assert set(said) == set(converse(server, [request], 1))
     one_read = 256 * 2**10
-    assert one_read < most <= hot._MAX_BYTES + one_read + len(request)
+    assert one_read < most <= fast_http._MAX_BYTES + one_read + len(request)
 
 
 def test_a_long_head_behind_plain_requests_is_read_to_its_end(server: Server, reference: Server) -> None:

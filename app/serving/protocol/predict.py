@@ -1,4 +1,4 @@
-"""Requests with natural input, and their responses."""
+"""Requests to predict from natural input, such as a text or an image, and their responses."""
 
 import base64
 import json
@@ -12,7 +12,7 @@ from app.data.examples import Modality, Natural
 from app.published.prediction import Prediction
 
 
-class NaturalModel(BaseModel):
+class ModelDescription(BaseModel):
     """A model, the kind of its natural input, and its labels, if it has any."""
 
     name: str
