@@ -28,11 +28,13 @@ from app.serving.rollout import Shadow
 from app.telemetry import tracing
 from app.telemetry.tracing import RequestTracer, current_request, find_tracer, within_request
 from app.tensors import Tensors
+from tests.calls import call, exchange
 from tests.engine_contract import exported, rows
 from tests.helpers import ROOT, run
 from tests.receiver import HttpReceiver
 from tests.serving import Server, serving
 from tests.toy import answering, asked, body, config, publish
+from tests.unary import GOOD
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACED, UNTRACED = f"00-{TRACE_ID}-{SPAN_ID}-01", f"00-{TRACE_ID}-{SPAN_ID}-00"
@@ -218,6 +220,17 @@ def test_a_request_that_is_refused_has_its_outcome(
     assert refused.headers["traceparent"] == f"00-{TRACE_ID}-{request.span_id.hex()}-01"
     assert attributes(request)["outcome"] == "overload"
     assert request.status.code == request.status.STATUS_CODE_ERROR
+    assert [event.name for event in request.events] == ["exception"]
+
+
+def test_a_refused_grpc_call_has_its_outcome_and_its_error(
+    server: Server, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Mock(side_effect=OverloadError("full"))
+    monkeypatch.setattr(server.endpoint.find("toy").batcher, "submit", full)
+    exchange(server.http, call(GOOD, f"traceparent: {TRACED}"))
+    (request,) = collector.named("request")
+    assert attributes(request)["outcome"] == "overload"
     assert [event.name for event in request.events] == ["exception"]
 
 
