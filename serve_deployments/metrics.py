@@ -125,8 +125,8 @@ class _ServeLatencies:
         new = [max(0, count - before) for count, before in zip(latencies.counts, told, strict=True)]
         self._told[latencies.labels] = list(latencies.counts)
         share = min(1.0, _MAX_OBSERVED / max(sum(new), 1))
-        for place, count in enumerate(new):
-            self._observe(latencies.labels[0], 1e3 * _middle(latencies.bounds, place), round(count * share))
+        for index, count in enumerate(new):
+            self._observe(latencies.labels[0], 1e3 * _middle(latencies.bounds, index), round(count * share))
 
     def _observe(self, model: str, latency_ms: float, times: int) -> None:
         deployment: Mapping[str, str] = {"route": _route(model)}
@@ -136,6 +136,6 @@ class _ServeLatencies:
             self._ingress.observe(latency_ms, ingress)
 
 
-def _middle(bounds: Sequence[float], place: int) -> float:
-    lower = bounds[place - 1] if place else 0.0
-    return (lower + bounds[place]) / 2 if place < len(bounds) else 2 * lower
+def _middle(bounds: Sequence[float], index: int) -> float:
+    lower = bounds[index - 1] if index else 0.0
+    return (lower + bounds[index]) / 2 if index < len(bounds) else 2 * lower

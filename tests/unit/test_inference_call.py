@@ -37,20 +37,24 @@ def server(storage: UPath) -> Iterator[Server]:
         yield started
 
 
-def post(server: Server, model: str, content: bytes, token: str, *lines: tuple[str, str]) -> None:
+def post(server: Server, path: str, content: bytes, token: str, *lines: tuple[str, str]) -> None:
     client = http.client.HTTPConnection(server.http, timeout=60)
-    headers = {"Authorization": f"Bearer {token}", **dict(lines)}
-    client.request("POST", INFER.replace("toy", model), content, headers)
+    client.request("POST", path, content, {"Authorization": f"Bearer {token}", **dict(lines)})
     client.getresponse().read()
     client.close()
 
 
 def plain(server: Server, model: str, is_broken: bool, token: str) -> None:
-    post(server, model, b"{" if is_broken else CONTENT, token)
+    post(server, INFER.replace("toy", model), b"{" if is_broken else CONTENT, token)
 
 
 def by_asgi(server: Server, model: str, is_broken: bool, token: str) -> None:
-    post(server, model, b"{" if is_broken else CONTENT, token, ("Content-Encoding", "identity"))
+    line = "Content-Encoding", "identity"
+    post(server, INFER.replace("toy", model), b"{" if is_broken else CONTENT, token, line)
+
+
+def predict(server: Server, model: str, is_broken: bool, token: str) -> None:
+    post(server, f"/v1/models/{model}/predict", b"{" if is_broken else b'{"inputs": "fine"}', token)
 
 
 def _message(model: str, is_broken: bool) -> bytes:
@@ -84,7 +88,10 @@ def stream(server: Server, model: str, is_broken: bool, token: str) -> None:
             assert answers.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-PATHS = [(plain, "http"), (by_asgi, "http"), (unary, "grpc"), (by_grpc_server, "grpc"), (stream, "grpc")]
+PATHS = [
+    (plain, "http"), (by_asgi, "http"), (predict, "natural"), (unary, "grpc"), (by_grpc_server, "grpc"),
+    (stream, "grpc"),
+]  # fmt: skip
 CASES = {
     "ok": ("toy", False, TOKEN, ("toy", "1")),
     "unauthorized": ("toy", False, "another", ("", "")),

@@ -4,6 +4,7 @@ import http.client
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
@@ -17,21 +18,30 @@ from tests.serving import serving
 from tests.toy import answering, body, config, publish
 
 APP = Path(app.__file__).parent
-MAX_MODULES = 20
+MAX_MODULES = {True: 16, False: 18}
+"""On the fast path, and through ASGI."""
+MAX_MOVES = {True: 60, False: 110}
+"""How often the next function that is called is in another file."""
 
 
 class Profile:
-    """The modules of ``app`` whose functions are called while it records, by threads that were started since."""
+    """The calls of functions of ``app`` by threads that were started since."""
 
     def __init__(self) -> None:
-        self.modules: set[str] = set()
-        self.is_recording = False
+        self.files: list[str] = []
+        """The file of each function, in the order of the calls."""
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        if self.is_recording and event == "call":
-            path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(APP):
-                self.modules.add(str(path.relative_to(APP)))
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(APP):
+            self.files.append(str(path.relative_to(APP)))
+
+    def request(self, client: http.client.HTTPConnection) -> list[str]:
+        """Send a request, and return the files of its functions."""
+        self.files.clear()
+        client.request("POST", "/v2/models/toy/infer", orjson.dumps(body(rows(2))), {"Accept-Encoding": ""})
+        assert orjson.loads(client.getresponse().read())["outputs"]
+        return self.files.copy()
 
 
 @contextmanager
@@ -45,18 +55,18 @@ def profiled() -> Iterator[Profile]:
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=["plain", "through ASGI"])
-def test_a_request_for_inference_enters_few_modules(tmp_path: Path, fast: bool) -> None:
+def test_a_request_for_inference_enters_few_modules_and_moves_seldom_between_them(tmp_path: Path, fast: bool) -> None:
     publish(UPath(tmp_path), exported(), answering(1))
     with profiled() as profile, serving(fast=fast) as server:
         server.run(server.endpoint.update(config(UPath(tmp_path))))
         client = http.client.HTTPConnection(server.http, timeout=60)
-        for profile.is_recording in (False, True):  # the first request fills caches
-            client.request("POST", "/v2/models/toy/infer", orjson.dumps(body(rows(2))), {"Accept-Encoding": ""})
-            answer = orjson.loads(client.getresponse().read())
-        profile.is_recording = False
+        profile.request(client)  # which fills caches
+        # On a busy machine a request comes in pieces, or its call runs in a thread meanwhile.
+        files = min((profile.request(client) for _ in range(6)), key=len)
         client.close()
         plain = server.fast_path.answered
-    assert answer["outputs"]
-    assert plain == (2 if fast else 0)
-    assert "serving/batching/batcher.py" in profile.modules, "the threads that answer are seen"
-    assert len(profile.modules) <= MAX_MODULES, "\n".join(sorted(profile.modules))
+    moves = sum(one != other for one, other in pairwise(files))
+    assert plain == (7 if fast else 0)
+    assert "serving/batching/batcher.py" in files, "the threads that answer are seen"
+    assert len(set(files)) <= MAX_MODULES[fast], "\n".join(sorted(set(files)))
+    assert moves <= MAX_MOVES[fast], "\n".join(files)

@@ -219,6 +219,8 @@ class InferenceCall:
 
     async def run(self, work: Awaitable[Result]) -> Result:
         """Return the result of ``work`` on a target. Its spans belong to the request's."""
+        if self.trace is None:
+            return await work
         with within_request(self.trace):
             return await work
 
