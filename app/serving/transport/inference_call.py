@@ -250,7 +250,8 @@ class InferenceCall:
 
     def leave(self) -> None:
         """Free its slot and its room."""
-        self.arrived()
+        if self._number >= 0:
+            self.arrived()
         self.admission.leave(self._held, self._has_entered)
         self._held, self._has_entered = 0, False
 
@@ -290,7 +291,8 @@ class TasklessCall(InferenceCall, ABC):
 
     def leave(self) -> None:
         """Free its slot and its room. A request without an answer was given up, and will not run."""
-        self.count(_GIVEN_UP)
+        if not self._is_counted:
+            self.count(_GIVEN_UP)
         if self._served and self._queued and not self._is_done:
             self._is_done = True
             self._served.batcher.cancel(self._queued)
