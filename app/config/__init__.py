@@ -41,11 +41,8 @@ from app.config.plan import AutoPlan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.reading import embedded, read_text, title_of
 from app.config.recipe import (
-    CHAT,
-    LANGUAGE_MODELING,
-    SENTENCE_EMBEDDING,
+    BUILT_IN_TASKS,
     TENSORS,
-    TOKEN_CLASSIFICATION,
     AdapterConfig,
     LoraConfig,
     ModelConfig,
@@ -71,12 +68,9 @@ from app.config.tune import Objective, StopConfig, TuneConfig
 
 __all__ = [
     "ACCELERATOR",
-    "CHAT",
-    "LANGUAGE_MODELING",
+    "BUILT_IN_TASKS",
     "PLAN_ENGINES",
-    "SENTENCE_EMBEDDING",
     "TENSORS",
-    "TOKEN_CLASSIFICATION",
     "AdapterConfig",
     "AlertConfig",
     "AudioConfig",

@@ -15,20 +15,28 @@ from app.config.serve import ServeConfig
 from app.config.tracking import TrackingConfig
 from app.config.train import TrainConfig
 from app.config.tune import TuneConfig
+from app.errors import RecipeError
+from app.import_string import import_attribute
 from app.uris import PERCENT_ENCODE, holds_secret
 
 ImportString = Annotated[str, Field(pattern=rf"^{IMPORT_STRING}$")]
-LANGUAGE_MODELING, CHAT = "language-modeling", "chat"
-MULTIMODAL = ("multimodal-classification", "multimodal-regression", "multimodal-multilabel")
-"""The built-in tasks whose samples have several fields."""
-LABELLED = (
-    *("text-classification", "image-classification", "tabular-classification"),
-    *("text-regression", "tabular-regression", "text-multilabel", "tabular-multilabel"),
-    *MULTIMODAL,
-)
-"""The built-in tasks whose models can be compiled and served."""
-SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION = "sentence-embedding", "token-classification"
-BUILT_IN_TASKS = (*LABELLED, SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION, LANGUAGE_MODELING, CHAT)
+BUILT_IN_TASKS = {
+    "text-classification": "app.tasks.classification:TextClassification",
+    "image-classification": "app.tasks.classification:ImageClassification",
+    "tabular-classification": "app.tasks.classification:TabularClassification",
+    "text-regression": "app.tasks.regression:TextRegression",
+    "tabular-regression": "app.tasks.regression:TabularRegression",
+    "text-multilabel": "app.tasks.multilabel:TextMultiLabel",
+    "tabular-multilabel": "app.tasks.multilabel:TabularMultiLabel",
+    "multimodal-classification": "app.tasks.multimodal:MultimodalClassification",
+    "multimodal-regression": "app.tasks.multimodal:MultimodalRegression",
+    "multimodal-multilabel": "app.tasks.multimodal:MultimodalMultiLabel",
+    "sentence-embedding": "app.tasks.embedding:SentenceEmbedding",
+    "token-classification": "app.tasks.tagging:TokenClassification",
+    "language-modeling": "app.tasks.language:LanguageModeling",
+    "chat": "app.tasks.language:Chat",
+}
+"""The import string of each task that a recipe may name in short."""
 TENSORS = "tensors"
 """The task of an imported model without a processor: tensors in, tensors out. It is not trained here."""
 _CONTRADICTIONS = {
@@ -40,7 +48,6 @@ _CONTRADICTIONS = {
     ("train.curriculum", "data.stream"): "one knows how hard all rows are, the other has no end",
 }
 """Keys that would arrange samples in two ways, and why they cannot."""
-_BYTE_TOKENS = 257  # one for each byte and one for the end of a document
 Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
 
 
@@ -183,11 +190,6 @@ class Recipe(Section):
         default=None, description="trial of the search that found the values; written into best.yaml"
     )
 
-    @property
-    def is_language_model(self) -> bool:
-        """Whether the model predicts the next token, so that it has a perplexity."""
-        return self.task in (LANGUAGE_MODELING, CHAT)
-
     def with_plan(self, plan: PlanConfig, **train: Any) -> "Recipe":
         """Return the recipe with this plan, and with other values of ``train``. They are not checked."""
         return self.model_copy(update={"train": self.train.model_copy(update={"plan": plan, **train})})
@@ -219,77 +221,19 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _task_reads_keys(self) -> Self:
-        """Refuse values of keys that the task does not read. A user's own task may read any key."""
-        data = self.data
-        unread: list[tuple[Section, str]] = []
-        if self.is_language_model:
-            unread = [(data, "data.buckets"), (data, "data.image"), (data.columns, "data.columns.label")]
-            unread += [(data, "data.test_fraction"), (data, "data.test_source"), (self.train, "train.linear_baseline")]
-            unread += [(self.train, "train.teacher")]
-            if self.task == CHAT:
-                unread.append((data.columns, "data.columns.input"))
-        elif self.task in (SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION):
-            unread = [(data.columns, "data.columns.label"), (data, "data.image")]
-            unread += [(self.train, "train.teacher"), (self.train, "train.linear_baseline")]
-            if self.task == SENTENCE_EMBEDDING:
-                unread += [(data.columns, "data.columns.input"), (self.train, "train.label_smoothing")]
-        elif ":" not in self.task:
-            unread = [(data, "data.block_length"), (data.tokenizer, "data.tokenizer.kind")]
-        if ":" not in self.task and not self.task.startswith("tabular-"):
-            unread.append((data.columns, "data.columns.features"))
-        if ":" not in self.task and not self.task.startswith(("tabular-", "multimodal-")):
-            unread += [(data.columns, "data.columns.categories"), (data.columns, "data.columns.numbers")]
-        if self.task in MULTIMODAL:
-            unread += [(data.columns, "data.columns.input")]
-            unread += [(data.clean, "data.clean.min_length"), (data.clean, "data.clean.max_length")]
-            unread += [(self.model, "model.pretrained"), (self.train, "train.linear_baseline")]
-            unread += [(self.train, f"train.{key}") for key in ("augment", "tokens_per_batch")]
-        elif ":" not in self.task:
-            unread += [(data.columns, "data.columns.fields"), (data, "data.audio")]
-        if ":" not in self.task and not self.task.endswith("-multilabel"):
-            unread.append((data.columns, "data.columns.separator"))
-        if self.task != SENTENCE_EMBEDDING and ":" not in self.task:
-            unread += [(data.columns, "data.columns.anchor"), (data.columns, "data.columns.positive")]
-            unread += [(self.train, "train.temperature")]
-        if self.task != TOKEN_CLASSIFICATION and ":" not in self.task:
-            unread += [(data.columns, f"data.columns.{key}") for key in ("tokens", "tags", "tag_names", "spans")]
-        if self.task != "text-classification" and ":" not in self.task:
-            unread.append((data.clean, "data.clean.label_noise"))
-        if self.task != CHAT:
-            unread += [(data.chat, "data.chat.packing"), (data.chat, "data.chat.template")]
-        for section, key in unread:
-            name = key.rpartition(".")[2]
-            # Compared with the default, because a stored recipe holds every key.
-            if (value := getattr(section, name)) != type(section).model_fields[name].default:
-                raise ValueError(f"{key} is {value!r}, which task {self.task} does not read: leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _fields_are_named(self) -> Self:
-        if self.task in MULTIMODAL and not self.data.columns.fields:
-            raise ValueError(
-                f"data.columns.fields is empty: task {self.task} learns from samples of several fields; name each with "
-                "its kind, such as {title: {kind: text}, photo: {kind: image}}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _pairs_are_compared_whole(self) -> Self:
-        for key in ("tensor", "pipeline"):
-            if self.task == SENTENCE_EMBEDDING and (degree := getattr(self.train.plan, key)) > 1:
-                raise ValueError(
-                    f"train.plan.{key} is {degree}: task {SENTENCE_EMBEDDING} compares the vectors of whole batches "
-                    "between data-parallel ranks; leave it out, and split the model with zero_stage 3"
-                )
+    def _task_supports_keys(self, info: ValidationInfo) -> Self:
+        """Have a built-in task refuse what it does not support. Jobs, which can import it, ask a person's own task."""
+        if self.task in BUILT_IN_TASKS and not is_stored(info):
+            try:
+                import_attribute(BUILT_IN_TASKS[self.task])().require(self)
+            except RecipeError as error:
+                raise ValueError(str(error)) from None
         return self
 
     @model_validator(mode="after")
     def _order_is_consistent(self) -> Self:
         """Refuse keys that contradict each other on how samples become batches. All others compose."""
         data, train = self.data, self.train
-        if data.sources and self.task in (CHAT, SENTENCE_EMBEDDING, TOKEN_CLASSIFICATION, *MULTIMODAL):
-            raise ValueError(f"data.sources are not for task {self.task} yet: give one source")
         is_set = {
             "train.tokens_per_batch": train.tokens_per_batch is not None,
             "train.curriculum": train.curriculum is not None,
@@ -308,13 +252,9 @@ class Recipe(Section):
         stream, train = self.data.stream, self.train
         if stream is None:
             return self
-        if self.task == LANGUAGE_MODELING and stream.labels:
-            raise ValueError(f"data.stream.labels are for classes, and task {LANGUAGE_MODELING} has none: leave it out")
         for key, value in (("teacher", train.teacher), ("linear_baseline", train.linear_baseline)):
             if value:
                 raise ValueError(f"train.{key} reads all data, which data.stream does not give: leave one out")
-        if self.task == CHAT:
-            raise ValueError(f"data.stream is not for task {CHAT} yet: leave it out")
         if self.tune:
             raise ValueError("tune compares trials on the same data, which data.stream does not give: leave tune out")
         if train.class_weights == "balanced":
@@ -342,22 +282,4 @@ class Recipe(Section):
             for key, given in (("tokenizer", self.data.tokenizer), ("image", shape)):
                 if given != DataConfig.model_fields[key].default:
                     raise ValueError(f"data.{key} is what model.pretrained brings: leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def _values_fit_task(self) -> Self:
-        if self.task == CHAT and self.model.pretrained is None:
-            raise ValueError(f"task {CHAT} needs model.pretrained, whose tokenizer and chat template it uses: set it")
-        size = self.data.tokenizer.vocab_size
-        if self.is_language_model and size < _BYTE_TOKENS:
-            raise ValueError(
-                f"data.tokenizer.vocab_size is {size}: task {self.task} needs {_BYTE_TOKENS} or more, one for each "
-                "byte and one for the end of a document"
-            )
-        if not self.is_language_model and self.train.selection.metric == "val_perplexity":
-            raise ValueError(
-                f"train.early_stopping.metric val_perplexity is only for tasks {LANGUAGE_MODELING} and {CHAT}"
-            )
-        if not self.is_language_model and self.tune and "val_perplexity" in self.tune.metric:
-            raise ValueError(f"tune.metric val_perplexity is only for tasks {LANGUAGE_MODELING} and {CHAT}")
         return self

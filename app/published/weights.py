@@ -22,7 +22,8 @@ from app.models.blueprint import Blueprint
 from app.models.factory import blueprint_of
 from app.models.traits import is_hugging_face
 from app.storage import is_local, local_copy, local_folder, to_path
-from app.tasks import ServedTask, find_served_task
+from app.tasks import ServedTask, find_served_task, find_task
+from app.tasks.language import LanguageModeling
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def convert_weights(weights: Path, folder: UPath) -> None:
     from app.models.gpt_export import to_transformers
 
     recipe = load_stored_recipe(str(weights / RECIPE_FILE))
-    if not recipe.is_language_model:
+    if not isinstance(find_task(recipe.task), LanguageModeling):
         raise RecipeError(f"the run is of task {recipe.task}: only language models can be written for transformers")
     tokenizer = LanguageTokenizer.load(to_path(weights))
     tensors = safetensors.torch.load_file(weights / WEIGHTS_FILE, backend="pread")

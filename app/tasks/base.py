@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import Recipe, TrainConfig
+from app.config.metrics import Mode
 from app.data.examples import Natural
 from app.data.prepared import Dataset, PreparedData, SplitData
 from app.data.processor import Processor
-from app.data.targets import Answer, Classes, Outputs, Targets
+from app.data.targets import Answer, Outputs, Targets
 from app.errors import RecipeError
 from app.tasks.agreement import SCORES, same_answer
+from app.tasks.features import MODEL, PREPARED, READ, Features, require_supported
 from app.tasks.metrics import Metric
 from app.tensors import OUTPUT, Tensors, TensorSpec
 
@@ -67,6 +69,14 @@ class Task(ABC):
     learns_classes: ClassVar[bool] = False
     """Whether targets are classes. Their loss is cross-entropy, with the recipe's label smoothing and teacher."""
 
+    supports: ClassVar[Features] = frozenset()
+    """The features that recipes of this task may use, in the words of ``app.tasks.features``."""
+
+    def require(self, recipe: Recipe) -> None:
+        """Raise RecipeError for keys or metrics that the task does not support, and for what it needs and lacks."""
+        require_supported(recipe, self.supports)
+        _require_metrics(recipe, self.metrics)
+
     @abstractmethod
     def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
         """Load, clean and split the data of a recipe. Raises RecipeError or DataError.
@@ -78,12 +88,12 @@ class Task(ABC):
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:
         """Load the data that a run of the recipe has saved in ``folder``."""
 
-    def prepare_stream(self, recipe: Recipe) -> PreparedData:  # noqa: ARG002
-        """Return the data of a recipe with ``data.stream``: the first micro-epoch, with the validation split."""
-        raise RecipeError(
-            f"task {self.name} cannot be trained on a stream: give language-modeling, or a task of texts with one "
-            "label each, such as text-classification; or give a source that is no stream"
-        )
+    def prepare_stream(self, recipe: Recipe) -> PreparedData:
+        """Return the data of a recipe with ``data.stream``: the first micro-epoch, with the validation split.
+
+        A task that supports ``stream`` overrides it.
+        """
+        raise NotImplementedError
 
     def load_with_test(self, recipe: Recipe, folder: UPath) -> PreparedData:
         """Load the data with its test split, if it has one, so that a run can save all of it again."""
@@ -116,6 +126,8 @@ class ServedTask(Task):
 
     targets: ClassVar[type[Outputs]]
     """Turns labels into targets, and outputs into what ``predict`` answers."""
+
+    supports: ClassVar[Features] = PREPARED | MODEL | READ
 
     ignored: ClassVar[Collection[str]] = SCORES
     """Keys of an answer, and of objects in it, that do not count when two answers are compared."""
@@ -167,17 +179,6 @@ class ServedTask(Task):
 
         return prepare_labelled(recipe, self.processor, self._targets, run_units)
 
-    def prepare_stream(self, recipe: Recipe) -> PreparedData:
-        if (
-            type(self).prepare is not ServedTask.prepare
-            or self.targets is not Classes
-            or self.processor.modality != "text"
-        ):
-            return super().prepare_stream(recipe)
-        from app.data.streaming.prepare import prepare_labelled_stream  # other recipes do not need pyarrow
-
-        return prepare_labelled_stream(recipe, self.processor)
-
     def load(self, recipe: Recipe, folder: UPath) -> SplitData:  # noqa: ARG002
         return self.data.load(folder, self.processor, self.targets)
 
@@ -187,3 +188,18 @@ class ServedTask(Task):
     def load_test(self, recipe: Recipe, folder: UPath) -> Dataset | None:  # noqa: ARG002
         """Load the test split; None if there is none. Only compile calls it, for the published version."""
         return self.data.load_test(folder, self.processor, self.targets)
+
+
+def _require_metrics(recipe: Recipe, metrics: Sequence[Metric]) -> None:
+    """Raise RecipeError if the recipe selects by a metric that the task has not, or in the wrong direction."""
+    modes: dict[str, Mode] = {"val_loss": "min"}
+    modes |= {f"val_{metric.name}": metric.mode for metric in metrics}
+    selection = recipe.train.selection
+    objectives = recipe.tune.objectives if recipe.tune else []
+    wanted = [("train.early_stopping", selection.metric, selection.mode)]
+    wanted += [("tune", objective.metric, objective.mode) for objective in objectives]
+    for key, metric, mode in wanted:
+        if metric.startswith("val_") and metric not in modes:
+            raise RecipeError(f"{key}.metric is {metric}, and task {recipe.task} has {', '.join(modes)}: name one")
+        if modes.get(metric, mode) != mode:
+            raise RecipeError(f"{key}.mode is {mode}, and {metric} is better at its {modes[metric]}: set it to that")

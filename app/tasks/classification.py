@@ -1,12 +1,15 @@
-"""Classification: each text, image, record or custom input has one of several labels."""
+"""Classification: each text, image, row of a table or custom input has one of several labels."""
 
+from app.config import Recipe
+from app.data.examples import Modality
 from app.data.images import ImageProcessor
+from app.data.prepared import PreparedData
 from app.data.processor import Processor
-from app.data.records import RecordProcessor
 from app.data.tabular import TabularProcessor
 from app.data.targets import Classes
 from app.data.text import TextProcessor
 from app.tasks.base import ServedTask
+from app.tasks.features import CLASSES, IMAGES, MODEL, PREPARED, READ, ROWS, TEXTS
 from app.tasks.metrics import Accuracy
 
 
@@ -16,32 +19,44 @@ class Classification(ServedTask):
     targets = Classes
     metrics = (Accuracy(),)
     learns_classes = True
+    supports = ServedTask.supports | CLASSES | {"mixup"}
 
 
 class TextClassification(Classification):
     """Texts, each with one label."""
 
     processor = TextProcessor
+    supports = PREPARED | MODEL | TEXTS | CLASSES | {"label noise", "linear baseline", "stream"}
+
+    def prepare_stream(self, recipe: Recipe) -> PreparedData:
+        from app.data.streaming.prepare import prepare_labelled_stream  # other recipes do not need pyarrow
+
+        return prepare_labelled_stream(recipe, self.processor)
 
 
 class TabularClassification(Classification):
     """Rows of a table, each with one label."""
 
     processor = TabularProcessor
+    supports = PREPARED | MODEL | ROWS | CLASSES | {"mixup"}
 
 
 class ImageClassification(Classification):
     """Images, each with one label."""
 
     processor = ImageProcessor
+    supports = PREPARED | MODEL | IMAGES | CLASSES | {"mixup"}
 
 
-class MultimodalClassification(Classification):
-    """Records of several fields, such as a text with a picture, each with one label."""
-
-    processor = RecordProcessor
+_OF_INPUTS: dict[Modality, type[Classification]] = {
+    "text": TextClassification,
+    "row": TabularClassification,
+    "image": ImageClassification,
+}
 
 
 def classify(processor: type[Processor]) -> type[Classification]:
-    """Return the classification of inputs that ``processor`` reads."""
-    return type(f"{processor.__name__}Classification", (Classification,), {"processor": processor})
+    """Return the classification of inputs that ``processor`` reads. It may read every key of inputs."""
+    base = _OF_INPUTS.get(processor.modality, Classification)
+    parts = {"processor": processor, "supports": base.supports | READ}
+    return type(f"{processor.__name__}Classification", (base,), parts)

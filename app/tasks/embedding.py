@@ -67,6 +67,10 @@ class SentenceEmbedding(ServedTask):
     targets = Vectors
     metrics = (RecallAt1(), MeanReciprocalRank())
     ignored = ("tokens",)  # of the text, by each version's tokenizer
+    supports = frozenset(
+        # Vectors of whole batches are compared, which no split model has.
+        {"pairs", "buckets", "tokenizer", "text filters", "test split", "curriculum", "pretrained model"}
+    )
 
     def batch_loss(self, config: TrainConfig, data: PreparedData) -> Loss:
         from app.tasks.contrastive import Contrastive

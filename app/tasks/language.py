@@ -1,13 +1,15 @@
 """Language modelling and chats: the next token. Their models have a logit per token, and are not compiled."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from upath import UPath
 
 from app.config import Recipe
 from app.data.prepared import PreparedData
+from app.errors import RecipeError
 from app.tasks.base import Task
+from app.tasks.features import MODEL, Features
 from app.tasks.metrics import Accuracy, Metric
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from app.data.preparation.prepare import RunUnits
 
 
+_BYTE_TOKENS = 257
+"""One for each byte and one for the end of a document."""
 _MAX_EXPONENT = 700.0
 """exp of more is too large for a float."""
 
@@ -42,6 +46,18 @@ class LanguageModeling(Task):
 
     metrics = (Perplexity(), Accuracy())
     learns_classes = True
+    supports: ClassVar[Features] = MODEL | {
+        *("shards", "sources", "stream", "groups", "input column", "blocks", "tokenizer", "plain bytes"),
+        *("text filters", "near duplicates", "token batches", "label smoothing"),
+    }
+
+    def require(self, recipe: Recipe) -> None:
+        super().require(recipe)
+        if (size := recipe.data.tokenizer.vocab_size) < _BYTE_TOKENS:
+            raise RecipeError(
+                f"data.tokenizer.vocab_size is {size}: task {recipe.task} needs {_BYTE_TOKENS} or more, one for each "
+                "byte and one for the end of a document"
+            )
 
     def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
         from app.data.preparation.data import prepare_documents  # an endpoint reads no data
@@ -61,6 +77,15 @@ class LanguageModeling(Task):
 
 class Chat(LanguageModeling):
     """Conversations, of which the assistant's tokens are predicted."""
+
+    supports = MODEL | {"blocks", "conversations", "token batches", "curriculum", "label smoothing"}
+
+    def require(self, recipe: Recipe) -> None:
+        super().require(recipe)
+        if recipe.model.pretrained is None:
+            raise RecipeError(
+                f"task {recipe.task} needs model.pretrained, whose tokenizer and chat template it uses: set it"
+            )
 
     def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:  # noqa: ARG002
         from app.data import chat

@@ -1,12 +1,12 @@
-"""Multi-label: each text, row of a table or record has any number of labels."""
+"""Multi-label: each text or row of a table has any number of labels."""
 
 from typing import TYPE_CHECKING
 
-from app.data.records import RecordProcessor
 from app.data.tabular import TabularProcessor
 from app.data.targets import Answer, LabelSets, Outputs
 from app.data.text import TextProcessor
 from app.tasks.base import ServedTask
+from app.tasks.features import MODEL, PREPARED, ROWS, TEXTS
 from app.tasks.metrics import Metric, sum_and_count
 
 if TYPE_CHECKING:
@@ -60,18 +60,14 @@ class TextMultiLabel(MultiLabel):
     """Texts, each with any number of labels."""
 
     processor = TextProcessor
+    supports = PREPARED | MODEL | TEXTS | {"label separator"}
 
 
 class TabularMultiLabel(MultiLabel):
     """Rows of a table, each with any number of labels."""
 
     processor = TabularProcessor
-
-
-class MultimodalMultiLabel(MultiLabel):
-    """Records of several fields, each with any number of labels."""
-
-    processor = RecordProcessor
+    supports = PREPARED | MODEL | ROWS | {"label separator"}
 
 
 def _sorted(answer: Answer) -> Answer:

@@ -5,47 +5,17 @@ from typing import TYPE_CHECKING, cast
 
 from upath import UPath
 
-from app.config import CHAT, LANGUAGE_MODELING, SENTENCE_EMBEDDING, TENSORS, TOKEN_CLASSIFICATION, Recipe
-from app.config.metrics import Mode
+from app.config import BUILT_IN_TASKS, TENSORS, Recipe
 from app.data.prepared import PreparedData
 from app.data.processor import Processor
-from app.data.targets import Classes
 from app.errors import RecipeError
-from app.import_string import import_attribute
+from app.import_string import did_you_mean, import_attribute
 from app.tasks.base import ServedTask, Task
-from app.tasks.classification import (
-    ImageClassification,
-    MultimodalClassification,
-    TabularClassification,
-    TextClassification,
-    classify,
-)
-from app.tasks.embedding import SentenceEmbedding
-from app.tasks.language import Chat, LanguageModeling
+from app.tasks.features import FEATURES
 from app.tasks.metrics import Metric, TorchMetric
-from app.tasks.multilabel import MultimodalMultiLabel, TabularMultiLabel, TextMultiLabel
-from app.tasks.regression import MultimodalRegression, TabularRegression, TextRegression
-from app.tasks.tagging import TokenClassification
 
 if TYPE_CHECKING:
     from app.data.preparation.prepare import RunUnits
-
-TASKS: dict[str, type[Task]] = {
-    "text-classification": TextClassification,
-    "image-classification": ImageClassification,
-    "tabular-classification": TabularClassification,
-    "text-regression": TextRegression,
-    "tabular-regression": TabularRegression,
-    "text-multilabel": TextMultiLabel,
-    "tabular-multilabel": TabularMultiLabel,
-    LANGUAGE_MODELING: LanguageModeling,
-    CHAT: Chat,
-    SENTENCE_EMBEDDING: SentenceEmbedding,
-    TOKEN_CLASSIFICATION: TokenClassification,
-    "multimodal-classification": MultimodalClassification,
-    "multimodal-regression": MultimodalRegression,
-    "multimodal-multilabel": MultimodalMultiLabel,
-}
 
 
 @cache
@@ -60,10 +30,12 @@ def find_task(name: str) -> Task:
     if name == TENSORS:
         raise RecipeError(
             f"task {name} is that of imported models, which take tensors as they are: only 'rayloom models import' "
-            f"publishes one; expected {', '.join(TASKS)}, or the import string of a task"
+            f"publishes one; expected {', '.join(BUILT_IN_TASKS)}, or the import string of a task"
         )
-    found = TASKS.get(name) or import_attribute(name)
+    found = import_attribute(BUILT_IN_TASKS.get(name, name))
     if isinstance(found, type) and not issubclass(found, Task) and callable(getattr(found, "fit", None)):
+        from app.tasks.classification import classify  # it imports every processor
+
         found = classify(cast(type[Processor], found))
     if not (isinstance(found, type) and issubclass(found, Task)):
         kind = found.__name__ if isinstance(found, type) else type(found).__name__
@@ -77,6 +49,10 @@ def find_task(name: str) -> Task:
         raise RecipeError(
             f"task {name!r}: the class {found.__name__} has facts, which are not read there: move them to "
             "the facts of its targets"
+        )
+    if unknown := sorted({*found.supports} - FEATURES):
+        raise RecipeError(
+            f"task {name!r} supports {unknown[0]!r}, which is no feature; {did_you_mean(unknown[0], FEATURES)}"
         )
     try:
         task = found()
@@ -94,7 +70,7 @@ def find_served_task(name: str) -> ServedTask:
     """Return a task whose models can be compiled and served. Raises RecipeError if it has none, or as ``find_task``."""
     task = find_task(name)
     if not isinstance(task, ServedTask):
-        served = [known for known, kind in TASKS.items() if issubclass(kind, ServedTask)]
+        served = [known for known in BUILT_IN_TASKS if isinstance(find_task(known), ServedTask)]
         raise RecipeError(
             f"task {name} cannot be compiled or served: expected {', '.join(served)}, or the import string of a "
             "app.tasks.ServedTask"
@@ -109,12 +85,24 @@ def _missing(task: type[Task]) -> list[str]:
         parts.append("loss")
     if not task.metrics or not all(isinstance(metric, Metric) for metric in task.metrics):
         parts.append("metrics")
+    if _prepares_unsaid(task):
+        parts.append("supports")
+    if "stream" in task.supports and task.prepare_stream is Task.prepare_stream:
+        parts.append("prepare_stream")
     if issubclass(task, ServedTask):
         parts += [part for part in ("processor", "targets") if not hasattr(task, part)]
         needed = ("facts", "rule") if task.prepare is ServedTask.prepare else ("facts",)
         if "targets" not in parts:
             parts += [f"targets.{name}" for name in needed if not _declares(task.targets, name)]
     return parts
+
+
+def _prepares_unsaid(task: type[Task]) -> bool:
+    """Return whether a class prepares its own data, and only a base that prepares other data says what is supported."""
+    prepares, says = (
+        next(place for place, base in enumerate(task.__mro__) if name in vars(base)) for name in ("prepare", "supports")
+    )
+    return says > prepares
 
 
 def _declares(kind: type, name: str) -> bool:
@@ -141,46 +129,17 @@ def prepare(recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
 
     ``run_units`` does the work on the parts of the source, in this process unless it is given.
     """
-    require_keys(recipe)
     task = find_task(recipe.task)
+    task.require(recipe)
     return task.prepare_stream(recipe) if recipe.data.stream else task.prepare(recipe, run_units)
 
 
 def require_keys(recipe: Recipe) -> None:
-    """Raise RecipeError if the recipe has keys for classes, and the task has none, or metrics that the task has not.
+    """Raise RecipeError if the recipe has keys that its task does not support, or metrics that the task has not.
 
-    ``prepare`` calls it. Call it where data are prepared already.
+    ``prepare`` asks, too. Call it where data are prepared already.
     """
-    task = find_task(recipe.task)
-    if not (isinstance(task, ServedTask) and task.learns_classes and issubclass(task.targets, Classes)):
-        for key, is_set in (
-            ("train.class_weights", recipe.train.class_weights is not None),
-            ("train.label_smoothing", recipe.train.label_smoothing > 0.0 and not task.learns_classes),
-            ("train.teacher", recipe.train.teacher is not None),
-            ("train.augment.mix", recipe.train.augment is not None and recipe.train.augment.mix is not None),
-            ("data.sampling", recipe.data.sampling != "natural"),
-            ("serve.cascade", recipe.serve.cascade is not None),
-        ):
-            if is_set:
-                raise RecipeError(
-                    f"{key} is for rows with one label each, and task {recipe.task} has none: leave it out"
-                )
-    _require_metrics(recipe, task)
-
-
-def _require_metrics(recipe: Recipe, task: Task) -> None:
-    """Raise RecipeError if the recipe selects by a metric that the task has not, or in the wrong direction."""
-    modes: dict[str, Mode] = {"val_loss": "min"}
-    modes |= {f"val_{metric.name}": metric.mode for metric in task.metrics}
-    selection = recipe.train.selection
-    objectives = recipe.tune.objectives if recipe.tune else []
-    wanted = [("train.early_stopping", selection.metric, selection.mode)]
-    wanted += [("tune", objective.metric, objective.mode) for objective in objectives]
-    for key, metric, mode in wanted:
-        if metric.startswith("val_") and metric not in modes:
-            raise RecipeError(f"{key}.metric is {metric}, and task {recipe.task} has {', '.join(modes)}: name one")
-        if modes.get(metric, mode) != mode:
-            raise RecipeError(f"{key}.mode is {mode}, and {metric} is better at its {modes[metric]}: set it to that")
+    find_task(recipe.task).require(recipe)
 
 
 def load_prepared(recipe: Recipe, folder: UPath) -> PreparedData:

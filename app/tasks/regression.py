@@ -1,15 +1,15 @@
-"""Regression: each text, row of a table or record has a number."""
+"""Regression: each text or row of a table has a number."""
 
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from app.data.records import RecordProcessor
 from app.data.tabular import TabularProcessor
 from app.data.targets import ROUNDING, Answer, Numbers, Outputs
 from app.data.text import TextProcessor
 from app.tasks.agreement import same_answer
 from app.tasks.base import ServedTask
+from app.tasks.features import MODEL, PREPARED, ROWS, TEXTS
 from app.tasks.metrics import Metric, sum_and_count
 
 if TYPE_CHECKING:
@@ -95,15 +95,11 @@ class TextRegression(Regression):
     """Texts, each with a number."""
 
     processor = TextProcessor
+    supports = PREPARED | MODEL | TEXTS
 
 
 class TabularRegression(Regression):
     """Rows of a table, each with a number."""
 
     processor = TabularProcessor
-
-
-class MultimodalRegression(Regression):
-    """Records of several fields, each with a number."""
-
-    processor = RecordProcessor
+    supports = PREPARED | MODEL | ROWS

@@ -11,7 +11,6 @@ from upath import UPath
 from app.config import Recipe
 from app.data.labelled import LabelledData
 from app.data.prepared import PreparedData
-from app.data.targets import Classes
 from app.errors import DataError, RecipeError
 from app.shared_files import read
 from app.storage import ProgressCallback, no_op, open_storage, stream_atomically
@@ -58,9 +57,7 @@ def require_difficulty(recipe: Recipe, data: PreparedData, run_folder: UPath) ->
         return
     from app.training.teacher import require_classifier  # it imports an engine
 
-    labelled, storage = _labelled(recipe, data), open_storage(recipe.storage)
-    if not isinstance(labelled.targets, Classes):
-        raise RecipeError(f"train.curriculum.by loss needs rows with one label each, which task {recipe.task} lacks")
+    labelled, storage = _labelled(data), open_storage(recipe.storage)
     title = require_classifier(curriculum.model, "train.curriculum.model", labelled, storage)
     print(f"train.curriculum: samples are ordered by the loss of {title}", flush=True)
 
@@ -70,9 +67,9 @@ def find_difficulty(recipe: Recipe, data: PreparedData, on_progress: ProgressCal
     curriculum = recipe.train.curriculum
     assert curriculum is not None
     if curriculum.column is not None:
-        return _by_column(recipe, _labelled(recipe, data), curriculum.column)
+        return _by_column(recipe, _labelled(data), curriculum.column)
     if curriculum.model is not None:
-        return _by_loss(recipe, _labelled(recipe, data), curriculum.model, on_progress)
+        return _by_loss(recipe, _labelled(data), curriculum.model, on_progress)
     samples = samples_of(data.train)
     lengths = samples.lengths_at(np.arange(len(samples))).astype(np.float32)
     # An order by equal lengths would be no curriculum at all, and nobody would notice.
@@ -83,13 +80,8 @@ def find_difficulty(recipe: Recipe, data: PreparedData, on_progress: ProgressCal
     return lengths
 
 
-def _labelled(recipe: Recipe, data: PreparedData) -> LabelledData:
-    assert recipe.train.curriculum is not None
-    if not isinstance(data, LabelledData):
-        raise RecipeError(
-            f"train.curriculum.by {recipe.train.curriculum.by} is for samples with labels, which task {recipe.task} "
-            "lacks: set it to length"
-        )
+def _labelled(data: PreparedData) -> LabelledData:
+    assert isinstance(data, LabelledData)  # recipes of other tasks are refused
     return data
 
 

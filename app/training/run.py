@@ -34,7 +34,7 @@ from app.tasks import find_task, load_prepared, load_with_test, prepare, require
 from app.tasks.objective import objective_of
 from app.telemetry.profiler import PROFILE
 from app.training.augmented_samples import augmented_samples
-from app.training.baseline import baseline_of, texts_of
+from app.training.baseline import baseline_of
 from app.training.checkpoints.reader import export_weights
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.data.recipe_order import check_order
@@ -106,8 +106,6 @@ def _check_objective(run: Run, data: PreparedData) -> None:
         print(f"teacher {recipe.train.teacher.model}: gives its logits for each batch", flush=True)
     # These are called for their errors only.
     augmentation_of(recipe.train, data)
-    if recipe.train.linear_baseline:
-        texts_of(recipe, data)
     objective_of(find_task(recipe.task), recipe.train, data)
 
 
@@ -184,7 +182,7 @@ def finish_run(
     if recipe.train.report_samples:
         evaluating = partial(write_evaluation, weights, data, recipe, run.folder)
         best_effort(evaluating, "the report has no predictions", "the job")
-    baseline = baseline_of(recipe, data, best) if recipe.train.linear_baseline else None
+    baseline = baseline_of(data, best) if recipe.train.linear_baseline else None
     predictions: list[Prediction | None] = []
 
     def compare() -> None:

@@ -19,14 +19,13 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from app.compile.run import CompileMetrics
-from app.config import load_recipe
+from app.config import BUILT_IN_TASKS, load_recipe
 from app.published.loaded import load_model
 from app.published.prediction import Prediction
 from app.reports.curves import read_curves
 from app.runs import Result
 from app.storage import to_path
 from app.tasks import find_served_task
-from app.tasks.registry import TASKS
 from benchmarks.cluster import Cluster, local_cluster
 from benchmarks.finetuning.builtin_tasks import ASKED, Case, cases
 from benchmarks.finetuning.imports import ROWS, Imported, foreign_models, measure_import
@@ -224,7 +223,7 @@ def goals(found: Sequence[Measured], imported: Sequence[Imported]) -> list[Goal]
     of_ranks = f"{len(found)} tasks, two ranks against one"
     unmeasured = _unmeasured(found)
     return [
-        Goal("built-in tasks measured", "all", f"{len(found)} of {len(TASKS)}", verdict(not unmeasured)),
+        Goal("built-in tasks measured", "all", f"{len(found)} of {len(BUILT_IN_TASKS)}", verdict(not unmeasured)),
         Goal(
             f"{of_ranks}: losses of {STEPS} steps",
             f"≤ {MAX_LOSS_APART:.0e} apart",
@@ -260,7 +259,7 @@ def goals(found: Sequence[Measured], imported: Sequence[Imported]) -> list[Goal]
 
 def _unmeasured(found: Sequence[Measured]) -> list[str]:
     """Return the built-in tasks that are not among those found."""
-    return [name for name in TASKS if name not in {task.task for task in found}]
+    return [name for name in BUILT_IN_TASKS if name not in {task.task for task in found}]
 
 
 _COLUMNS = (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.tasks.registry import TASKS
+from app.config import BUILT_IN_TASKS
 from benchmarks.finetuning import pruning, tasks
 from benchmarks.finetuning.__main__ import goals, report
 from benchmarks.finetuning.contenders import CONTENDERS, Figures
@@ -44,7 +44,7 @@ def test_one_seed_that_loses_too_much_misses_the_goal_of_pruning() -> None:
 COMPILED = tasks.Compiled("accuracy", 0.9, 0.895, "openvino int8", 0.005, 0.01, 5, 1, 1e-6, 1e-4)
 MEASURED = tasks.Measured("text-classification", 1e-6, 1e-5, COMPILED)
 CHAT = tasks.Measured("chat", 1e-6, 1e-5, None)
-OTHERS = [replace(MEASURED, task=name) for name in TASKS if name not in (MEASURED.task, CHAT.task)]
+OTHERS = [replace(MEASURED, task=name) for name in BUILT_IN_TASKS if name not in (MEASURED.task, CHAT.task)]
 IMPORTED = Imported("m", "a model", "skl2onnx 1.20", 2, 3, True)
 
 

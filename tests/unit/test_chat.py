@@ -215,7 +215,7 @@ def test_a_row_that_is_no_conversation_is_refused(rows: list[Any], words: str, t
         ("{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}", [], "earlier turns"),
         (TEMPLATE, ["data.chat.template=/nowhere.jinja"], "data.chat.template '/nowhere.jinja' cannot be read"),
         (TEMPLATE, ["data.block_length=128"], "data.block_length is 128, but model.pretrained"),
-        (TEMPLATE, ["data.columns.input=chat"], "data.columns.input is 'chat', which task chat does not read"),
+        (TEMPLATE, ["data.columns.input=chat"], "data.columns.input is 'chat', which task chat does not support"),
         (TEMPLATE, ["model.pretrained=null", "model.factory=app.models.gpt:gpt"], "task chat needs model.pretrained"),
         (TEMPLATE, ["task=language-modeling", "data.chat.packing=false"], "data.chat.packing is False, which task"),
     ],

@@ -76,10 +76,10 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("train.early_stopping.mode=min", ["val_accuracy", "max"]),
         (
             "train.early_stopping={metric: val_perplexity}",
-            ["val_perplexity", "only for tasks language-modeling and chat"],
+            ["early_stopping.metric is val_perplexity", "val_loss, val_accuracy: name one"],
         ),
-        ("data.block_length=64", ["data.block_length", "64", "does not read"]),
-        ("data.tokenizer={kind: bytes}", ["data.tokenizer.kind", "does not read"]),
+        ("data.block_length=64", ["data.block_length", "64", "does not support"]),
+        ("data.tokenizer={kind: bytes}", ["data.tokenizer.kind", "does not support"]),
         ("task=image-clasification", ["language-modeling", "import string"]),
         ("train.epochs", ["'train.epochs'", "key=value"]),
         ("serve.canary={percent: 0}", ["serve.canary.percent", "0", "greater than 0"]),
@@ -105,9 +105,9 @@ def test_what_cannot_work_is_refused_with_key_value_and_way_out(override: str, w
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("data.buckets=[8, 16]", ["data.buckets", "[8, 16]", "language-modeling does not read"]),
-        ("train.linear_baseline=true", ["train.linear_baseline", "does not read"]),
-        ("data.test_fraction=0.1", ["data.test_fraction", "does not read"]),
+        ("data.buckets=[8, 16]", ["data.buckets", "[8, 16]", "language-modeling does not support"]),
+        ("train.linear_baseline=true", ["train.linear_baseline", "does not support"]),
+        ("data.test_fraction=0.1", ["data.test_fraction", "does not support"]),
         ("data.tokenizer={kind: bytes, vocab_size: 512}", ["data.tokenizer", "leave vocab_size"]),
         ("data.tokenizer.vocab_size=256", ["256", "257 or more"]),
     ],

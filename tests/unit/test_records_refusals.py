@@ -87,7 +87,7 @@ def test_fields_that_the_table_lacks_are_named(table: Path, fields: Any, words: 
         ({"data": {"columns": {"fields": {"a": {"kind": "row"}}}}}, "kind row reads several columns: name them in"),
         ({"data": {"columns": {"fields": {"a": {"kind": "text", "columns": ["b"]}}}}}, "columns is for kind row"),
         ({"data": {"columns": {"fields": {"a": {"kind": "film"}}}}}, "should match pattern"),
-        ({"task": "text-classification"}, "data.columns.fields is .*, which task text-classification does not read"),
+        ({"task": "text-classification"}, "data.columns.fields is .*, which task text-classification does not support"),
         ({"data": {"columns": {"input": "a"}}}, "data.columns.input is 'a', which task multimodal-classification"),
         ({"model": {"pretrained": "folder"}}, "model.pretrained is 'folder', which task multimodal"),
     ],
@@ -106,12 +106,15 @@ def test_keys_that_do_not_fit_are_refused(table: Path, keys: dict[str, Any], wor
 
 def test_sources_of_records_are_refused(table: Path, tmp_path: Path) -> None:
     tree = recipe_of(table).model_dump(exclude_defaults=True)
-    tree |= {"task": "app.tasks.classification:MultimodalClassification", "storage": str(tmp_path / "storage")}
+    tree |= {"task": "app.tasks.multimodal:MultimodalClassification", "storage": str(tmp_path / "storage")}
     more = table.with_name("more.csv")
     more.write_text(table.read_text(encoding="utf-8").replace("a ", "the "), encoding="utf-8")
     del tree["data"]["source"]
     tree["data"]["sources"] = [{"source": str(table)}, {"source": str(more)}]
-    with pytest.raises(RecipeError, match=r"data\.sources are not for task app.tasks.classification:MultimodalClass"):
+    with pytest.raises(
+        RecipeError,
+        match=r"data\.sources is .*, which task app.tasks.multimodal:Multimodal",
+    ):
         prepare_run(Run.start("train", Recipe.model_validate(tree)))
 
 

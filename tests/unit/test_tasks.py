@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.config import PlanConfig, TrainConfig, load_recipe
+from app.config import BUILT_IN_TASKS, PlanConfig, TrainConfig, load_recipe
 from app.config.layout import lay_out
 from app.config.metrics import MODES
 from app.data.labelled import LabelledData
@@ -20,10 +20,10 @@ from app.errors import EngineError, RecipeError
 from app.published.loaded import check_answers
 from app.repository.manifest import ModelCard
 from app.tasks import Metric, find_served_task, find_task, prepare, sum_and_count
+from app.tasks.classification import TextClassification
 from app.tasks.language import Perplexity
 from app.tasks.metrics import Accuracy
 from app.tasks.objective import CrossEntropy, Objective, RowLoss, class_weights
-from app.tasks.registry import TASKS
 from app.training.engine.engine import sums_to_add
 from app.training.records import EpochRecord, best_of, should_stop
 from tests.helpers import ROOT
@@ -42,7 +42,7 @@ def test_without_a_row_that_counts_every_number_is_nan(name: str) -> None:
 
 
 def test_the_recipe_knows_the_modes_of_built_in_metrics() -> None:
-    modes = {f"val_{metric.name}": metric.mode for task in TASKS.values() for metric in task.metrics}
+    modes = {f"val_{metric.name}": metric.mode for name in BUILT_IN_TASKS for metric in find_task(name).metrics}
     assert modes == {name: MODES[name] for name in modes}
 
 
@@ -177,7 +177,7 @@ def test_an_accuracy_of_an_older_version_is_its_score() -> None:
     ],
 )
 def test_answers_that_no_request_would_get_are_refused_with_the_task(answers: Any, words: str) -> None:
-    task: Any = type("Own", (TASKS["text-classification"],), {"answer": lambda _, outputs, __: answers(outputs)})()
+    task: Any = type("Own", (TextClassification,), {"answer": lambda _, outputs, __: answers(outputs)})()
     task.name = "own:Own"
     with pytest.raises(EngineError, match=words):
         check_answers(task, np.zeros((2, 3), np.float32), Classes(["a", "b", "c"]))

@@ -161,5 +161,5 @@ def test_a_teacher_that_does_not_suit_is_refused(data: LabelledData, storage: UP
         recipe_with(model="A B")
     with pytest.raises(RecipeError, match=r"train.teacher.weight is 0"):
         recipe_with(model="teacher", weight=0.0)
-    with pytest.raises(RecipeError, match=r"train.teacher is .* which task language-modeling does not read"):
+    with pytest.raises(RecipeError, match=r"train.teacher is .* which task language-modeling does not support"):
         load_recipe(ROOT / "recipes/stdlib_gpt.yaml", ["train.teacher={model: teacher}"])

@@ -12,10 +12,12 @@ from app.config import AugmentAudioConfig, MixConfig, Recipe, load_recipe
 from app.data.augmentation import augmentation_of
 from app.data.prepared import Batch, PreparedData
 from app.data.tensor_augmentation import Mask, Mix
+from app.data.text import TextProcessor
 from app.errors import RecipeError
 from app.reports.training import training_page
 from app.runs import Run
-from app.tasks import prepare, require_keys
+from app.tasks import prepare
+from app.tasks.classification import Classification
 from app.tasks.objective import CrossEntropy
 from app.telemetry.augmentation import AugmentedSamples
 from app.tensors import TensorSpec
@@ -164,6 +166,11 @@ def test_a_runs_page_shows_mixed_samples_with_their_labels(tmp_path: Path) -> No
     assert augmentation_of(run.recipe.train, data)
 
 
+class Changed(Classification):
+    processor = TextProcessor
+    supports = Classification.supports | {"audio augmentation"}
+
+
 @pytest.mark.parametrize(
     ("recipe", "changes", "message"),
     [
@@ -179,14 +186,14 @@ def test_inputs_that_cannot_be_masked_or_mixed_are_refused(
     if recipe == "reviews":
         rows = "".join(f"a text with the number {number},{number % 2}\n" for number in range(40))
         (tmp_path / "texts.csv").write_text(f"text,label\n{rows}", encoding="utf-8")
-        keys.append(f"data.source={tmp_path / 'texts.csv'}")
+        keys += [f"data.source={tmp_path / 'texts.csv'}", f"task={__name__}:Changed", "train.linear_baseline=false"]
     given = load_recipe(ROOT / f"recipes/{recipe}.yaml", keys)
     with pytest.raises(RecipeError, match=message):
         augmentation_of(given.train, prepare(given))
 
 
 def test_targets_that_are_no_classes_are_not_mixed() -> None:
-    with pytest.raises(RecipeError, match=r"augment\.mix is for rows with one label each, and task tabular-regression"):
-        require_keys(load_recipe(ROOT / "recipes/diabetes.yaml", ["train.augment={mix: {mixup: 0.2}}"]))
+    with pytest.raises(RecipeError, match=r"augment\.mix is .*, which task tabular-regression does not"):
+        load_recipe(ROOT / "recipes/diabetes.yaml", ["train.augment={mix: {mixup: 0.2}}"])
     with pytest.raises(RecipeError, match="neither mixup nor cutmix: give one"):
         digits("train.augment={mix: {share: 0.5}}")

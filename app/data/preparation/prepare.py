@@ -30,14 +30,13 @@ from app.data.sources.source import Source
 from app.data.sources.units import Unit, cut_sources, list_files, tell_unread
 from app.data.targets import Targets
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
-from app.errors import DataError, RecipeError
+from app.errors import DataError
 from app.heartbeat import wait_for_lock
 from app.pretrained import open_pretrained
 from app.storage import absolute_location, write_atomically
 
 SHARDS = "data"
 """Folder of storage that has the shards of each source and way to prepare it."""
-_OF_TEXTS = ("near_duplicates", "label_noise", "min_length", "max_length", "max_symbol_share", "languages")
 _UNIT_SHARDS = 8
 COLUMNS_FILE = "columns.json"
 """The columns of the source, with those of categories named."""
@@ -63,7 +62,7 @@ class Preparer:
         """
         config = self.recipe.data
         sources, tests = self._sources()
-        self._require_keys([file for found in sources for file in found])
+        self._require_columns([file for found in sources for file in found])
         settings = settings_of(self.recipe, self.kind)
         fingerprint = fingerprint_of([*tests, *(file for found in sources for file in found)], settings)
         folder = self.storage / SHARDS / fingerprint[:16]
@@ -74,20 +73,14 @@ class Preparer:
                 self._make(folder, sources, tests, fingerprint, settings)
         return folder
 
-    def _require_keys(self, files: list[SourceFile]) -> None:
-        """Raise RecipeError or DataError if the recipe has keys that do not suit its source."""
-        config, contents = self.recipe.data, self.kind.contents
+    def _require_columns(self, files: list[SourceFile]) -> None:
+        """Raise DataError if the recipe names a column of a source that has none."""
+        config = self.recipe.data
         has_columns = {name for name, one in FORMATS.items() if one.has_columns}
         if config.group_column and (file := next((file for file in files if file.format not in has_columns), None)):
             raise DataError(
                 f"data.group_column is {config.group_column!r}, and {file.path!r} is not a table: leave it out"
             )
-        of_texts = {key: getattr(config.clean, key) for key in _OF_TEXTS}
-        key = next((key for key, value in of_texts.items() if value is not None), None)
-        if key and contents not in ("text", DOCUMENTS):
-            raise RecipeError(f"data.clean.{key} is {of_texts[key]}, and applies to texts only: leave it out")
-        if config.clean.label_noise and not self.kind.are_classes:
-            raise RecipeError("data.clean.label_noise is for texts with one label each: leave it out")
 
     def _make(
         self,

@@ -29,7 +29,7 @@ def order_of(
         periods: the mixture periods that a run has recorded. By default, the recipe's mixture applies throughout.
 
     Raises:
-        RecipeError: the samples have no length in tokens, which the recipe needs; or a source has no share.
+        RecipeError: a source has no share, or the processor counts no tokens, which the recipe needs.
         TrainingError: there are fewer samples than one batch takes, or too few for all workers.
     """
     config, size, num_samples = recipe.train, recipe.train.global_batch_size, len(data.train)
@@ -58,8 +58,8 @@ def order_of(
 def _padded_lengths(data: PreparedData) -> NDArray[np.int32]:
     if (lengths := data.train.padded_lengths) is None:
         raise RecipeError(
-            "train.tokens_per_batch is for texts and tokens, and the samples of this task have no length in tokens: "
-            "set train.global_batch_size in its place"
+            "train.tokens_per_batch needs a processor that counts tokens: give it padded_lengths, or set "
+            "train.global_batch_size in its place"
         )
     return lengths
 
@@ -113,19 +113,10 @@ def check_order(recipe: Recipe, data: PreparedData) -> None:
     """Check that the data can be read in the recipe's order, and log how it differs from the default.
 
     Raises:
-        RecipeError, TrainingError: as ``order_of``, or the data has no such order.
+        RecipeError, TrainingError: as ``order_of``.
     """
     if recipe.data.sources:
-        if (mixture := Mixture.of(recipe.data, data)) is None:
-            raise RecipeError(
-                f"data.sources are not for task {recipe.task}, which prepares its data itself: give one source"
-            )
-        if data.train.groups is not None:
-            raise RecipeError(
-                f"data.sources are not for task {recipe.task}, whose batches have samples with the same fields only: "
-                "give one source"
-            )
-        print(f"data.sources: {mixture} of an epoch", flush=True)
+        print(f"data.sources: {Mixture.of(recipe.data, data)} of an epoch", flush=True)
     order = order_of(recipe, data)
     if tokens := recipe.train.tokens_per_batch:
         batches = order.num_batches(1)
