@@ -11,6 +11,7 @@ from app.config import TrainConfig
 from app.runs import Outcome, Run
 from app.telemetry.tracing import stage
 from app.training.coordination.topology import require_room_for_groups
+from app.training.plan import TrainingPlan
 from app.training.ray_worker import fit, resources_of, worker_slots
 from app.training.records import Ending
 from app.training.resume import start_or_resume
@@ -30,8 +31,8 @@ def train(run: Run, prepared: UPath | None = None) -> Outcome:
     """
     with stage("prepare"):
         prepare_on_cluster(run, prepared)
-        data = prepare_run(run, training_cluster, prepared)
-    config = run.recipe.train
+        plan, data = prepare_run(run, training_cluster, prepared)
+    config = plan.recipe.train
     _set_timeouts(config)
     connect()
     require_train_room(config)
@@ -39,9 +40,9 @@ def train(run: Run, prepared: UPath | None = None) -> Outcome:
     # A cluster that grows may still get nodes with more room.
     if not may_grow():
         require_room_for_groups(config.plan, min_workers, worker_slots(config))
-    open_run(run, data)
+    open_run(run, plan, data)
     with stage("steps"), on_sigterm(lambda: request_stop(run.folder, StopRequest.STOP), "keeping the state"):
-        ending = _fit(run)
+        ending = _fit(plan, run.folder)
     with stage("publish"):
         return finish_run(run, data, ending, training_cluster)
 
@@ -61,13 +62,13 @@ def _set_timeouts(config: TrainConfig) -> None:
         os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(_RESOURCES_TIMEOUT_S)
 
 
-def _fit(run: Run) -> Ending:
+def _fit(plan: TrainingPlan, folder: UPath) -> Ending:
     """Train with Ray. If Ray's controller of the run is lost, resume once from the last checkpoint."""
     try:
-        return fit(run.recipe, run.folder)
+        return fit(plan, folder)
     except (ActorDiedError, ActorUnavailableError) as error:
         warn(f"Ray's training controller is gone ({_first_line(error)}); starting it again")
-        return fit(run.recipe, run.folder)
+        return fit(plan, folder)
 
 
 def _first_line(error: Exception) -> str:

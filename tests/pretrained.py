@@ -120,9 +120,9 @@ def recipe_of(tmp_path: Path, folder: Path, *overrides: str, recipe: str = "digi
 
 
 def train_alone(run: Run) -> Outcome:
-    data = prepare_run(run)
-    open_run(run, data)
-    return finish_run(run, data, train(run.recipe, data, start_worker(run.recipe.train), run.folder))
+    plan, data = prepare_run(run)
+    open_run(run, plan, data)
+    return finish_run(run, data, train(plan, data, start_worker(run.recipe.train), run.folder))
 
 
 LEARNING = ("train.optimizer.lr=0.002", "train.epochs=15", "train.early_stopping=null")

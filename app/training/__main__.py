@@ -6,7 +6,7 @@ import sys
 from functools import partial
 
 from app.artifacts import DATA
-from app.config import PlanConfig, Recipe, load_recipe
+from app.config import Recipe, load_recipe
 from app.errors import RayloomError, UnsharedStorageError
 from app.runs import JSON_HELP, Outcome, Run, execute
 from app.storage import absolute_location, to_path
@@ -14,6 +14,7 @@ from app.tasks import load_prepared
 from app.training.coordination.preparing import preparing, wait_for_first
 from app.training.coordination.shared_folder import marked, require_shared
 from app.training.coordination.topology import require_groups_within_nodes
+from app.training.plan import TrainingPlan
 from app.training.resume import start_or_resume
 from app.training.run import finish_run, open_run, prepare_run
 from app.training.session import train
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
             result = execute(_start(worker, recipe), partial(_lead, worker))
             print(result.to_line(arguments.json), flush=True)
             return int(result.status == "failed")
-        _follow(worker, recipe)
+        _follow(worker)
     except RayloomError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -67,33 +68,32 @@ def _lead(worker: Worker, run: Run) -> Outcome:
     """Train as the first process, which also prepares the data, opens the run and publishes the best weights."""
     try:
         with preparing(worker):
-            data = prepare_run(run)
-            open_run(run, data)
+            plan, data = prepare_run(run)
+            open_run(run, plan, data)
     except BaseException:
         worker.broadcast(None)
         raise
     # The mark has to be there until every process has looked for it.
     with marked(run.folder) as mark:
-        worker.broadcast((str(run.folder), mark, run.recipe.train.plan))
+        worker.broadcast((str(run.folder), mark, plan.to_bytes()))
         require_shared(worker, run.folder, mark)
-    require_groups_within_nodes(worker, run.recipe.train.plan)
-    return finish_run(run, data, train(run.recipe, data, worker, run.folder))
+    require_groups_within_nodes(worker, plan.recipe.train.plan)
+    return finish_run(run, data, train(plan, data, worker, run.folder))
 
 
-def _follow(worker: Worker, recipe: Recipe) -> None:
+def _follow(worker: Worker) -> None:
     """Train as another process, on the data that the first has prepared."""
     wait_for_first(worker)
-    started: tuple[str, str, PlanConfig] | None = worker.broadcast()
+    started: tuple[str, str, bytes] | None = worker.broadcast()
     if started is None:
         return  # the first process reports why
-    folder, mark, plan = to_path(started[0]), *started[1:]
+    folder, mark, plan = to_path(started[0]), started[1], TrainingPlan.from_bytes(started[2])
     try:
         require_shared(worker, folder, mark)
     except UnsharedStorageError:
         return  # the first process reports it
-    require_groups_within_nodes(worker, plan)
-    planned = recipe.with_plan(plan)  # the first process has chosen it, if it was auto
-    train(planned, load_prepared(planned, folder / DATA), worker, folder)
+    require_groups_within_nodes(worker, plan.recipe.train.plan)
+    train(plan, load_prepared(plan.recipe, folder / DATA), worker, folder)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from upath import UPath
 
 from app.artifacts import DATA, FAILURE_FILE
 from app.cluster.state import MARK
-from app.config import Recipe, TrainConfig
+from app.config import TrainConfig
 from app.errors import DataError, NonFiniteLossError, RayloomError, TopologyError, TrainingError, UnsharedStorageError
 from app.heartbeat import keep_heartbeat
 from app.storage import no_op, to_path
@@ -26,6 +26,7 @@ from app.telemetry import catalog
 from app.telemetry.metrics import publishing
 from app.training.coordination.shared_folder import marked, require_shared
 from app.training.coordination.topology import require_groups_within_nodes
+from app.training.plan import TrainingPlan
 from app.training.ray_trainer import FailureCounter, LightTrainer
 from app.training.records import Ending, EpochRecord
 from app.training.session import train
@@ -38,9 +39,11 @@ _STATE_TRACKING = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 
 
 class WorkerArguments(TypedDict):
-    """The arguments of every worker. They are plain values, so that the dashboard can show them."""
+    """The arguments of every worker. All but ``plan`` are for the dashboard to show, too."""
 
     recipe: str
+    plan: bytes
+    """The ``TrainingPlan``, pickled: Ray Train's controller, which passes it on, would import torch to read it."""
     run_folder: str
     data_folder: str
     mark: str
@@ -52,7 +55,7 @@ class WorkerArguments(TypedDict):
 
 
 def fit(
-    recipe: Recipe,
+    plan: TrainingPlan,
     run_folder: UPath,
     data_folder: UPath | None = None,
     callbacks: Sequence[UserCallback] = (),
@@ -73,16 +76,17 @@ def fit(
     os.environ.setdefault(_STATE_TRACKING, "1")
     with marked(run_folder) as mark:
         arguments = WorkerArguments(
-            recipe=recipe.model_dump_json(),
+            recipe=plan.recipe.model_dump_json(),
+            plan=plan.to_bytes(),
             run_folder=str(run_folder),
             data_folder=str(data_folder or run_folder / DATA),
             mark=mark,
-            watches_nodes=isinstance(recipe.train.workers, tuple) or not _is_single_node(),
+            watches_nodes=isinstance(plan.recipe.train.workers, tuple) or not _is_single_node(),
             last_reported_epoch=last_reported_epoch,
             is_trial=data_folder is not None,
         )
         try:
-            result = _trainer(recipe.train, run_folder, arguments, callbacks).fit()
+            result = _trainer(plan.recipe.train, run_folder, arguments, callbacks).fit()
         except ray.train.TrainingFailedError as error:
             raise TrainingError(f"training failed: {_cause(run_folder, error)}") from error
     outcome = pickle.loads(result.return_value)  # noqa: S301 # from our own worker
@@ -158,7 +162,8 @@ def train_worker(arguments: WorkerArguments) -> bytes:
 def _train(arguments: WorkerArguments) -> Ending | RayloomError:
     # This logger would print every report in full, despite LoggingConfig.
     ray_context.logger.setLevel(logging.WARNING)
-    recipe = Recipe.model_validate_json(arguments["recipe"])
+    plan = TrainingPlan.from_bytes(arguments["plan"])
+    recipe = plan.recipe
     run_folder = to_path(arguments["run_folder"])
     keep_freed_memory()
     worker = start_worker(recipe.train)
@@ -177,7 +182,7 @@ def _train(arguments: WorkerArguments) -> Ending | RayloomError:
             poll_stop_request = _poll_stop_request if arguments["watches_nodes"] else None
             last_epoch = arguments["last_reported_epoch"]
             publish = no_op if arguments["is_trial"] else stack.enter_context(publishing(ray_metrics))
-            return train(recipe, data, worker, run_folder, _report, poll_stop_request, last_epoch, publish)
+            return train(plan, data, worker, run_folder, _report, poll_stop_request, last_epoch, publish)
         except (DataError, NonFiniteLossError) as error:
             return error
 

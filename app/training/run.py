@@ -13,7 +13,6 @@ from app.best_effort import best_effort, warn
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.config import AutoPlan, Recipe, TrainConfig, load_stored_recipe, refusal
 from app.config.layout import MAX_MICRO_BATCH
-from app.data.augmentation import augmentation_of
 from app.data.labelled import LabelledDataset
 from app.data.prepared import DataReport, PreparedData
 from app.errors import RecipeError, StorageError
@@ -21,7 +20,7 @@ from app.heartbeat import run_lock
 from app.models.blueprint import Blueprint
 from app.models.factory import blueprint_of
 from app.models.pretrained import described, match_weights
-from app.models.traits import kind_of, require_apart, traits_of
+from app.models.traits import require_apart, traits_of
 from app.pages.page import REPORT_FILE
 from app.planner.cluster import Cluster, local_cluster
 from app.planner.prediction import Prediction
@@ -30,31 +29,30 @@ from app.reports.run_folder import write_page
 from app.reports.training import training_page
 from app.runs import CONFIG_FILE, Outcome, Run
 from app.storage import to_path
-from app.tasks import find_task, load_prepared, load_with_test, prepare, require_keys
-from app.tasks.objective import objective_of
+from app.tasks import load_prepared, load_with_test, prepare, require_keys
 from app.telemetry.profiler import PROFILE
 from app.training.augmented_samples import augmented_samples
 from app.training.baseline import baseline_of
 from app.training.checkpoints.reader import export_weights
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
-from app.training.data.recipe_order import check_order
+from app.training.data.mixture import Mixture
 from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
-from app.training.engine.deepspeed_engine import deepspeed_config
 from app.training.engine.nvme import require_asynchronous_io
 from app.training.evaluation import write_evaluation
+from app.training.plan import TrainingPlan
 from app.training.planning.auto import choose_plan
 from app.training.planning.outcome import prediction_of
 from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, best_of
-from app.training.sources import record_mixture, with_added_sources
+from app.training.sources import planned_periods, record_mixture, with_added_sources
 from app.training.stop_request import StopRequest, withdraw_stop_request
 
 
 def prepare_run(
     run: Run, find_cluster: Callable[[TrainConfig], Cluster] = local_cluster, prepared: UPath | None = None
-) -> PreparedData:
-    """Prepare the data, and check everything that can be checked before a worker starts. Write nothing.
+) -> tuple[TrainingPlan, PreparedData]:
+    """Return the plan of a run and its data, once all has been checked that can be. Change and write nothing.
 
-    A plan of ``auto`` is replaced in the run's recipe, so that a resumed run keeps it. The recipe also gets the
+    The plan's recipe has a parallel plan in place of ``auto``, so that a resumed run keeps it. It also has the
     configuration of a pretrained model, so that the model can be built without its folder. A run that has a checkpoint
     does not open the folder.
 
@@ -69,53 +67,53 @@ def prepare_run(
         DataError: the data cannot be read, or does not match the recipe.
         TrainingError: there are fewer samples than one batch takes.
     """
-    require_keys(run.recipe)
-    # Before the data, so that their tokenizer is of the same commit as the weights.
-    reads_folder = _describe_pretrained(run)
     recipe = run.recipe
-    data = _data_of(run, prepared)
+    require_keys(recipe)
+    reads_folder = recipe.model.pretrained is not None and not CheckpointStore(run.folder / CHECKPOINTS).committed()
+    if reads_folder:
+        # Before the data, so that their tokenizer is of the same commit as the weights.
+        recipe = recipe.with_model(described(recipe.model))
+    data = _data_of(run, recipe, prepared)
     print(f"data {recipe.data.source}: {f'as prepared in {prepared}' if prepared else data.summary}", flush=True)
     blueprint = _blueprint_of(recipe, data, reads_folder)
-    # This is called for its errors only.
-    check_order(recipe, data)
+    if isinstance(recipe.train.plan, AutoPlan):
+        chosen = choose_plan(recipe, blueprint, data, partial(find_cluster, recipe.train))
+        print(f"train.plan auto: {chosen.reason}", flush=True)
+        recipe = recipe.with_plan(chosen.plan)
+    _check_model(recipe, blueprint.model, data)
+    if recipe.train.teacher:
+        from app.training.teacher import with_resolved_teacher  # imports an engine, which other runs do not need
+
+        recipe = with_resolved_teacher(recipe, data, run.storage)
+    plan = TrainingPlan.of(recipe, data, planned_periods(recipe, run.folder, data))
     if recipe.train.curriculum:
         from app.training.difficulty import require_difficulty  # other runs do not need it
 
         require_difficulty(recipe, data, run.folder)
-    if isinstance(recipe.train.plan, AutoPlan):
-        chosen = choose_plan(recipe, blueprint, data, partial(find_cluster, recipe.train))
-        print(f"train.plan auto: {chosen.reason}", flush=True)
-        run.recipe = recipe = recipe.with_plan(chosen.plan)
-    _check_plan(recipe.train, blueprint.model, data)
-    _check_objective(run, data)
-    return data
+    _describe(plan, data)
+    return plan, data
 
 
-def _check_objective(run: Run, data: PreparedData) -> None:
-    """Check what the model learns from besides the data. Write the version of the teacher into the run's recipe."""
-    recipe = run.recipe
-    if recipe.train.prune:
-        from app.training.engine.pruning import require_same_model  # other runs do not need it
-
-        require_same_model(recipe)
-    if recipe.train.teacher:
-        from app.training.teacher import with_resolved_teacher  # imports an engine, which other runs do not need
-
-        run.recipe = recipe = with_resolved_teacher(recipe, data, run.storage)
-        assert recipe.train.teacher
-        print(f"teacher {recipe.train.teacher.model}: gives its logits for each batch", flush=True)
-    # These are called for their errors only.
-    augmentation_of(recipe.train, data)
-    objective_of(find_task(recipe.task), recipe.train, data)
-
-
-def _describe_pretrained(run: Run) -> bool:
-    """Record in the run's recipe what the folder of a pretrained model holds. Return whether the run reads it."""
-    model = run.recipe.model
-    reads_folder = model.pretrained is not None and not CheckpointStore(run.folder / CHECKPOINTS).committed()
-    if reads_folder:
-        run.recipe = run.recipe.with_model(described(model))
-    return reads_folder
+def _describe(plan: TrainingPlan, data: PreparedData) -> None:
+    """Print how training differs from the default, and warn if that is costly."""
+    config = plan.recipe.train
+    if config.teacher:
+        print(f"teacher {config.teacher.model}: gives its logits for each batch", flush=True)
+    if mixture := Mixture.of(plan.recipe.data, data):
+        print(f"data.sources: {mixture} of an epoch", flush=True)
+    if tokens := config.tokens_per_batch:
+        mean = len(data.train) / plan.epoch_batches
+        print(f"train.tokens_per_batch {tokens:,}: {plan.epoch_batches:,} batches of {mean:.1f} samples on average")
+    if message := skipped_workers(config):
+        print(message, flush=True)
+    layout = config.layout(config.worker_counts[-1])
+    is_uneven = config.tokens_per_batch is None and config.plan.micro_batch is None
+    if is_uneven and 2 * layout.micro_batch < min(layout.share, MAX_MICRO_BATCH):
+        warn(
+            f"each rank computes its {layout.share} samples of a step as {layout.gradient_accumulation} micro-batches "
+            f"of {layout.micro_batch}, since tensor and pipeline parallelism need micro-batches of one size: choose a "
+            f"global_batch_size that gives each rank a multiple of {MAX_MICRO_BATCH} samples"
+        )
 
 
 def _blueprint_of(recipe: Recipe, data: PreparedData, reads_folder: bool) -> Blueprint:
@@ -131,17 +129,18 @@ def _blueprint_of(recipe: Recipe, data: PreparedData, reads_folder: bool) -> Blu
     return blueprint
 
 
-def open_run(run: Run, data: PreparedData) -> None:
+def open_run(run: Run, plan: TrainingPlan, data: PreparedData) -> None:
     """Lock the run until its result is written, and make its folder with the data that every worker reads.
 
-    An earlier stop request is withdrawn.
+    The run gets the plan's recipe. An earlier stop request is withdrawn.
 
     Raises:
-        StorageError: another job has started to train it.
+        StorageError: another job has started to train it, or has trained it since it was planned.
     """
     run.hold(run_lock(run.folder))
     # Registered after the lock, so it runs before the lock is released.
     run.until_result.callback(write_page, training_page, run.folder)
+    run.recipe = plan.recipe
     run.open()
     withdraw_stop_request(run.folder)
     # The note of an earlier attempt must not explain a later failure.
@@ -149,16 +148,15 @@ def open_run(run: Run, data: PreparedData) -> None:
     if not _is_saved(run):
         data.save(run.folder / DATA)
         DataReport.of(run.recipe.data.source, data).save(run.folder)
-        best_effort(partial(_show_changes, run, data), "the report has no changed samples", "the job")
+        best_effort(partial(_show_changes, run, plan, data), "the report has no changed samples", "the job")
     if run.recipe.data.sources:
-        record_mixture(run, data)
+        record_mixture(run, plan.periods, data)
 
 
-def _show_changes(run: Run, data: PreparedData) -> None:
+def _show_changes(run: Run, plan: TrainingPlan, data: PreparedData) -> None:
     """Keep samples for the run's page, as ``train.augment`` changes them, if it does."""
-    augmentation = augmentation_of(run.recipe.train, data)
-    if augmentation is not None and isinstance(data.train, LabelledDataset):
-        augmented_samples(augmentation, data.train).save(run.folder)
+    if plan.augmentation is not None and isinstance(data.train, LabelledDataset):
+        augmented_samples(plan.augmentation, data.train).save(run.folder)
 
 
 def finish_run(
@@ -242,23 +240,28 @@ def _best_intact(store: CheckpointStore, records: list[EpochRecord], config: Tra
     )
 
 
-def _data_of(run: Run, prepared: UPath | None) -> PreparedData:
+def _data_of(run: Run, recipe: Recipe, prepared: UPath | None) -> PreparedData:
     """Return the data that the run has saved, else what is in ``prepared``, else prepare it from the source."""
     if _is_saved(run):
         verify_checksums(run.folder / DATA)
-        return with_added_sources(run, load_prepared(run.recipe, run.folder / DATA))
+        return with_added_sources(run, recipe, load_prepared(recipe, run.folder / DATA))
     if prepared is None:
-        return prepare(run.recipe)
+        return prepare(recipe)
     verify_checksums(prepared)
-    return load_with_test(run.recipe, prepared)
+    return load_with_test(recipe, prepared)
 
 
 def _is_saved(run: Run) -> bool:
     return (run.folder / DATA / CHECKSUMS_FILE).exists()
 
 
-def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> None:
-    """Refuse a plan that the model or data cannot run, and DeepSpeed keys that contradict it. Warn if it is costly."""
+def _check_model(recipe: Recipe, model: nn.Module, data: PreparedData) -> None:
+    """Raise RecipeError for a plan or keys that the model or the data cannot run."""
+    config = recipe.train
+    if config.prune:
+        from app.training.engine.pruning import require_same_model  # other runs do not need it
+
+        require_same_model(recipe)
     inputs = data.train.batch([0]).inputs
     # Only packed conversations come with positions.
     if "position_ids" in inputs:
@@ -279,19 +282,6 @@ def _check_plan(config: TrainConfig, model: nn.Module, data: PreparedData) -> No
         )
     if config.plan.offload == "nvme":
         require_asynchronous_io()
-
-    layout = config.layout(config.worker_counts[-1])
-    # This is called for its errors only.
-    deepspeed_config(config, layout, kind_of(model))
-    if message := skipped_workers(config):
-        print(message, flush=True)
-    is_uneven = config.tokens_per_batch is None and config.plan.micro_batch is None
-    if is_uneven and 2 * layout.micro_batch < min(layout.share, MAX_MICRO_BATCH):
-        warn(
-            f"each rank computes its {layout.share} samples of a step as {layout.gradient_accumulation} micro-batches "
-            f"of {layout.micro_batch}, since tensor and pipeline parallelism need micro-batches of one size: choose a "
-            f"global_batch_size that gives each rank a multiple of {MAX_MICRO_BATCH} samples"
-        )
 
 
 def skipped_workers(config: TrainConfig) -> str | None:

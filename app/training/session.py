@@ -18,8 +18,6 @@ from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import blueprint_of
 from app.storage import no_op
-from app.tasks import find_task
-from app.tasks.objective import objective_of
 from app.telemetry.alerts import Alerts, Notification, Notifier
 from app.telemetry.events import EventKind, EventLog
 from app.telemetry.metrics import Publish
@@ -44,10 +42,10 @@ from app.training.coordination.sync import StepSync
 from app.training.coordination.watchdog import Watchdog, note_failure, read_failure
 from app.training.data.feed import Feed
 from app.training.data.order import SampleOrder
-from app.training.data.recipe_order import count_steps, order_of
 from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.deepspeed_internals import restore_linear
 from app.training.loop import Loop
+from app.training.plan import TrainingPlan
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.meter import Meter
 from app.training.reporting.recorder import Recorder, Report, Sink
@@ -73,7 +71,7 @@ _STOP_REQUESTS: dict[Act, StopRequest] = {
 
 
 def train(
-    recipe: Recipe,
+    plan: TrainingPlan,
     data: PreparedData,
     worker: Worker,
     run_folder: UPath,
@@ -82,7 +80,7 @@ def train(
     last_reported_epoch: int | None = None,
     publish: Publish = no_op,
 ) -> Ending:
-    """Train the recipe's model as one worker of the run, from its newest intact checkpoint if it has any.
+    """Train as one worker of the run, from its newest intact checkpoint if it has any.
 
     ``report`` is called with the record of each epoch. ``poll_stop_request`` asks the platform for a stop request
     (preemption). It is collective: every worker calls it, about once a second. Epochs of the checkpoint after
@@ -95,7 +93,7 @@ def train(
         StorageError: every checkpoint is damaged.
     """
     with ExitStack() as stack:
-        loop = _begin(_Attempt(recipe, data, worker, run_folder, report, poll_stop_request, publish, stack))
+        loop = _begin(_Attempt(plan, data, worker, run_folder, report, poll_stop_request, publish, stack))
         stack.enter_context(_noted_failure(loop))
         for record in loop.records:
             # A search may have missed what was saved just before a failure.
@@ -141,7 +139,7 @@ def _run(loop: Loop) -> StopRequest:
 class _Attempt:
     """The arguments of ``train``, and the stack that closes what is opened."""
 
-    recipe: Recipe
+    plan: TrainingPlan
     data: PreparedData
     worker: Worker
     run_folder: UPath
@@ -154,17 +152,17 @@ class _Attempt:
 
 def _begin(attempt: _Attempt) -> Loop:
     """Start what watches the run, build what trains it, and go to the newest checkpoint."""
-    worker, config, run_folder, stack = attempt.worker, attempt.recipe.train, attempt.run_folder, attempt.stack
+    worker, recipe, run_folder, stack = attempt.worker, attempt.plan.recipe, attempt.run_folder, attempt.stack
     # This comes first, because starting the watchdog removes the note.
     earlier_failure = read_failure(run_folder) if worker.is_first else None
-    watchdog = _start_watchdog(worker, config, run_folder)
+    watchdog = _start_watchdog(worker, recipe.train, run_folder)
     # It closes last, so it also watches what is closed before.
     stack.callback(watchdog.close)
     mirror = stack.enter_context(Mirror(run_folder))
     events = EventLog(mirror if worker.is_first else None)
     if worker.is_first:
-        stack.enter_context(_measure_usage(mirror, config, worker))
-    alerts = _make_alerts(attempt.recipe, run_folder.name, worker, events)
+        stack.enter_context(_measure_usage(mirror, recipe.train, worker))
+    alerts = _make_alerts(recipe, run_folder.name, worker, events)
     stack.callback(alerts.close)
     loop = _make_loop(attempt, watchdog, mirror, events, alerts)
     loop.restore()
@@ -175,15 +173,15 @@ def _begin(attempt: _Attempt) -> Loop:
 
 def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: EventLog, alerts: Alerts) -> Loop:
     """Build the model and everything that trains it."""
-    recipe, data, worker, stack = attempt.recipe, attempt.data, attempt.worker, attempt.stack
-    run_folder, config, layout = attempt.run_folder, recipe.train, recipe.train.layout(worker.size)
+    plan, data, worker, stack = attempt.plan, attempt.data, attempt.worker, attempt.stack
+    recipe, config, run_folder = plan.recipe, plan.recipe.train, attempt.run_folder
+    layout = config.layout(worker.size)
     activity = Activity(watchdog.beat, watchdog.report_progress)
-    order = _order_of(recipe, data, run_folder, activity)
-    total_steps = count_steps(recipe, order)
+    order = _order_of(plan, data, run_folder, activity)
     # One process looks for a checkpoint, so that all build the model in the same way.
     is_resumed = bool(on_first(CheckpointStore(run_folder / CHECKPOINTS).committed))
     stack.callback(restore_linear)
-    engine, meter = _make_engine(recipe, data, layout, total_steps, worker, activity, is_resumed)
+    engine, meter = _make_engine(plan, data, layout, worker, activity, is_resumed)
     # Otherwise its gradient hooks keep the model alive until the process ends.
     stack.callback(engine.deepspeed.destroy)
     stop_signals = _listen_for_stops(run_folder, worker, alerts, stack)
@@ -191,22 +189,22 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     folder = run_folder / CHECKPOINTS
     checkpoints = CheckpointManager(folder, engine, config, layout, worker, activity, mirror.flush)
     stack.callback(checkpoints.close)
-    metrics = RunMetrics(attempt.publish, run_folder.name, recipe, total_steps, lambda: checkpoints.last_commit)
+    metrics = RunMetrics(attempt.publish, run_folder.name, recipe, plan.total_steps, lambda: checkpoints.last_commit)
 
     def open_sinks(position: Position, records: list[EpochRecord]) -> Sequence[Sink]:
         if not worker.is_first:
             return ()
-        progress = Progress(config, total_steps, position.step, records)
+        progress = Progress(config, plan.total_steps, position.step, records)
         return (*_open_logs(mirror, position.step, records, stack), alerts, progress, metrics)
 
     taught = _with_teacher(data, recipe) if config.teacher else data
-    feed = Feed(taught, config, layout, worker, activity, order)
+    feed = Feed(taught, config, layout, worker, activity, order, plan.augmentation)
     stack.callback(feed.close)
     # A search may answer only when its other trials have.
     report = watchdog.rest()(attempt.report)
     return Loop(
         config=config,
-        total_steps=total_steps,
+        total_steps=plan.total_steps,
         worker=worker,
         engine=engine,
         feed=feed,
@@ -224,24 +222,19 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
 def _open_stream(attempt: _Attempt, feed: Feed) -> "MicroEpochs":
     from app.training.data.micro_epochs import MicroEpochs  # imports what collects messages
 
-    stream = MicroEpochs(attempt.recipe, attempt.data, feed, attempt.worker, attempt.run_folder)
+    stream = MicroEpochs(attempt.plan.recipe, attempt.data, feed, attempt.worker, attempt.run_folder)
     return attempt.stack.enter_context(closing(stream))
 
 
-def _order_of(recipe: Recipe, data: PreparedData, run_folder: UPath, activity: Activity) -> SampleOrder:
+def _order_of(plan: TrainingPlan, data: PreparedData, run_folder: UPath, activity: Activity) -> SampleOrder:
     """Return the order of the training samples. Collective."""
     difficulty = None
-    if recipe.train.curriculum:
+    if plan.recipe.train.curriculum:
         from app.training.difficulty import recorded_difficulty  # other runs do not need it
 
         activity.begin("measuring how hard samples are")
-        difficulty = on_first(partial(recorded_difficulty, recipe, data, run_folder, activity.report_progress))
-    periods = []
-    if recipe.data.sources:
-        from app.training.data.mixture import recorded_periods
-
-        periods = recorded_periods(run_folder)
-    return order_of(recipe, data, difficulty, periods)
+        difficulty = on_first(partial(recorded_difficulty, plan.recipe, data, run_folder, activity.report_progress))
+    return plan.order(data, difficulty)
 
 
 def _with_teacher(data: PreparedData, recipe: Recipe) -> PreparedData:
@@ -303,10 +296,9 @@ def _make_alerts(recipe: Recipe, run_id: str, worker: Worker, events: EventLog) 
 
 
 def _make_engine(
-    recipe: Recipe,
+    plan: TrainingPlan,
     data: PreparedData,
     layout: Layout,
-    total_steps: int,
     worker: Worker,
     activity: Activity,
     is_resumed: bool,
@@ -315,7 +307,7 @@ def _make_engine(
 
     A resumed run gets its weights from a checkpoint, so the folder of a pretrained model may be gone.
     """
-    config = recipe.train
+    recipe, config = plan.recipe, plan.recipe.train
     if worker.is_first:
         _warn_of_emulated_bf16(config, worker)
     seed_random(config.seed)
@@ -328,8 +320,8 @@ def _make_engine(
     # The meter copies the model before the engine splits it.
     meter = Meter.of(blueprint.model, config, layout, worker)
     activity.begin("making DeepSpeed's engine")
-    objective = objective_of(find_task(recipe.task), config, data)
-    engine = create_engine(blueprint, config, layout, total_steps, objective)
+    deepspeed = plan.deepspeed.get(worker.size)
+    engine = create_engine(blueprint, config, layout, plan.total_steps, plan.objective, deepspeed)
     # Each data-parallel rank has its own dropout.
     seed_random(config.seed + layout.data_rank(worker.rank))
     return engine, meter

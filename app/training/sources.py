@@ -1,13 +1,19 @@
 """The sources of a resumed run: those that its recipe adds, and the batch from which new shares apply."""
 
+from collections.abc import Sequence
+
+from upath import UPath
+
 from app.artifacts import CHECKPOINTS, DATA
 from app.checksums import VerifiedFolder
+from app.config import Recipe
 from app.data.prepared import DataReport, GrowingData, PreparedData
+from app.errors import StorageError
 from app.runs import Run
 from app.tasks import prepare
 from app.training.checkpoints.reader import read_state
 from app.training.checkpoints.store import CheckpointStore
-from app.training.data.mixture import Mixture, record_period, recorded_periods
+from app.training.data.mixture import Mixture, MixturePeriod, recorded_periods, save_periods, with_period
 
 
 def adds_sources(run: Run) -> bool:
@@ -18,7 +24,7 @@ def adds_sources(run: Run) -> bool:
     return bool(periods) and len(periods[-1].names) < len(run.recipe.data.sources)
 
 
-def with_added_sources(run: Run, data: PreparedData) -> PreparedData:
+def with_added_sources(run: Run, recipe: Recipe, data: PreparedData) -> PreparedData:
     """Return the saved data of a run, with the sources that its recipe adds. Write nothing but shards.
 
     Raises:
@@ -27,23 +33,37 @@ def with_added_sources(run: Run, data: PreparedData) -> PreparedData:
     if not adds_sources(run):
         return data
     assert isinstance(data, GrowingData)  # recipes of other tasks with several sources are refused
-    return data.grown(prepare(run.recipe))
+    return data.grown(prepare(recipe))
 
 
-def record_mixture(run: Run, data: PreparedData) -> None:
-    """Record the sources and their shares for the batches from the newest checkpoint on."""
+def planned_periods(recipe: Recipe, run_folder: UPath, data: PreparedData) -> list[MixturePeriod]:
+    """Return the recorded sources and shares of a run, and those of the recipe from the newest checkpoint on."""
+    mixture, store = Mixture.of(recipe.data, data), CheckpointStore(run_folder / CHECKPOINTS)
+    if mixture is None:
+        return []
+    state = store.newest_readable(store.committed(), lambda saved: read_state(VerifiedFolder(store.folder_of(saved))))
+    epoch, number = (state.position.epoch, state.position.batches_done) if state else (1, 0)
+    return with_period(recorded_periods(run_folder), mixture.period(epoch, number))
+
+
+def record_mixture(run: Run, periods: Sequence[MixturePeriod], data: PreparedData) -> None:
+    """Record the sources and their shares, as planned.
+
+    Raises:
+        StorageError: the run has trained on since they were planned.
+    """
+    if periods != planned_periods(run.recipe, run.folder, data):
+        raise StorageError(f"run {run.run_id} has trained on while its data were prepared: submit the job again")
     if adds_sources(run):
         assert isinstance(data, GrowingData)
         # It goes first: without it, the recorded sources would have no samples.
         data.reference.save_grown(run.folder / DATA)
         DataReport.of(run.recipe.data.source, data).save(run.folder)
-    mixture, store = Mixture.of(run.recipe.data, data), CheckpointStore(run.folder / CHECKPOINTS)
-    assert mixture is not None  # checked before the run was opened
-    state = store.newest_readable(store.committed(), lambda saved: read_state(VerifiedFolder(store.folder_of(saved))))
-    epoch, number = (state.position.epoch, state.position.batches_done) if state else (1, 0)
-    if record_period(run.folder, mixture.period(epoch, number)):
+    is_changed = len(periods) > 1 and periods != recorded_periods(run.folder)
+    save_periods(run.folder, periods)
+    if is_changed:
         print(
-            f"data.sources from batch {number:,} of epoch {epoch} on: {mixture}; existing sources continue where they "
-            "stopped",
+            f"data.sources from batch {periods[-1].number:,} of epoch {periods[-1].epoch} on: "
+            f"{Mixture.of(run.recipe.data, data)}; existing sources continue where they stopped",
             flush=True,
         )

@@ -38,11 +38,9 @@ def prepare_trials(
     if isinstance(trial.train.plan, AutoPlan) and (key := space.key_that_plans_depend_on):
         print(f"train.plan auto: ZeRO 1 unless the space says otherwise, since it gives {key}", flush=True)
         trial = trial.with_plan(PlanConfig())
-    # ``prepare_run`` writes the chosen plan into the recipe of this run, which is the trial's.
-    prepared = replace(run, recipe=trial)
-    data = prepare_run(prepared, find_cluster)
-    run.recipe = run.recipe.with_model(prepared.recipe.model)
-    return data, run.recipe.with_plan(prepared.recipe.train.plan)
+    plan, data = prepare_run(replace(run, recipe=trial), find_cluster)
+    run.recipe = run.recipe.with_model(plan.recipe.model)
+    return data, run.recipe.with_plan(plan.recipe.train.plan)
 
 
 def add_plans(space: Space, recipe: Recipe, data: PreparedData, config: TuneConfig, cluster: Cluster) -> Space:

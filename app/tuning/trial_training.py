@@ -18,6 +18,7 @@ from app.errors import StorageError
 from app.heartbeat import HEARTBEAT_FILE, require_not_running
 from app.run_log import LOG_FILE
 from app.telemetry.mirror import Mirror
+from app.training.plan import TrainingPlan
 from app.training.ray_worker import fit
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
@@ -108,7 +109,9 @@ def train_here(recipe: Recipe, data: DataCache, folder: UPath, report: Report, l
     # Training prints DeepSpeed's warnings once per run. Here every trial is a run.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with log_to(folder):
-        return train(recipe, data.get(recipe), worker, folder, report, last_reported_epoch=last_reported_epoch)
+        prepared = data.get(recipe)
+        plan = TrainingPlan.of(recipe, prepared)
+        return train(plan, prepared, worker, folder, report, last_reported_epoch=last_reported_epoch)
 
 
 def train_with_workers(
@@ -121,11 +124,12 @@ def train_with_workers(
     withdraw_stop_request(folder)
 
     prepared = prepare_data(recipe, data.folder)
+    plan = TrainingPlan.of(recipe, data.get(recipe))
     # The queues reserve nothing, because the trial's CPUs are for its workers.
     records, turns = (Queue(actor_options={"num_cpus": 0}) for _ in range(2))
     with ThreadPoolExecutor(1) as pool:
         callbacks = [_ForwardRecords(records), WaitAfterReport(turns)]
-        training = pool.submit(fit, recipe, folder, prepared, callbacks, last_reported_epoch)
+        training = pool.submit(fit, plan, folder, prepared, callbacks, last_reported_epoch)
         try:
             _forward_reports(records, turns, training, report, last_reported_epoch)
         except BaseException:

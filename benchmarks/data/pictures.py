@@ -146,7 +146,9 @@ def _held_in_memory(data: LabelledData) -> LabelledDataset:
 def _read(recipe: Recipe, data: LabelledData, steps: int) -> float:
     """Read the first steps of an epoch. Return pictures a second, from the first batch on."""
     order, worker = order_of(recipe, data), Worker(0, 1, torch.device("cpu"))
-    with closing(Feed(data, recipe.train, recipe.train.layout(1), worker, Activity(), order)) as feed:
+    with closing(
+        Feed(data, recipe.train, recipe.train.layout(1), worker, Activity(), order, augmentation_of(recipe.train, data))
+    ) as feed:
         each = order.num_batches(1)
         epochs = range(1, -(-steps // each) + 1)
         parts = (feed.train(epoch, range(min(each, steps - (epoch - 1) * each))) for epoch in epochs)

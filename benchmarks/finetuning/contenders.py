@@ -90,9 +90,9 @@ def ours(recipe: Recipe) -> tuple[Figures, PreparedData]:
     with tempfile.TemporaryDirectory() as storage:
         clock = _Clock()
         run = Run.start("train", recipe.model_copy(update={"storage": storage}))
-        data = prepare_run(run)
-        open_run(run, data)
-        ending = train(run.recipe, data, start_worker(run.recipe.train), run.folder)
+        plan, data = prepare_run(run)
+        open_run(run, plan, data)
+        ending = train(plan, data, start_worker(run.recipe.train), run.folder)
         run.until_result.close()
         return Figures(clock.steps_per_s, ending.records[-1].val_accuracy), data
 

@@ -18,6 +18,7 @@ from app.checksums import code_revision, sha256_of
 from app.config import Recipe
 from app.errors import NonFiniteLossError
 from app.storage import to_path, write_atomically
+from app.training.plan import TrainingPlan
 from app.training.records import Ending
 from app.training.session import train
 from app.training.worker import start_worker
@@ -94,4 +95,5 @@ class Curves:
 def _train(recipe: Recipe, data: DataCache, folder: UPath, report: Any) -> Ending:
     worker = start_worker(recipe.train)
     with log_to(folder):
-        return train(recipe, data.get(recipe), worker, folder, report)
+        prepared = data.get(recipe)
+        return train(TrainingPlan.of(recipe, prepared), prepared, worker, folder, report)

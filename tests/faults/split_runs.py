@@ -13,6 +13,7 @@ from upath import UPath
 
 from app.config import Recipe, TrainConfig, load_recipe
 from app.tasks import prepare
+from app.training.plan import TrainingPlan
 from app.training.session import train
 from app.training.worker import leave_process_group, start_worker
 
@@ -45,7 +46,7 @@ def main() -> None:
     def go(plan: str, split: str, stop: int | None) -> None:
         run = folder / plan / split
         run.mkdir(parents=True, exist_ok=True)
-        ending = train(recipe_of(corpus, plan, stop), data, worker, run)
+        ending = train(TrainingPlan.of(recipe_of(corpus, plan, stop), data), data, worker, run)
         assert ending.step == (stop or STEPS), ending
 
     if anew := [int(step) for step in sys.argv[3:]]:

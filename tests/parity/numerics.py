@@ -39,6 +39,7 @@ from app.training.checkpoints.writer import CheckpointWriter
 from app.training.data.feed import MicroBatch
 from app.training.data.ranks import DataRank
 from app.training.engine import create_engine
+from app.training.plan import TrainingPlan
 from app.training.session import train
 from app.training.worker import import_deepspeed, leave_process_group, start_worker
 from benchmarks.machine import peak_growth
@@ -197,9 +198,9 @@ def two_ranks(folder: Path) -> dict[str, Found]:
         losses[f"ZeRO {stage}, uneven"] = planned_losses(False, 2 * UNEVEN, zero_stage=stage)
         losses[f"ZeRO {stage}, batch norm"] = planned_losses(True, 32, zero_stage=stage)
     worker, data = start_worker(recipe_of().train), prepare(recipe_of())
-    record = train(recipe_of(), data, worker, UPath(folder / "run")).records[-1]
+    record = train(TrainingPlan.of(recipe_of(), data), data, worker, UPath(folder / "run")).records[-1]
     for stop in (3, None):
-        train(recipe_of(stop), data, worker, UPath(folder / "parts"))
+        train(TrainingPlan.of(recipe_of(stop), data), data, worker, UPath(folder / "parts"))
     found = peaks_by_plan()
     norms = [
         grad_norm(lambda: build_model(MODELS["short gpt"], FACTS), tokens, "bf16", times, pipeline=2)

@@ -20,6 +20,7 @@ from app.training.data.order import SampleOrder
 from app.training.data.ranks import DataRank
 from app.training.data.recipe_order import count_steps, order_of
 from app.training.difficulty import recorded_difficulty
+from app.training.plan import TrainingPlan
 from app.training.records import Ending
 from app.training.resume import start_or_resume
 from app.training.run import open_run, prepare_run
@@ -93,8 +94,8 @@ def write_sources(folder: Path, weights: Sequence[float]) -> str:
 
 def started(recipe: Recipe) -> tuple[Run, Any]:
     run = start_or_resume("train", recipe)
-    data = prepare_run(run)
-    open_run(run, data)
+    plan, data = prepare_run(run)
+    open_run(run, plan, data)
     return run, load_prepared(run.recipe, run.folder / DATA)
 
 
@@ -102,7 +103,8 @@ def trained(run: Run, data: Any, stops: bool = False) -> Ending:
     """Train to the end, or to the first checkpoint."""
     try:
         poll = (lambda: StopRequest.STOP) if stops else None
-        return train(run.recipe, data, start_worker(run.recipe.train), run.folder, poll_stop_request=poll)
+        plan = TrainingPlan.of(run.recipe, data, recorded_periods(run.folder))
+        return train(plan, data, start_worker(run.recipe.train), run.folder, poll_stop_request=poll)
     finally:
         run.until_result.close()
 

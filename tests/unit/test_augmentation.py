@@ -36,9 +36,10 @@ def pictures(recipe: Recipe, data: PreparedData, workers: int, epoch: int) -> li
     """Return what all ranks read in the first two global batches of an epoch, sorted."""
     read = []
     for rank in range(workers):
+        changes = augmentation_of(recipe.train, data)
         layout = recipe.train.layout(workers)
         worker = Worker(rank, workers, torch.device("cpu"))
-        with closing(Feed(data, recipe.train, layout, worker, Activity(), order_of(recipe, data))) as feed:
+        with closing(Feed(data, recipe.train, layout, worker, Activity(), order_of(recipe, data), changes)) as feed:
             read += [
                 row.numpy().tobytes() for batch in feed.train(epoch, [0, 1]) for row in batch.inputs["pixel_values"]
             ]
@@ -90,8 +91,8 @@ def test_samples_change_alike_on_any_number_of_workers_and_anew_in_each_epoch() 
 
 def test_a_run_shows_samples_before_and_after_and_validates_on_the_samples_as_they_are(tmp_path: Path) -> None:
     run = Run.start("train", digits(IMAGES, f"storage={tmp_path}"))
-    data = prepare_run(run)
-    open_run(run, data)
+    plan, data = prepare_run(run)
+    open_run(run, plan, data)
     run.until_result.close()
     shown = AugmentedSamples.load(run.folder)
     assert shown

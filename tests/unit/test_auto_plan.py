@@ -1,6 +1,7 @@
 """``train.plan: auto``: chosen once the model is known, and kept."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -41,8 +42,9 @@ def test_auto_keeps_its_name_in_a_recipe_until_the_model_is_known(tmp_path: Path
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_a_small_model_on_cpus_trains_under_zero_1_as_ever(workers: int, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run.start("train", load_recipe(DIGITS, [f"train.workers={workers}"]))
-    prepare_run(run)
-    assert run.recipe.train.plan == PlanConfig()
+    plan, _ = prepare_run(run)
+    assert plan.recipe.train.plan == PlanConfig()
+    assert isinstance(run.recipe.train.plan, AutoPlan), "nothing but the plan says what was chosen"
     assert "train.plan auto: ZeRO 1: the model's states take" in capsys.readouterr().out
 
 
@@ -52,9 +54,9 @@ def test_an_elastic_run_takes_a_plan_that_fits_any_number_of_workers() -> None:
 
 def test_the_plan_is_written_into_the_run_and_a_resumed_run_keeps_it() -> None:
     run = Run.start("train", load_recipe(DIGITS))
-    data = prepare_run(run)
-    run.recipe = run.recipe.with_plan(PlanConfig(zero_stage=3))  # as if it had been chosen
-    open_run(run, data)
+    plan, data = prepare_run(run)
+    chosen = plan.recipe.with_plan(PlanConfig(zero_stage=3))  # as if it had been
+    open_run(run, replace(plan, recipe=chosen), data)
     run.until_result.close()
     assert load_stored_recipe(str(run.folder / CONFIG_FILE)).train.plan.zero_stage == 3
     resumed = start_or_resume("train", load_recipe(DIGITS, [f"train.resume={run.run_id}"]))

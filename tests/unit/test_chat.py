@@ -142,9 +142,9 @@ def test_blocks_are_full_and_hold_each_conversation_once() -> None:
 def train_losses(tmp_path: Path, name: str, source: Path, *overrides: str) -> list[float]:
     recipe = recipe_of(tmp_path, source, f"storage={tmp_path / name}", *overrides)
     run = Run.start("train", recipe)
-    data = prepare_run(run)
-    open_run(run, data)
-    finish_run(run, data, train(run.recipe, data, start_worker(recipe.train), run.folder))
+    plan, data = prepare_run(run)
+    open_run(run, plan, data)
+    finish_run(run, data, train(plan, data, start_worker(recipe.train), run.folder))
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line] + [
         line["val_loss"] for line in lines if "val_loss" in line

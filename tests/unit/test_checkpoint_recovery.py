@@ -21,6 +21,7 @@ from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import STATE_FILE, CheckpointWriter
 from app.training.coordination.sync import StepSync
 from app.training.engine.deepspeed_internals import written_to_nvme
+from app.training.plan import TrainingPlan
 from app.training.records import Ending, EpochRecord
 from app.training.run import finish_run
 from app.training.session import train
@@ -81,14 +82,14 @@ def test_training_goes_on_when_a_checkpoint_is_lost_and_from_the_one_before_a_da
     given = ["train.epochs=1", "model.args.width=8", "train.checkpoint={every_steps: 8, num_to_keep: 9}"]
     recipe = load_recipe("recipes/digits.yaml", given)
     data, worker, store = prepare(recipe), start_worker(recipe.train), CheckpointStore(UPath(tmp_path) / CHECKPOINTS)
-    ending = train(recipe, data, worker, UPath(tmp_path))
+    ending = train(TrainingPlan.of(recipe, data), data, worker, UPath(tmp_path))
     kept = steps(store)
     assert 8 not in kept
     assert {16, ending.step} <= {*kept}
     assert "503 Slow Down, second try. A later state has been stored since" in capsys.readouterr().err
 
     flip(store.folder_of(store.committed()[-1]) / "__0_0.distcp")
-    again = train(recipe, data, worker, UPath(tmp_path))
+    again = train(TrainingPlan.of(recipe, data), data, worker, UPath(tmp_path))
     assert again.resumed_from_step == kept[-2]
     assert f"step_{ending.step:08d} is damaged and left out" in capsys.readouterr().err
     assert (store.folder / f"damaged_step_{ending.step:08d}").exists()
@@ -102,14 +103,14 @@ def test_a_run_that_resumes_within_an_epoch_of_another_order_warns(
     recipe = load_recipe("recipes/digits.yaml", ["train.epochs=1", "model.args.width=8", *stops])
     data, worker, store = prepare(recipe), start_worker(recipe.train), CheckpointStore(UPath(tmp_path) / CHECKPOINTS)
     for _ in range(2):
-        ending = train(recipe, data, worker, UPath(tmp_path))
+        ending = train(TrainingPlan.of(recipe, data), data, worker, UPath(tmp_path))
     assert "shuffled" not in capsys.readouterr().err
     folder = store.folder_of(store.committed()[-1])
     state = TrainState.model_validate_json((folder / STATE_FILE).read_bytes())
     assert (state.position.epoch, state.position.batches_done) == (1, ending.step)
     (folder / STATE_FILE).write_text(state.model_dump_json(exclude={"epoch_order"}), encoding="utf-8")
     write_checksums(folder)
-    train(recipe, data, worker, UPath(tmp_path))
+    train(TrainingPlan.of(recipe, data), data, worker, UPath(tmp_path))
     told = capsys.readouterr().err
     assert f"the checkpoint of step {ending.step} is from a version of Rayloom that shuffled epochs differently" in told
 
@@ -121,7 +122,7 @@ def test_an_epoch_is_saved_though_its_last_step_was_saved_again(
     monkeypatch.setattr(CheckpointWriter, "has_failed", True)
     recipe = load_recipe("recipes/digits.yaml", ["train.epochs=1", "model.args.width=8"])
     data, worker, store = prepare(recipe), start_worker(recipe.train), CheckpointStore(UPath(tmp_path) / CHECKPOINTS)
-    train(recipe, data, worker, UPath(tmp_path))
+    train(TrainingPlan.of(recipe, data), data, worker, UPath(tmp_path))
     newest = store.newest_intact()
     assert newest is not None
     state = TrainState.model_validate_json((store.folder_of(newest) / STATE_FILE).read_bytes())

@@ -86,8 +86,9 @@ def test_a_column_is_found_by_the_text_of_each_sample(tmp_path: Path, keys: list
 @pytest.mark.parametrize("keys", [[], [SHARDS], [SHARDS, "data.sampling=balanced"]])
 def test_a_run_records_what_is_hard_and_trains_on_it(tmp_path: Path, keys: list[str]) -> None:
     recipe = recipe_of(tmp_path, "{by: length, epochs: 1.5}", "train.max_steps=14", *keys)
-    data, folder = prepare_run(Run.start("train", recipe)), UPath(tmp_path / "run")
-    ending = train(recipe, data, start_worker(recipe.train), folder)
+    plan, data = prepare_run(Run.start("train", recipe))
+    folder = UPath(tmp_path / "run")
+    ending = train(plan, data, start_worker(recipe.train), folder)
     assert ending.step == 14
     assert recorded_difficulty(recipe, data, folder).tolist() == list(map(float, data.train.lengths))
 

@@ -19,7 +19,7 @@ from app.config.plan import PlanConfig, PowerSgdConfig, ZeroPlusPlusConfig
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.errors import RecipeError
 from app.models.factory import build_model
-from app.models.traits import ModelKind, traits_of
+from app.models.traits import traits_of
 from app.runs import Run
 from app.training.engine.deepspeed_engine import deepspeed_config, with_bounded_buffers
 from app.training.engine.optimizer import create_optimizer
@@ -252,7 +252,7 @@ def test_deepspeed_gets_the_plan_every_default_that_moved_and_what_the_recipe_ad
     plan = ["train.plan={zero_stage: 2, micro_batch: 8}", "train.precision=bf16"]
     added = "train.deepspeed={zero_optimization: {reduce_bucket_size: 1000}, dump_state: true}"
     config = load_recipe(GPT, [*plan, added]).train
-    made = deepspeed_config(config, config.layout(2), ModelKind.PLAIN)
+    made = deepspeed_config(config, config.layout(2))
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert [made[size] for size in sizes] == [32, 8, 2]
     assert made["gradient_clipping"] == 1.0
@@ -265,7 +265,7 @@ def test_deepspeed_gets_the_plan_every_default_that_moved_and_what_the_recipe_ad
 def test_zero_plus_plus_reaches_deepspeed() -> None:
     keys = "{hpz_partition_size: 2, quantized_weights: true, quantized_gradients: true}"
     config = load_recipe(GPT, ["train.device=gpu", f"train.plan={{zero_stage: 3, zero_plus_plus: {keys}}}"]).train
-    made = deepspeed_config(config, config.layout(2), ModelKind.STAGED)["zero_optimization"]
+    made = deepspeed_config(config, config.layout(2))["zero_optimization"]
     assert made["zero_hpz_partition_size"] == 2
     assert made["zero_quantized_weights"] is made["zero_quantized_gradients"] is True
 
@@ -273,7 +273,7 @@ def test_zero_plus_plus_reaches_deepspeed() -> None:
 def test_deepspeeds_own_keys_refine_what_the_recipe_asks_for() -> None:
     given = "train.deepspeed={zero_optimization: {offload_optimizer: {ratio: 0.5}}}"
     config = load_recipe(GPT, ["train.plan={zero_stage: 3, offload: cpu}", given]).train
-    offload = deepspeed_config(config, config.layout(2), ModelKind.PLAIN)["zero_optimization"]["offload_optimizer"]
+    offload = deepspeed_config(config, config.layout(2))["zero_optimization"]["offload_optimizer"]
     assert offload == {"device": "cpu", "pin_memory": False, "ratio": 0.5}
 
 
@@ -281,7 +281,7 @@ def test_deepspeeds_own_keys_refine_what_the_recipe_asks_for() -> None:
     ("given", "words"),
     [
         ("{zero_optimization: {stage: 2}}", r"train\.deepspeed\.zero_optimization\.stage is 2.*make it 1"),
-        ("{tensor_parallel: {autotp_size: 2}}", r"train\.deepspeed\.tensor_parallel\.autotp_size is 2.*make it 0"),
+        ("{tensor_parallel: {autotp_size: 2}}", r"set train\.plan\.tensor$"),
         ("{zero_optimization: {compute_grad_norm: false}}", "compute_grad_norm is False.*make it True"),
         ("{optimizer: {type: Lamb}}", r"train\.deepspeed\.optimizer is for the recipe to say.*set train\.optimizer"),
         ("{scheduler: {type: WarmupLR}}", r"set train\.schedule"),
@@ -293,14 +293,14 @@ def test_deepspeeds_own_keys_refine_what_the_recipe_asks_for() -> None:
 def test_a_deepspeed_key_that_contradicts_the_recipe_is_refused(given: str, words: str) -> None:
     config = load_recipe(GPT, [f"train.deepspeed={given}"]).train
     with pytest.raises(RecipeError, match=words):
-        deepspeed_config(config, config.layout(2), ModelKind.HUGGING_FACE)
+        deepspeed_config(config, config.layout(2))
 
 
 @pytest.mark.parametrize(("num_parameters", "elements"), [(10**5, 2**20), (2**30, 2**24), (10**12, 5 * 10**8)])
 def test_buffers_are_a_small_part_of_the_model_unless_the_recipe_sets_them(num_parameters: int, elements: int) -> None:
     given = {"workers": 2, "plan": {"zero_stage": 3}, "deepspeed": {"zero_optimization": {"sub_group_size": 7}}}
     config = TrainConfig.model_validate(given)
-    made = with_bounded_buffers(deepspeed_config(config, config.layout(2), ModelKind.PLAIN), num_parameters)
+    made = with_bounded_buffers(deepspeed_config(config, config.layout(2)), num_parameters)
     zero = made["zero_optimization"]
     assert (zero["reduce_bucket_size"], zero["sub_group_size"], zero["stage"]) == (elements, 7, 3)
 

@@ -100,9 +100,9 @@ def test_our_own_gpt_is_written_for_transformers(positions: str, tied: bool, tmp
     keys = [f"data.source={documents}", "data.block_length=32", "data.tokenizer.vocab_size=300", model, "tune=null"]
     steps = ["train.max_steps=2", "train.workers=1", "train.global_batch_size=8", f"storage={tmp_path / 'storage'}"]
     run = Run.start("train", load_recipe("recipes/stdlib_gpt.yaml", [*keys, *steps]))
-    data = prepare_run(run)
-    open_run(run, data)
-    ending = train(run.recipe, data, start_worker(run.recipe.train), run.folder)
+    plan, data = prepare_run(run)
+    open_run(run, plan, data)
+    ending = train(plan, data, start_worker(run.recipe.train), run.folder)
     weights = finish_run(run, data, ending).artifacts["weights"]
     export_checkpoint(run.folder, UPath(tmp_path / "exported"), for_transformers=True)
     trained = blueprint_of(run.recipe.model, data.facts).load(
@@ -200,9 +200,9 @@ def test_an_image_classifier_starts_from_its_folder(tmp_path: Path) -> None:
 def test_a_run_keeps_all_that_the_trained_model_needs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = write_encoder(tmp_path / "bert")
     run = start_or_resume("train", recipe_of(tmp_path, folder, *LEARNING))
-    data = prepare_run(run)
-    open_run(run, data)
-    outcome = finish_run(run, data, train(run.recipe, data, start_worker(run.recipe.train), run.folder))
+    plan, data = prepare_run(run)
+    open_run(run, plan, data)
+    outcome = finish_run(run, data, train(plan, data, start_worker(run.recipe.train), run.folder))
     said = capfd.readouterr().out
     assert "made anew: bert.pooler.dense.weight, bert.pooler.dense.bias, classifier.weight, classifier.bias" in said
     assert outcome.metrics.model_dump()["val_accuracy"] > 0.9
@@ -260,12 +260,12 @@ def test_a_recipe_for_a_machine_with_gpus_trains_some_steps_on_a_cpu(name: str, 
     keys = [f"model.pretrained={folder}", f"data.source={source}", f"storage={tmp_path / 'storage'}"]
     on_cpu = ["train.device=cpu", "train.precision=fp32", "train.cpus_per_worker=1", "train.loader.num_workers=0"]
     run = Run.start("train", load_recipe(f"recipes/{name}.yaml", [*keys, *on_cpu, *short]))
-    data = prepare_run(run)
-    assert sum(parameter.numel() for parameter in blueprint_of(run.recipe.model, data.facts).model.parameters()) > (
+    plan, data = prepare_run(run)
+    assert sum(parameter.numel() for parameter in blueprint_of(plan.recipe.model, data.facts).model.parameters()) > (
         parameters
     )
-    open_run(run, data)
-    assert train(run.recipe, data, start_worker(run.recipe.train), run.folder).step == 4
+    open_run(run, plan, data)
+    assert train(plan, data, start_worker(run.recipe.train), run.folder).step == 4
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) >= 4
@@ -277,15 +277,15 @@ def test_only_a_run_without_a_checkpoint_needs_the_folder_again(adapter: str, tm
     folder = write_encoder(tmp_path / "bert")
     keys = [f"model.adapter={adapter}", "train.early_stopping=null", "train.checkpoint.every_steps=1"]
     first = Run.start("train", recipe_of(tmp_path, folder, *keys, "train.max_steps=1"))
-    data = prepare_run(first)
-    open_run(first, data)
-    assert train(first.recipe, data, start_worker(first.recipe.train), first.folder).step == 1
+    plan, data = prepare_run(first)
+    open_run(first, plan, data)
+    assert train(plan, data, start_worker(first.recipe.train), first.folder).step == 1
     first.until_result.close()
     folder.rename(tmp_path / "away")
     second = start_or_resume("train", recipe_of(tmp_path, folder, *keys, f"train.resume={first.run_id}"))
-    data = prepare_run(second)
-    assert second.recipe.model == first.recipe.model
-    assert train(second.recipe, data, start_worker(second.recipe.train), second.folder).step > 1
+    plan, data = prepare_run(second)
+    assert plan.recipe.model == first.recipe.model
+    assert train(plan, data, start_worker(second.recipe.train), second.folder).step > 1
     shutil.rmtree(second.folder / "checkpoints")
     with pytest.raises(RecipeError, match="does not exist: give a folder"):
         prepare_run(second)

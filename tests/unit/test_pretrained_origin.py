@@ -32,13 +32,13 @@ def sha256_in(folder: Path) -> str:
 def test_a_worker_that_reads_other_weights_than_the_run_recorded_is_refused(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "bert")
     run = Run.start("train", recipe_of(tmp_path, folder))
-    data = prepare_run(run)
-    open_run(run, data)
+    plan, data = prepare_run(run)
+    open_run(run, plan, data)
     recorded = sha256_in(folder)
     assert load_stored_recipe(str(run.folder / "config.yaml")).model.weights_sha256 == recorded
     write_encoder(folder, labels=2)  # as a node may have it whose copy is of another day
     with pytest.raises(RecipeError) as refused:
-        train(run.recipe, data, start_worker(run.recipe.train), run.folder)
+        train(plan, data, start_worker(run.recipe.train), run.folder)
     assert f"their sha256 is {sha256_in(folder)}, model.weights_sha256 is {recorded}" in str(refused.value)
     assert not (run.folder / CHECKPOINTS).exists()
 
@@ -58,18 +58,18 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_name_of_the_hub_stands_for_the_commit_of_the_runs_beginning(hub: Path, tmp_path: Path) -> None:
     run = Run.start("train", recipe_of(tmp_path, Path("some/bert"), "train.max_steps=1", "train.early_stopping=null"))
-    data = prepare_run(run)
-    assert (run.recipe.model.pretrained, run.recipe.model.commit) == ("some/bert", COMMIT)
+    plan, data = prepare_run(run)
+    assert (plan.recipe.model.pretrained, plan.recipe.model.commit) == ("some/bert", COMMIT)
     (hub / "refs/main").write_text(NEWER)
-    open_run(run, data)
-    outcome = finish_run(run, data, train(run.recipe, data, start_worker(run.recipe.train), run.folder))
+    open_run(run, plan, data)
+    outcome = finish_run(run, data, train(plan, data, start_worker(run.recipe.train), run.folder))
     kept = load_stored_recipe(f"{outcome.artifacts['weights']}/recipe.yaml")
     first = sha256_in(hub / "snapshots" / COMMIT)
     assert kept.model.origin == f"some/bert@{COMMIT} sha256:{first}"
     later = Run.start("train", recipe_of(tmp_path, Path("some/bert")))
-    prepare_run(later)
-    assert later.recipe.model.commit == NEWER
-    assert later.recipe.as_given.model == run.recipe.as_given.model, "a resumed run compares what was given"
+    renewed = prepare_run(later)[0].recipe
+    assert renewed.model.commit == NEWER
+    assert renewed.as_given.model == run.recipe.as_given.model, "a resumed run compares what was given"
 
 
 def test_a_name_of_the_hub_may_have_a_revision(hub: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_trial_that_draws_another_pretrained_model_reads_that_ones_configurati
     (file := tmp_path / "best.yaml").write_text(tuned_recipe(run.recipe, best, run.run_id), encoding="utf-8")
     shutil.rmtree(folder)
     trained = Run.start("train", load_recipe(file))
-    prepare_run(trained)
-    assert trained.recipe.model.weights_sha256 == sha256_in(other)
-    assert trained.recipe.model.configuration
-    assert trained.recipe.model.configuration["hidden_size"] == 16
+    model = prepare_run(trained)[0].recipe.model
+    assert model.weights_sha256 == sha256_in(other)
+    assert model.configuration
+    assert model.configuration["hidden_size"] == 16

@@ -21,6 +21,7 @@ from app.runs import CONFIG_FILE, RESULT_FILE, Outcome, Result, Run, execute
 from app.shared_files import change
 from app.storage import to_path
 from app.tasks import prepare
+from app.training.plan import TrainingPlan
 from app.training.records import StoppedTrainMetrics
 from app.training.resume import LATEST, start_or_resume
 from app.training.run import open_run, prepare_run
@@ -33,16 +34,16 @@ def test_a_run_is_its_jobs_from_its_opening_until_its_result_is_kept() -> None:
     run = Run.start("train", load_recipe(DIGITS))
     beat = run.folder / HEARTBEAT_FILE
 
-    def step_of(run: Run, data: PreparedData) -> Outcome:
-        open_run(run, data)
+    def step_of(run: Run, plan: TrainingPlan, data: PreparedData) -> Outcome:
+        open_run(run, plan, data)
         return Outcome(StoppedTrainMetrics(steps=1, epochs=0, paused=True), {}, status="stopped")
 
     def step(run: Run) -> Outcome:
-        data = prepare_run(run)
-        outcome = step_of(run, data)
+        plan, data = prepare_run(run)
+        outcome = step_of(run, plan, data)
         first = beat.read_bytes()
         wait_until(lambda: beat.read_bytes() != first, timeout_s=10)
-        refused = execute(Run.start("train", run.recipe, run.run_id), lambda other: step_of(other, data))
+        refused = execute(Run.start("train", run.recipe, run.run_id), lambda other: step_of(other, plan, data))
         assert "is being trained right now: pause it with 'rayloom pause" in str(refused.error)
         assert not (run.folder / RESULT_FILE).exists()
         return outcome

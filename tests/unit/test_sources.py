@@ -94,10 +94,11 @@ def test_temperature_raises_the_share_of_small_sources(tmp_path: Path) -> None:
 
 def test_a_run_measures_each_source(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, two_sources(tmp_path, (1.0, 3.0)), SHARDS)
-    data = prepare_run(Run.start("train", recipe))
+    plan, data = prepare_run(Run.start("train", recipe))
     data.save(UPath(tmp_path / "data"))
     folder = tmp_path / "run"
-    ending = train(recipe, load_prepared(recipe, UPath(tmp_path / "data")), start_worker(recipe.train), UPath(folder))
+    kept = load_prepared(recipe, UPath(tmp_path / "data"))
+    ending = train(plan, kept, start_worker(recipe.train), UPath(folder))
     record = ending.records[-1]
     steps = ending.records[0].step
     assert record.source_samples == {"big": steps * 4, "little": steps * 12}

@@ -42,8 +42,9 @@ def read(recipe: Recipe, data: PreparedData, workers: int, epoch: int = 1, first
     """Return what all ranks read in global batches of an epoch, each sample with its target, sorted."""
     samples = []
     for rank in range(workers):
+        changes = augmentation_of(recipe.train, data)
         layout, worker = recipe.train.layout(workers), Worker(rank, workers, torch.device("cpu"))
-        with closing(Feed(data, recipe.train, layout, worker, Activity(), order_of(recipe, data))) as feed:
+        with closing(Feed(data, recipe.train, layout, worker, Activity(), order_of(recipe, data), changes)) as feed:
             for batch in feed.train(epoch, range(first, 3)):
                 pixels = batch.inputs["pixel_values"].numpy()
                 samples += [
@@ -150,8 +151,8 @@ def test_masks_cover_frames_and_bins_in_a_row_with_the_mean() -> None:
 
 def test_a_runs_page_shows_mixed_samples_with_their_labels(tmp_path: Path) -> None:
     run = Run.start("train", digits(MIX, f"storage={tmp_path}"))
-    data = prepare_run(run)
-    open_run(run, data)
+    plan, data = prepare_run(run)
+    open_run(run, plan, data)
     run.until_result.close()
     shown = AugmentedSamples.load(run.folder)
     assert shown

@@ -21,6 +21,7 @@ from app.training.data.feed import Feed
 from app.training.data.order import SampleOrder
 from app.training.data.recipe_order import count_steps, order_of
 from app.training.data.rules import batch_sizes
+from app.training.plan import TrainingPlan
 from app.training.session import train
 from app.training.teacher import TaughtDataset
 from app.training.worker import Worker, start_worker
@@ -122,7 +123,7 @@ def test_steps_are_counted_before_the_run_and_trained(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     data, worker = prepare(recipe), start_worker(recipe.train)
     order = order_of(recipe, data)
-    ending = train(recipe, data, worker, UPath(tmp_path / "run"))
+    ending = train(TrainingPlan.of(recipe, data), data, worker, UPath(tmp_path / "run"))
     assert ending.step == count_steps(recipe, order) == order.num_batches(1) + order.num_batches(2)
     assert [record.step for record in ending.records] == [order.num_batches(1), ending.step]
 

@@ -13,6 +13,7 @@ from upath import UPath
 import app
 from app.config import load_recipe
 from app.tasks import prepare
+from app.training.plan import TrainingPlan
 from app.training.session import train
 from app.training.stop_request import StopRequest
 from app.training.worker import start_worker
@@ -46,8 +47,9 @@ def entered_modules() -> Iterator[set[str]]:
 def test_three_steps_enter_few_modules(tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes/digits.yaml", ["train.workers=1", "train.max_steps=3"])
     data, worker = prepare(recipe), start_worker(recipe.train)
+    plan = TrainingPlan.of(recipe, data)
     with entered_modules() as modules:
-        ending = train(recipe, data, worker, UPath(tmp_path))
+        ending = train(plan, data, worker, UPath(tmp_path))
     assert (ending.step, ending.stop_request) == (3, StopRequest.NONE)
     assert {"training/loop.py", "training/checkpoints/writer.py"} <= modules  # of this thread, and of another
     assert len(modules) <= MAX_MODULES, " ".join(sorted(modules))

@@ -28,9 +28,9 @@ def test_training_takes_what_the_search_has_prepared_for_the_same_data(
     assert find_data(other, folder) is None
     monkeypatch.setattr("app.training.run.prepare", lambda recipe: pytest.fail("it was prepared again"))
     run = Run.start("train", recipe)
-    data = prepare_run(run, prepared=location)
+    plan, data = prepare_run(run, prepared=location)
     with run.until_result:
-        open_run(run, data)
+        open_run(run, plan, data)
     saved = {file.name: file.read_bytes() for file in (run.folder / "data").iterdir()}
     assert saved == {file.name: file.read_bytes() for file in location.iterdir()}
     test = find_served_task(recipe.task).load_test(recipe, run.folder / "data")
@@ -38,17 +38,24 @@ def test_training_takes_what_the_search_has_prepared_for_the_same_data(
     assert f"data builtin:digits: as prepared in {location}" in capsys.readouterr().out
 
 
+OWN = "task=app.tasks.classification:ImageClassification"
+"""It is asked by the job. A built-in task is asked when the recipe is loaded."""
+
+
 def test_a_metric_that_the_task_has_not_is_refused_with_prepared_data_too(tmp_path: Path) -> None:
     keys = [f"storage={tmp_path}", "train.early_stopping={metric: val_typo, mode: max}"]
+    keys.append(
+        "task=app.tasks.classification:ImageClassification"
+    )  # a built-in one is asked when the recipe is loaded
     recipe = load_recipe(ROOT / "recipes/digits.yaml", keys)
     location = prepare_data(load_recipe(ROOT / "recipes/digits.yaml", keys[:1]), UPath(tmp_path / "data"))
-    with pytest.raises(RecipeError, match=r"early_stopping.metric is val_typo, and task image-classification has val"):
+    with pytest.raises(RecipeError, match=r"early_stopping.metric is val_typo, and task app.tasks.* has val"):
         prepare_run(Run.start("train", recipe), prepared=location)
 
 
 def test_a_search_for_a_metric_that_the_task_has_not_is_refused(tmp_path: Path) -> None:
     search = "tune={space: 'tune_spaces.image:space', metric: val_typo, mode: max}"
-    recipe = load_recipe(ROOT / "recipes/digits.yaml", [f"storage={tmp_path}", search, "data.source=/nowhere"])
+    recipe = load_recipe(ROOT / "recipes/digits.yaml", [f"storage={tmp_path}", search, "data.source=/nowhere", OWN])
     assert recipe.tune
     with pytest.raises(RecipeError, match=r"tune.metric is val_typo"):
         prepare_trials(Run.start("tune", recipe), recipe.tune, load_space(recipe.tune.space, recipe), local_cluster)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from app.config import Layout, TrainConfig
-from app.data.augmentation import Augmentation, augmentation_of
+from app.data.augmentation import Augmentation
 from app.data.images import allocate_with
 from app.data.labelled import LabelledDataset
 from app.data.prepared import IGNORED, Batch, Dataset, Indices, PreparedData
@@ -95,10 +95,12 @@ class Feed:
     worker: Worker
     activity: Activity
     order: SampleOrder
+    augmentation: Augmentation | None = None
+    """The changes of training samples."""
     loader: "Loader" = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loader = Loader(self.data, self.config, self.worker, self.activity)
+        self.loader = Loader(self.data, self.config, self.worker, self.activity, self.augmentation)
 
     def read_from(self, data: PreparedData, order: SampleOrder) -> None:
         """Switch to other data and their order."""
@@ -119,7 +121,7 @@ class Feed:
         """Return this rank's micro-batches of a global batch, each with the samples that its own are mixed with."""
         count = self.layout.gradient_accumulation
         parts = np.array_split(self.order.share(epoch, number, self._rank), count)
-        if self.config.augment is None or self.config.augment.mix is None:
+        if self.augmentation is None or self.augmentation.mix is None:
             return [(part, None) for part in parts]
         return list(zip(parts, np.array_split(self.order.partners(epoch, number, self._rank), count), strict=True))
 
@@ -191,10 +193,17 @@ class Loader:
     ``num_workers: auto`` starts others in their place. What it has learned holds for the next data, too.
     """
 
-    def __init__(self, data: PreparedData, config: TrainConfig, worker: Worker, activity: Activity) -> None:
+    def __init__(
+        self,
+        data: PreparedData,
+        config: TrainConfig,
+        worker: Worker,
+        activity: Activity,
+        augmentation: Augmentation | None = None,
+    ) -> None:
         self.last: MicroBatch | None = None
         """The micro-batch that was read last."""
-        self._config, self._worker, self._activity = config, worker, activity
+        self._config, self._worker, self._activity, self._augmentation = config, worker, activity, augmentation
         self._requests = _Requests()
         self._loader: DataLoader[MicroBatch] | None = None
         self._batches: Iterator[MicroBatch] = iter(())
@@ -210,8 +219,7 @@ class Loader:
         self._read_splits(data)
 
     def _read_splits(self, data: PreparedData) -> None:
-        augmentation = augmentation_of(self._config, data) if self._config.augment else None
-        self._reader = _Reader(data, augmentation, self._config.plan.takes_partial_steps)
+        self._reader = _Reader(data, self._augmentation, self._config.plan.takes_partial_steps)
         self._shards = [shards for split in (data.train, data.validation) if (shards := split.shards)]
         sources: list[Medium] = ["disk" if shards.is_local else "network" for shards in self._shards]
         self._source: Medium = sources[0] if sources else "memory"

@@ -1,5 +1,6 @@
 """The sources of a run, and how much of an epoch each of them is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,15 +45,17 @@ def recorded_periods(run_folder: UPath) -> list[MixturePeriod]:
     return [] if content is None else _PERIODS.validate_json(content)
 
 
-def record_period(run_folder: UPath, period: MixturePeriod) -> bool:
-    """Record that all batches from here on belong to this period. Return whether sources or shares change."""
-    earlier = recorded_periods(run_folder)
+def with_period(earlier: Sequence[MixturePeriod], period: MixturePeriod) -> list[MixturePeriod]:
+    """Return the periods of a run in which all batches from here on belong to ``period``."""
     if earlier and (earlier[-1].names, earlier[-1].shares) == (period.names, period.shares):
-        return False
+        return [*earlier]
     kept = [one for one in earlier if one.start < period.start]
-    first = period if kept else period.model_copy(update={"epoch": 1, "number": 0})
-    write_atomically(run_folder / _FILE, _PERIODS.dump_json([*kept, first], indent=1))
-    return bool(kept)
+    return [*kept, period if kept else period.model_copy(update={"epoch": 1, "number": 0})]
+
+
+def save_periods(run_folder: UPath, periods: Sequence[MixturePeriod]) -> None:
+    """Record the periods of a run for ``recorded_periods``."""
+    write_atomically(run_folder / _FILE, _PERIODS.dump_json([*periods], indent=1))
 
 
 @dataclass(frozen=True)

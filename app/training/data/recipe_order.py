@@ -107,18 +107,3 @@ def count_steps(recipe: Recipe, order: SampleOrder) -> int:
     else:
         total = sum(order.num_batches(epoch) for epoch in range(1, config.epochs + 1))
     return min(total, config.max_steps or total)
-
-
-def check_order(recipe: Recipe, data: PreparedData) -> None:
-    """Check that the data can be read in the recipe's order, and log how it differs from the default.
-
-    Raises:
-        RecipeError, TrainingError: as ``order_of``.
-    """
-    if recipe.data.sources:
-        print(f"data.sources: {Mixture.of(recipe.data, data)} of an epoch", flush=True)
-    order = order_of(recipe, data)
-    if tokens := recipe.train.tokens_per_batch:
-        batches = order.num_batches(1)
-        mean = len(data.train) / batches
-        print(f"train.tokens_per_batch {tokens:,}: {batches:,} batches of {mean:.1f} samples on average", flush=True)

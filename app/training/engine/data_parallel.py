@@ -11,7 +11,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from app.config import Layout, TrainConfig
-from app.models.traits import kind_of
 from app.tasks.objective import Objective, Totals
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
@@ -31,12 +30,18 @@ class DataParallelEngine:
 
     @classmethod
     def create(
-        cls, model: nn.Module, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective
+        cls,
+        model: nn.Module,
+        config: TrainConfig,
+        layout: Layout,
+        deepspeed: dict[str, Any],
+        total_steps: int,
+        objective: Objective,
     ) -> Self:
-        """Create the engine around ``model``."""
+        """Create the engine around ``model``, with DeepSpeed's configuration for it."""
         powersgd = config.plan.powersgd
         wrapped = _with_powersgd(model, powersgd.rank) if powersgd else model
-        engine = initialize(wrapped, config, layout, total_steps, kind_of(model))
+        engine = initialize(wrapped, config, deepspeed, total_steps)
         if config.plan.zero_stage == 0:
             disable_reduction(engine)  # torch reduces, or ``train_step`` does
         keep_norm_when_clipping(engine)

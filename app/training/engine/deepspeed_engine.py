@@ -29,6 +29,7 @@ _RECIPE_KEYS = {
     "train.deepspeed.bfloat16": "train.precision",
     "train.deepspeed.torch_autocast": "train.precision",
     "train.deepspeed.elasticity": "train.workers",
+    "train.deepspeed.tensor_parallel": "train.plan.tensor",
     "train.deepspeed.zero_optimization.offload_optimizer": "train.plan.offload",
     "train.deepspeed.zero_optimization.offload_param": "train.plan.offload_param",
     "train.deepspeed.zero_optimization.cpu_offload": "train.plan.offload",
@@ -37,16 +38,15 @@ _RECIPE_KEYS = {
 """Keys that DeepSpeed would ignore, or that would contradict the recipe, and the recipe's key to use instead."""
 
 
-def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> dict[str, Any]:
-    """Return DeepSpeed's configuration for one layout. Defaults that changed in recent versions are set explicitly.
+def deepspeed_config(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+    """Return DeepSpeed's configuration for one layout and any model.
 
-    Rayloom splits the matrices of a staged model; DeepSpeed splits those of other models.
+    Defaults that changed in recent versions are set explicitly.
     Source of the keys: https://www.deepspeed.ai/docs/config-json
 
     Raises:
         RecipeError: ``train.deepspeed`` contradicts the recipe, or sets a key for which the recipe has its own.
     """
-    autotp_size = layout.tensor if layout.tensor > 1 and kind is not ModelKind.STAGED else 0
     ours: dict[str, Any] = {
         # DeepSpeed checks this product. It exceeds the global batch if micro-batches are uneven.
         "train_batch_size": layout.micro_batch * layout.gradient_accumulation * layout.data,
@@ -77,15 +77,19 @@ def deepspeed_config(config: TrainConfig, layout: Layout, kind: ModelKind) -> di
             "activation_checkpoint_interval": int(config.plan.activation_checkpointing and layout.model_parallel > 1),
             "use_reentrant": False,
         },
-        "tensor_parallel": {"autotp_size": autotp_size},
         "wall_clock_breakdown": False,
         "steps_per_print": 2**31,  # progress is ours to print
     }
-    merged = _merge(ours, config.deepspeed, "train.deepspeed")
-    if autotp_size:
-        # DeepSpeed would check it before it knows that the workers split matrices.
-        del merged["train_batch_size"]
-    return merged
+    return _merge(ours, config.deepspeed, "train.deepspeed")
+
+
+def for_kind(deepspeed: dict[str, Any], layout: Layout, kind: ModelKind) -> dict[str, Any]:
+    """Return ``deepspeed`` for a model of ``kind``. Rayloom splits the matrices of a staged one, DeepSpeed others."""
+    if layout.tensor == 1 or kind is ModelKind.STAGED:
+        return deepspeed | {"tensor_parallel": {"autotp_size": 0}}
+    # DeepSpeed would check the batch before it knows that the workers split matrices.
+    whole = {key: value for key, value in deepspeed.items() if key != "train_batch_size"}
+    return whole | {"tensor_parallel": {"autotp_size": layout.tensor}}
 
 
 def with_bounded_buffers(deepspeed: dict[str, Any], num_parameters: int) -> dict[str, Any]:
@@ -164,12 +168,12 @@ def _merge(ours: dict[str, Any], given: dict[str, Any], path: str) -> dict[str, 
     return merged
 
 
-def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int, kind: ModelKind) -> Any:
-    """Return the ``DeepSpeedEngine`` of ``model``, which is a part of a model of ``kind`` or all of it."""
+def initialize(model: Any, config: TrainConfig, deepspeed: dict[str, Any], total_steps: int) -> Any:
+    """Return the ``DeepSpeedEngine`` of ``model``, with the configuration ``deepspeed``."""
     uses_nvme = config.plan.offload == "nvme"
     if uses_nvme:
         load_asynchronous_io()
-        config = with_own_folder(config)
+        deepspeed = with_own_folder(deepspeed)
 
     optimizer = create_optimizer(model, config)
     num_parameters = sum(map(num_elements, model.parameters()))
@@ -180,7 +184,7 @@ def initialize(model: Any, config: TrainConfig, layout: Layout, total_steps: int
             model=model,
             optimizer=optimizer,
             lr_scheduler=create_scheduler(optimizer, config, total_steps),
-            config=with_bounded_buffers(deepspeed_config(config, layout, kind), num_parameters),
+            config=with_bounded_buffers(deepspeed, num_parameters),
         )
     # Only the step that DeepSpeed takes on its own is a no-op.
     if hook:

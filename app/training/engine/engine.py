@@ -21,7 +21,7 @@ from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
 from app.training.engine.batch_norm import synchronize_batch_norm
 from app.training.engine.data_parallel import DataParallelEngine
-from app.training.engine.deepspeed_engine import StepResult
+from app.training.engine.deepspeed_engine import StepResult, deepspeed_config, for_kind
 from app.training.engine.pipeline import PipelineEngine
 from app.training.engine.placement import make_in_place
 
@@ -57,16 +57,23 @@ class TrainingEngine(Protocol):
 
 
 def create_engine(
-    blueprint: Blueprint, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective | None = None
+    blueprint: Blueprint,
+    config: TrainConfig,
+    layout: Layout,
+    total_steps: int,
+    objective: Objective | None = None,
+    deepspeed: dict[str, Any] | None = None,
 ) -> TrainingEngine:
     """Create the engine for the blueprint's model under the recipe's plan. Its tensors are made where they stay.
 
-    The default ``objective`` is cross-entropy without metrics.
+    The default ``objective`` is cross-entropy without metrics. ``deepspeed`` is what ``deepspeed_config`` has returned,
+    or will if it is None.
     """
-    objective = objective or Objective(CrossEntropy(config.label_smoothing))
-    if kind_of(blueprint.model) is ModelKind.STAGED and layout.model_parallel > 1:
-        return PipelineEngine.create(blueprint, config, layout, total_steps, objective)
-    model = make_in_place(blueprint, config, layout)
+    objective, kind = objective or Objective(CrossEntropy(config.label_smoothing)), kind_of(blueprint.model)
+    deepspeed = for_kind(deepspeed or deepspeed_config(config, layout), layout, kind)
+    if kind is ModelKind.STAGED and layout.model_parallel > 1:
+        return PipelineEngine.create(blueprint, config, layout, deepspeed, total_steps, objective)
+    model = make_in_place(blueprint, config, deepspeed)
     # Before DeepSpeed copies the weights into its masters.
     if config.prune:
         from app.training.engine.pruning import start_pruned  # other runs do not need it
@@ -76,7 +83,7 @@ def create_engine(
         model = synchronize_batch_norm(model)
     if config.plan.activation_checkpointing:
         _recompute_activations(model)
-    engine = DataParallelEngine.create(model, config, layout, total_steps, objective)
+    engine = DataParallelEngine.create(model, config, layout, deepspeed, total_steps, objective)
     return_freed_memory()
     return engine
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from app.config import TrainConfig
 from app.errors import TrainingError
 from app.training.engine.deepspeed_internals import misaligned_gradient
 from app.training.engine.extensions import load_extension
@@ -34,16 +33,19 @@ def load_asynchronous_io() -> None:
         load_extension(builder)
 
 
-def with_own_folder(config: TrainConfig) -> TrainConfig:
-    """Return ``config`` with an ``nvme_path`` that only this process uses. The folder is removed when it ends.
+def with_own_folder(deepspeed: dict[str, Any]) -> dict[str, Any]:
+    """Return DeepSpeed's configuration with an ``nvme_path`` of this process alone. The folder goes when it ends.
 
     DeepSpeed names its files by rank alone: two runs would overwrite each other's.
     """
-    assert config.plan.nvme_path is not None  # the rules of plans require it
-    Path(config.plan.nvme_path).mkdir(parents=True, exist_ok=True)
-    own = mkdtemp(prefix="rayloom-", dir=config.plan.nvme_path)
+    zero = deepspeed["zero_optimization"]
+    shared = zero["offload_optimizer"]["nvme_path"]
+    Path(shared).mkdir(parents=True, exist_ok=True)
+    own = mkdtemp(prefix="rayloom-", dir=shared)
     atexit.register(shutil.rmtree, own, ignore_errors=True)
-    return config.model_copy(update={"plan": config.plan.model_copy(update={"nvme_path": own})})
+    return deepspeed | {
+        "zero_optimization": zero | {"offload_optimizer": zero["offload_optimizer"] | {"nvme_path": own}}
+    }
 
 
 def require_aligned_gradients(engine: Any) -> None:

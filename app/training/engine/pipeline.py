@@ -14,7 +14,6 @@ from app.config import Layout, TrainConfig
 from app.models.blueprint import Blueprint, Place
 from app.models.splitting import cuts_of, layers_of
 from app.models.staged import Layer, Tied
-from app.models.traits import ModelKind
 from app.storage import no_op
 from app.tasks.objective import Objective, Totals
 from app.telemetry.step_time import Phase, phase
@@ -38,7 +37,13 @@ class PipelineEngine:
 
     @classmethod
     def create(
-        cls, blueprint: Blueprint, config: TrainConfig, layout: Layout, total_steps: int, objective: Objective
+        cls,
+        blueprint: Blueprint,
+        config: TrainConfig,
+        layout: Layout,
+        deepspeed: dict[str, Any],
+        total_steps: int,
+        objective: Objective,
     ) -> Self:
         """Create the engine for this worker's stage of the model, with its part of the split matrices.
 
@@ -46,7 +51,7 @@ class PipelineEngine:
         """
         module = _make_stage(blueprint, config, layout, objective)
         names = names_of(blueprint.model)
-        engine = initialize(module, config, layout, total_steps, ModelKind.STAGED)
+        engine = initialize(module, config, deepspeed, total_steps)
         if config.torch_compile:
             engine.module.compile()
         wrap_instructions(engine, _phase_marker())

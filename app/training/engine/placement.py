@@ -5,24 +5,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.config import Layout, TrainConfig
+from app.config import TrainConfig
 from app.models.blueprint import Blueprint, Finish
 from app.models.precision import TORCH_DTYPES
-from app.models.traits import kind_of
 from app.storage import no_op
-from app.training.engine.deepspeed_engine import deepspeed_config
 from app.training.engine.deepspeed_internals import partition_like
 from app.training.worker import import_deepspeed
 
 
-def make_in_place(blueprint: Blueprint, config: TrainConfig, layout: Layout) -> nn.Module:
+def make_in_place(blueprint: Blueprint, config: TrainConfig, deepspeed: dict[str, Any]) -> nn.Module:
     """Make the model of a data-parallel rank: in the plan's precision, and under ZeRO 3 only its part of each tensor.
 
     DeepSpeed would do the same to a whole model in float32. The values are equal to the bit.
     """
     if config.plan.powersgd:
         return blueprint.make()  # torch's reduction needs float32
-    partition = _Partition(deepspeed_config(config, layout, kind_of(blueprint.model)))
+    partition = _Partition(deepspeed)
     is_split = config.plan.zero_stage == 3 and not config.plan.zero_plus_plus.hpz_partition_size > 1
     model = blueprint.make(in_precision(config), partition if is_split else no_op)
     if is_split:

@@ -31,12 +31,11 @@ from app.planner.calibration import Calibration, MeasuredPlan, machine_name
 from app.planner.enumeration import divisors
 from app.planner.search import Candidate
 from app.storage import to_path
-from app.tasks import find_task, load_prepared
-from app.tasks.objective import objective_of
+from app.tasks import load_prepared
 from app.training.activity import Activity
 from app.training.data.feed import Feed
-from app.training.data.recipe_order import order_of
 from app.training.engine import create_engine
+from app.training.plan import TrainingPlan
 from app.training.planning.report import plan_keys
 from app.training.worker import Worker, keep_freed_memory, leave_process_group, seed_random, start_worker
 
@@ -243,12 +242,12 @@ def _measure_steps(recipe: Recipe, folder: str, count: int) -> _Steps:
     layout = config.layout(worker.size)
     seed_random(config.seed)
     blueprint = blueprint_of(recipe.model, data.facts)
-    order = order_of(recipe, data)
-    steps = min(count, order.num_batches(1))
-    engine = create_engine(blueprint, config, layout, steps, objective_of(find_task(recipe.task), config, data))
+    plan = TrainingPlan.of(recipe, data)
+    steps = min(count, plan.epoch_batches)
+    engine = create_engine(blueprint, config, layout, steps, plan.objective, plan.deepspeed.get(worker.size))
 
     activity = Activity()
-    feed = Feed(data, config, layout, worker, activity, order)
+    feed = Feed(data, config, layout, worker, activity, plan.order(data), plan.augmentation)
     batches = feed.train(1, range(steps))
     times = []
     for _ in range(steps):
