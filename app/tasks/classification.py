@@ -45,7 +45,7 @@ class ImageClassification(Classification):
     """Images, each with one label."""
 
     processor = ImageProcessor
-    supports = PREPARED | MODEL | IMAGES | CLASSES | {"mixup"}
+    supports = PREPARED | MODEL | IMAGES | CLASSES | {"mixup", "audio augmentation"}  # spectrograms may be images
 
 
 _OF_INPUTS: dict[Modality, type[Classification]] = {

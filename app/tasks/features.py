@@ -34,8 +34,8 @@ TEXTS: Features = frozenset(
 IMAGES: Features = frozenset({"input column", "image", "image augmentation"})
 ROWS: Features = frozenset({"features", "kinds of columns"})
 RECORDS: Features = frozenset({"fields", "kinds of columns", "buckets", "tokenizer", "image", "audio"})
-READ: Features = RECORDS | ROWS | {"input column", "label separator"}
-"""Keys that the processor and the targets of a person's own task may read."""
+READ: Features = RECORDS | ROWS | {"input column", "label separator", "audio augmentation"}
+"""For tasks of one's own: processor and targets may read any key, and their inputs say what can be masked."""
 
 _NEEDS: dict[str, Feature] = {
     "data.shards": "shards",

@@ -46,4 +46,3 @@ class Speech(Classification):
     """Recordings with one word each, in a folder for each word: ``recordings/yes/a.wav``."""
 
     processor, metrics = AudioProcessor, (AverageRecall(), Accuracy())
-    supports = Classification.supports | {"audio augmentation"}

@@ -21,8 +21,10 @@ from app.errors import RecipeError
 from app.models.factory import build_model
 from app.models.traits import traits_of
 from app.runs import Run
+from app.tasks import prepare
 from app.training.engine.deepspeed_engine import deepspeed_config, with_bounded_buffers
 from app.training.engine.optimizer import create_optimizer
+from app.training.plan import TrainingPlan
 from app.training.ray_worker import fit
 from app.training.run import prepare_run, skipped_workers
 from tests.helpers import ROOT
@@ -193,7 +195,8 @@ def test_ray_is_asked_for_no_number_of_workers_that_cannot_share_out_the_batch(
 
     monkeypatch.setattr("ray.put", lambda _: None)
     monkeypatch.setattr(DataParallelTrainer, "_initialize_and_run_controller", run)
-    fit(load_recipe(ROOT / "recipes/digits.yaml", ["train.workers=[5, 64]"]), UPath(tmp_path))
+    recipe = load_recipe(ROOT / "recipes/digits.yaml", ["train.workers=[5, 64]"])
+    fit(TrainingPlan.of(recipe, prepare(recipe)), UPath(tmp_path))
     policy = pickle.loads(pickle.dumps(given["scaling_policy"]))  # as Ray sends it to its controller
     scaling = policy.scaling_config
     assert (scaling.min_workers, scaling.max_workers) == (8, 64)

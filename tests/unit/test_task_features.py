@@ -58,7 +58,7 @@ TABLE = [
     ("train.curriculum={by: loss, model: big}", "x x x  . .  . .  x . .  . . . ."),
     ("train.augment={text: {drop: 0.1}}", "x . .  x .  x .  . . .  . . . ."),
     ("train.augment={image: {flip: 0.5}}", ". x .  . .  . .  . . .  . . . ."),
-    ("train.augment={audio: {masks: 1}}", ". . .  . .  . .  . . .  . . . ."),
+    ("train.augment={audio: {masks: 1}}", ". x .  . .  . .  . . .  . . . ."),
     ("train.augment={mix: {mixup: 0.2}}", ". x x  . .  . .  . . .  . . . ."),
     ("train.linear_baseline=true", "x . .  . .  . .  . . .  . . . ."),
     ("train.plan={tensor: 2}", "x x x  x x  x x  x x x  . x x x", "train.workers=2"),

@@ -169,7 +169,6 @@ def test_a_runs_page_shows_mixed_samples_with_their_labels(tmp_path: Path) -> No
 
 class Changed(Classification):
     processor = TextProcessor
-    supports = Classification.supports | {"audio augmentation"}
 
 
 @pytest.mark.parametrize(
