@@ -12,10 +12,11 @@ from app.runs import Outcome, Run
 from app.telemetry.tracing import stage
 from app.training.coordination.topology import require_room_for_groups
 from app.training.plan import TrainingPlan
+from app.training.publication import finish_run
 from app.training.ray_worker import fit, resources_of, worker_slots
 from app.training.records import Ending
 from app.training.resume import start_or_resume
-from app.training.run import finish_run, open_run, prepare_run
+from app.training.run import open_run, prepare_run
 from app.training.stop_request import StopRequest, request_stop
 from jobs._cluster import connect, may_grow, require, training_cluster
 from jobs._runner import main, on_sigterm

@@ -20,7 +20,8 @@ from transformers import (
 
 from app.config import Recipe, load_recipe
 from app.runs import Outcome, Run
-from app.training.run import finish_run, open_run, prepare_run
+from app.training.publication import finish_run
+from app.training.run import open_run, prepare_run
 from app.training.session import train
 from app.training.worker import start_worker
 

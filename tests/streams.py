@@ -29,7 +29,7 @@ from app.data.streaming.micro_epochs import MicroEpoch
 from app.data.streaming.rows import ChosenRows, LabelledRows, LabelledTexts, Samples
 from app.data.text import TextProcessor
 from app.ports import is_free, unused
-from app.training.run import export_checkpoint
+from app.training.publication import export_checkpoint
 from tests.faults.models import ledger_places
 from tests.helpers import BIN, wait_until
 

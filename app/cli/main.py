@@ -187,7 +187,7 @@ def export(
     storage: Storage = None,
 ) -> None:
     """Write a training run's checkpoint as one model.safetensors, also of a run that was paused or failed."""
-    from app.training.run import export_checkpoint  # slow: it imports torch
+    from app.training.publication import export_checkpoint  # slow: it imports torch
 
     folder = to_path(absolute_location(output or run_id))
     chosen = export_checkpoint(_train_run(run_id, storage), folder, step, for_transformers)

@@ -15,8 +15,9 @@ from app.training.coordination.preparing import preparing, wait_for_first
 from app.training.coordination.shared_folder import marked, require_shared
 from app.training.coordination.topology import require_groups_within_nodes
 from app.training.plan import TrainingPlan
+from app.training.publication import finish_run
 from app.training.resume import start_or_resume
-from app.training.run import finish_run, open_run, prepare_run
+from app.training.run import open_run, prepare_run
 from app.training.session import train
 from app.training.worker import Worker, keep_freed_memory, leave_process_group, start_worker
 

@@ -25,7 +25,7 @@ from app.storage import to_path
 from app.tasks import prepare
 from app.training.checkpoints.store import CheckpointStore
 from app.training.data.recipe_order import order_of
-from app.training.run import export_checkpoint
+from app.training.publication import export_checkpoint
 from tests.faults.models import ledger_places
 
 _TIMEOUT_S, _POLL_S = 300.0, 0.02

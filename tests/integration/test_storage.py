@@ -11,7 +11,7 @@ from upath import UPath
 
 from app.published.weights import load_weights
 from app.training.checkpoints.names import WEIGHT, parameter
-from app.training.run import export_checkpoint
+from app.training.publication import export_checkpoint
 from tests.faults.torn_writes import require_survival
 from tests.helpers import flip, in_fork, records_of, result_of, run, steps_of, train_alone, wait_until
 from tests.launch import Launch, newest_checkpoint, newest_step, tensors_of

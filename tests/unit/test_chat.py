@@ -19,7 +19,8 @@ from app.errors import DataError, RayloomError, RecipeError
 from app.models.traits import require_apart
 from app.runs import Run
 from app.tasks import load_prepared, prepare
-from app.training.run import finish_run, open_run, prepare_run
+from app.training.publication import finish_run
+from app.training.run import open_run, prepare_run
 from app.training.session import train
 from app.training.worker import start_worker
 from tests.pretrained import BERT, write_decoder

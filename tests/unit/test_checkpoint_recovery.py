@@ -22,8 +22,8 @@ from app.training.checkpoints.writer import STATE_FILE, CheckpointWriter
 from app.training.coordination.sync import StepSync
 from app.training.engine.deepspeed_internals import written_to_nvme
 from app.training.plan import TrainingPlan
+from app.training.publication import finish_run
 from app.training.records import Ending, EpochRecord
-from app.training.run import finish_run
 from app.training.session import train
 from app.training.stop_request import StopRequest
 from app.training.worker import Worker, start_worker

@@ -36,8 +36,9 @@ from app.repository.repository import Repository
 from app.runs import Run, execute
 from app.serving.config import DeployedModel, EndpointConfig
 from app.tasks import prepare
+from app.training.publication import export_checkpoint, finish_run
 from app.training.resume import start_or_resume
-from app.training.run import export_checkpoint, finish_run, open_run, prepare_run
+from app.training.run import open_run, prepare_run
 from app.training.session import train
 from app.training.worker import start_worker
 from tests.pretrained import (

@@ -12,7 +12,8 @@ from app.errors import RecipeError
 from app.planner.cluster import local_cluster
 from app.pretrained import open_pretrained
 from app.runs import Run
-from app.training.run import finish_run, open_run, prepare_run
+from app.training.publication import finish_run
+from app.training.run import open_run, prepare_run
 from app.training.session import train
 from app.training.worker import start_worker
 from app.tuning.outcome import ParetoTrial, tuned_recipe

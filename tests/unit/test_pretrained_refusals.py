@@ -11,11 +11,13 @@ import safetensors.torch
 import torch
 from upath import UPath
 
+from app.config import load_recipe
 from app.errors import RecipeError
 from app.models.pretrained import read_configuration
 from app.pretrained import open_pretrained
 from app.runs import Run
 from app.training.run import prepare_run
+from tests.helpers import ROOT
 from tests.pretrained import (
     BERT,
     recipe_of,
@@ -89,12 +91,16 @@ def test_a_folder_that_does_not_fit_is_refused(
     [
         (["model.pretrained=null"], "factory is missing"),
         (["data.tokenizer.vocab_size=300"], "data.tokenizer is what model.pretrained brings"),
-        (["data.image={size: 8, channels: 1}"], "data.image is what model.pretrained brings"),
     ],
 )
 def test_keys_that_contradict_the_folder_are_refused(overrides: list[str], words: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=words):
         recipe_of(tmp_path, tmp_path, *overrides)
+
+
+def test_the_folder_of_a_pretrained_model_says_what_images_it_takes() -> None:
+    with pytest.raises(RecipeError, match=r"data\.image is what model\.pretrained brings"):
+        load_recipe(ROOT / "recipes/gpu_resnet50.yaml", ["data.image.size=8"])
 
 
 def test_a_name_of_the_hub_without_a_network_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

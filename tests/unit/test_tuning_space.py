@@ -239,7 +239,7 @@ def test_a_third_of_the_trials_is_drawn_at_random_unless_the_recipe_says_how_man
         (["tune.mode=min"], "val_accuracy is better when maximal: set mode to max"),
         (["tune.metric=[val_accuracy, parameters]", "tune.mode=[max, min]"], "set scheduler to none"),
         (["tune.sampler=gp"], "learns only from complete trials, of which scheduler asha leaves few"),
-        (["tune.metric=val_perplexity", "tune.mode=min"], "is only for tasks language-modeling and chat"),
+        (["tune.metric=val_perplexity", "tune.mode=min"], "task image-classification has val_loss, val_accuracy"),
         (["tune.storage=postgresql://me:hunter2@db/studies"], "tune.storage is a URI with a password"),
         (["tune.trials=0"], "tune.trials is 0"),
         (["tune.scheduler=ash"], "expected 'asha'"),

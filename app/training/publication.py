@@ -1,0 +1,110 @@
+"""A training run after its workers: the weights of its best epoch are published, and its outcome is returned."""
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from upath import UPath
+
+from app.artifacts import ADAPTER, CHECKPOINTS, DATA, METRICS_FILE, WEIGHTS
+from app.config import TrainConfig, load_stored_recipe
+from app.data.prepared import PreparedData
+from app.errors import StorageError
+from app.pages.page import REPORT_FILE
+from app.planner.cluster import Cluster, local_cluster
+from app.planner.prediction import Prediction
+from app.published.weights import convert_weights, publish_weights
+from app.runs import CONFIG_FILE, Outcome, Run
+from app.storage import to_path
+from app.tasks import load_prepared
+from app.telemetry.profiler import PROFILE
+from app.training.baseline import baseline_of
+from app.training.checkpoints.reader import export_weights
+from app.training.checkpoints.store import Checkpoint, CheckpointStore
+from app.training.evaluation import write_evaluation
+from app.training.planning.outcome import prediction_of
+from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, best_of
+from app.training.stop_request import StopRequest
+from app.warnings import best_effort
+
+
+def finish_run(
+    run: Run, data: PreparedData, ending: Ending, find_cluster: Callable[[TrainConfig], Cluster] = local_cluster
+) -> Outcome:
+    """Publish the weights of the best epoch, and return the outcome. After a stop request, return the progress."""
+    recipe, store = run.recipe, CheckpointStore(run.folder / CHECKPOINTS)
+    report = str(run.folder / REPORT_FILE)
+    if ending.stop_request is not StopRequest.NONE:
+        verb = "paused" if ending.stop_request is StopRequest.PAUSE else "stopped"
+        print(f"{verb} at step {ending.step:,}; to go on: train.resume={run.run_id}", flush=True)
+        metrics = StoppedTrainMetrics(steps=ending.step, epochs=len(ending.records), paused=verb == "paused")
+        # The newest one, because a step can be saved twice.
+        saved = next(checkpoint for checkpoint in reversed(store.committed()) if checkpoint.step == ending.step)
+        return Outcome(metrics, {"checkpoint": str(store.folder_of(saved)), "report": report}, status="stopped")
+    best, checkpoint = _best_intact(store, ending.records, recipe.train)
+    weights = run.folder / WEIGHTS
+    adapter = run.folder / ADAPTER if recipe.model.adapter else None
+    publish_weights(partial(export_weights, checkpoint), data, recipe, weights, adapter)
+    # The weights are published. What follows is for the report, and cannot fail the run.
+    if recipe.train.report_samples:
+        evaluating = partial(write_evaluation, weights, data, recipe, run.folder)
+        best_effort(evaluating, "the report has no predictions", "the job")
+    baseline = baseline_of(data, best) if recipe.train.linear_baseline else None
+    predictions: list[Prediction | None] = []
+
+    def compare() -> None:
+        cluster = partial(find_cluster, recipe.train)
+        metrics, profile = run.folder / METRICS_FILE, run.folder / PROFILE
+        predictions.append(prediction_of(recipe, data, ending.workers, cluster, metrics, profile))
+
+    best_effort(compare, "what the planner predicts of this run cannot be computed")
+    reached = TrainMetrics.of(best, ending, recipe.train, baseline, *predictions)
+    artifacts = {"checkpoint": str(checkpoint), "weights": str(weights), "report": report}
+    return Outcome(reached, artifacts | ({"adapter": str(adapter)} if adapter else {}))
+
+
+def export_checkpoint(
+    run_folder: UPath, output: UPath, step: int | None = None, for_transformers: bool = False
+) -> Checkpoint:
+    """Write the weights folder of a run's checkpoint of ``step``. None: of the newest intact checkpoint.
+
+    The run may be under way, or have ended in any way. ``for_transformers`` writes ``app.models.gpt`` in Hugging Face's
+    layout instead.
+
+    Raises:
+        StorageError: the run has no such checkpoint, or no intact one, or ``output`` exists.
+    """
+    if output.exists():
+        raise StorageError(f"{str(output)!r} exists: give a folder that does not")
+    store = CheckpointStore(run_folder / CHECKPOINTS)
+    chosen = store.newest_intact() if step is None else store.intact_of(step)
+    if chosen is None:
+        raise StorageError(f"run {run_folder.name} has no checkpoint: let it train until it has one")
+    recipe = load_stored_recipe(str(run_folder / CONFIG_FILE))
+    data = load_prepared(recipe, run_folder / DATA)
+    export = partial(export_weights, store.folder_of(chosen))
+    if not for_transformers:
+        adapter = output / ADAPTER if recipe.model.adapter else None
+        publish_weights(export, data, recipe, output, adapter)
+        return chosen
+    with tempfile.TemporaryDirectory(prefix="rayloom-export-") as temporary:
+        publish_weights(export, data, recipe, to_path(temporary))
+        convert_weights(Path(temporary), output)
+    return chosen
+
+
+def _best_intact(store: CheckpointStore, records: list[EpochRecord], config: TrainConfig) -> tuple[EpochRecord, UPath]:
+    """Return the best epoch that has an intact checkpoint, and the folder of that checkpoint."""
+    kept = {checkpoint.step: checkpoint for checkpoint in store.committed()}
+    candidates = [record for record in records if record.step in kept]
+    while candidates:
+        best = best_of(candidates, config)
+        if store.is_intact(kept[best.step]):
+            return best, store.folder_of(kept[best.step])
+        # A damaged checkpoint costs an epoch, not the run.
+        candidates.remove(best)
+    raise StorageError(
+        f"no checkpoint of a whole epoch in {str(store.folder)!r} is intact: restore one, or train "
+        "its epochs again with train.resume=latest"
+    )
