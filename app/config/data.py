@@ -266,17 +266,8 @@ class DataConfig(Section):
             StreamAddress.parse(self.source)  # raises ValueError with the reason
         if is_stream(self.source) and self.stream is None:
             raise ValueError(f"source {self.source!r} is a stream: set stream: {{}}, with its labels")
-        if self.stream is None:
-            return self
-        if not is_stream(self.source):
+        if self.stream is not None and not is_stream(self.source):
             raise ValueError(f"stream is for sources nats:// and kafka://, and source is {self.source!r}: leave it out")
-        unread = ("test_fraction", "test_source")
-        if key := next((key for key in unread if getattr(self, key) is not None), None):
-            raise ValueError(f"{key} is not read with stream, whose micro-epochs have their own shards: leave it out")
-        if self.clean.near_duplicates is not None:
-            raise ValueError("clean.near_duplicates compares all rows, and a stream has no end: leave it out")
-        if self.clean.label_noise is not None:
-            raise ValueError("clean.label_noise learns from all rows, and a stream has no end: leave it out")
         return self
 
     @model_validator(mode="after")

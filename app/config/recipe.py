@@ -39,15 +39,21 @@ BUILT_IN_TASKS = {
 """The import string of each task that a recipe may name in short."""
 TENSORS = "tensors"
 """The task of an imported model without a processor: tensors in, tensors out. It is not trained here."""
+_ENDLESS = "one reads all data, the other has no end"
 _CONTRADICTIONS = {
-    ("train.tokens_per_batch", "data.sampling balanced"): "one reads every row once, the other repeats some",
+    ("train.tokens_per_batch", "data.sampling"): "one reads every row once, the other repeats some",
     ("train.tokens_per_batch", "data.sources"): "one reads every row once, the other repeats some",
     ("train.tokens_per_batch", "train.curriculum"): "one puts rows of similar length together, the other easy rows",
     ("train.tokens_per_batch", "data.stream"): "micro-epochs are made of batches of samples",
-    ("data.sampling balanced", "data.sources"): "both say how often a row is read",
+    ("data.sampling", "data.sources"): "both say how often a row is read",
     ("train.curriculum", "data.stream"): "one knows how hard all rows are, the other has no end",
+    ("train.teacher", "train.augment"): "a teacher gives its logits once for each sample, and augment changes samples",
+    ("data.test_fraction", "data.stream"): "each micro-epoch has shards of its own",
+    ("data.test_source", "data.stream"): "each micro-epoch has shards of its own",
+    **{(f"data.clean.{key}", "data.stream"): _ENDLESS for key in ("near_duplicates", "label_noise")},
+    **{(key, "data.stream"): _ENDLESS for key in ("train.teacher", "train.linear_baseline", "tune")},
 }
-"""Keys that would arrange samples in two ways, and why they cannot."""
+"""Keys that cannot both be set, and why."""
 Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
 
 
@@ -190,6 +196,19 @@ class Recipe(Section):
         default=None, description="trial of the search that found the values; written into best.yaml"
     )
 
+    def value_of(self, key: str) -> Any:
+        """Return the value of a dotted key; None if it is in a section that is not there."""
+        value: Any = self
+        for name in key.split("."):
+            value = value and getattr(value, name)
+        return value
+
+    def is_set(self, key: str) -> bool:
+        """Return whether a dotted key has another value than its default. A stored recipe holds every key."""
+        parent, _, name = key.rpartition(".")
+        section = self.value_of(parent) if parent else self
+        return section is not None and getattr(section, name) != type(section).model_fields[name].default
+
     def with_plan(self, plan: PlanConfig, **train: Any) -> "Recipe":
         """Return the recipe with this plan, and with other values of ``train``. They are not checked."""
         return self.model_copy(update={"train": self.train.model_copy(update={"plan": plan, **train})})
@@ -231,32 +250,19 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _order_is_consistent(self) -> Self:
-        """Refuse keys that contradict each other on how samples become batches. All others compose."""
-        data, train = self.data, self.train
-        is_set = {
-            "train.tokens_per_batch": train.tokens_per_batch is not None,
-            "train.curriculum": train.curriculum is not None,
-            "data.sampling balanced": data.sampling == "balanced",
-            "data.sources": bool(data.sources),
-            "data.stream": data.stream is not None,
-        }
+    def _keys_are_consistent(self) -> Self:
+        """Refuse keys that contradict each other. All others compose."""
         for (one, other), reason in _CONTRADICTIONS.items():
-            if is_set[one] and is_set[other]:
+            if self.is_set(one) and self.is_set(other):
                 raise ValueError(f"{one} and {other} contradict each other: {reason}; leave one of them out")
         return self
 
     @model_validator(mode="after")
     def _stream_has_no_end(self) -> Self:
-        """Refuse what needs all data of a stream, or the number of its steps."""
+        """Refuse what needs all labels of a stream, or the number of its steps."""
         stream, train = self.data.stream, self.train
         if stream is None:
             return self
-        for key, value in (("teacher", train.teacher), ("linear_baseline", train.linear_baseline)):
-            if value:
-                raise ValueError(f"train.{key} reads all data, which data.stream does not give: leave one out")
-        if self.tune:
-            raise ValueError("tune compares trials on the same data, which data.stream does not give: leave tune out")
         if train.class_weights == "balanced":
             raise ValueError(
                 "train.class_weights balanced counts all labels, and data.stream has no end: give each label a weight"

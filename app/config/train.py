@@ -339,14 +339,6 @@ class TrainConfig(Section):
         return plan
 
     @model_validator(mode="after")
-    def _teacher_sees_the_same_samples(self) -> Self:
-        if self.teacher and self.augment:
-            raise ValueError(
-                "a teacher gives its logits once for each sample, and augment changes samples: leave one of them out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _global_batch_divides(self, info: ValidationInfo) -> Self:
         if not is_stored(info) and not self.worker_counts:
             self.layout(self.workers_range[1])  # raises ValueError with the reason

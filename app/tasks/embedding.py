@@ -15,6 +15,7 @@ from app.data.vectors import Vectors
 from app.errors import RecipeError
 from app.pretrained import open_pretrained
 from app.tasks.base import Encoded, Loss, ServedTask
+from app.tasks.features import TOKENS
 from app.tasks.metrics import Metric
 
 if TYPE_CHECKING:  # an endpoint answers without torch
@@ -67,10 +68,8 @@ class SentenceEmbedding(ServedTask):
     targets = Vectors
     metrics = (RecallAt1(), MeanReciprocalRank())
     ignored = ("tokens",)  # of the text, by each version's tokenizer
-    supports = frozenset(
-        # Vectors of whole batches are compared, which no split model has.
-        {"pairs", "buckets", "tokenizer", "text filters", "test split", "curriculum", "pretrained model"}
-    )
+    # Vectors of whole batches are compared, which no split model has.
+    supports = TOKENS | {"pairs", "test split", "curriculum", "pretrained model"}
 
     def batch_loss(self, config: TrainConfig, data: PreparedData) -> Loss:
         from app.tasks.contrastive import Contrastive

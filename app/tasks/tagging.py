@@ -13,7 +13,7 @@ from app.data.tags import Tags
 from app.data.targets import Answer, Outputs
 from app.data.text import TextProcessor
 from app.tasks.base import Encoded, ServedTask
-from app.tasks.features import MODEL
+from app.tasks.features import MODEL, TOKENS
 from app.tasks.metrics import Accuracy, Metric
 from app.tensors import OUTPUT, TensorSpec
 
@@ -75,10 +75,13 @@ class TokenClassification(ServedTask):
     metrics = (EntityF1(), Accuracy())
     learns_classes = True
     ignored = ("score",)  # of each entity
-    supports = MODEL | {
-        *("tags", "input column", "buckets", "tokenizer", "token batches", "text filters"),
-        *("test split", "curriculum", "label smoothing"),
-    }
+    supports = (
+        MODEL
+        | TOKENS
+        | {
+            *("tags", "input column", "token batches", "test split", "curriculum", "label smoothing"),
+        }
+    )
 
     def output(self, targets: Outputs) -> TensorSpec:
         return TensorSpec(OUTPUT, np.dtype(np.float32), (-1, -1, targets.num_outputs))

@@ -125,7 +125,7 @@ def test_changes_that_do_not_fit_the_data_are_refused(overrides: list[str], mess
 
 
 def test_augment_and_a_teacher_exclude_each_other() -> None:
-    with pytest.raises(RecipeError, match="augment changes samples: leave one of them out"):
+    with pytest.raises(RecipeError, match="augment changes samples; leave one of them out"):
         digits(IMAGES, "train.teacher={model: digits/1}")
 
 

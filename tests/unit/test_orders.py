@@ -279,10 +279,10 @@ def test_the_recorded_order_stays_as_it_was(whole: dict[str, list[list[int]]]) -
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ([*TOKENS, *BALANCED], "train.tokens_per_batch and data.sampling balanced contradict each other: one reads"),
+        ([*TOKENS, *BALANCED], "train.tokens_per_batch and data.sampling contradict each other: one reads"),
         ([*TOKENS, *SOURCES], "train.tokens_per_batch and data.sources contradict each other"),
         ([*TOKENS, *CURRICULUM], "train.tokens_per_batch and train.curriculum contradict each other: one puts rows"),
-        ([*SOURCES, *BALANCED], "data.sampling balanced and data.sources contradict each other: both say how often"),
+        ([*SOURCES, *BALANCED], "data.sampling and data.sources contradict each other: both say how often"),
     ],
 )
 def test_rules_that_contradict_each_other_are_refused(keys: list[str], told: str) -> None:
