@@ -45,9 +45,3 @@ def _is_of_trial(given: str) -> str:
 
 TaskMetric = Annotated[str, AfterValidator(_is_of_task)]
 TrialMetric = Annotated[str, AfterValidator(_is_of_trial)]
-
-
-def require_mode(metric: str, mode: Mode) -> None:
-    """Raise ValueError if the mode of a known metric is the other one."""
-    if (expected := MODES.get(metric, mode)) != mode:
-        raise ValueError(f"metric {metric} is better when {expected}imal: set mode to {expected}")

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_v
 from app.config.augment import AugmentConfig
 from app.config.curriculum import CurriculumConfig
 from app.config.layout import Layout, lay_out
-from app.config.metrics import Mode, TaskMetric, require_mode
+from app.config.metrics import Mode, TaskMetric
 from app.config.placement import LabelSelector, Placement, of_kind
 from app.config.plan import AutoPlan, Device, Plan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
@@ -59,11 +59,6 @@ class EarlyStoppingConfig(Section):
     min_delta: Annotated[float, Field(ge=0.0)] = Field(
         default=0.0, description="minimum change that counts as an improvement"
     )
-
-    @model_validator(mode="after")
-    def _mode_fits_metric(self) -> Self:
-        require_mode(self.metric, self.mode)
-        return self
 
     def cost(self, value: float) -> float:
         """Convert a value of the metric such that less is better. NaN is the worst."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from app.config.metrics import MEASURED_AT_END, MODES, Mode, TrialMetric, require_mode
+from app.config.metrics import MEASURED_AT_END, MODES, Mode, TrialMetric
 from app.config.notify import is_reference
 from app.config.section import IMPORT_STRING, Section
 
@@ -140,8 +140,6 @@ class TuneConfig(Section):
             raise ValueError(f"mode has {len(self.mode)} entries and metric {len(self.metric)}: give one for each")
         if not self.mode and (unknown := [metric for metric in self.metric if metric not in MODES]):
             raise ValueError(f"mode is missing: say whether {unknown[0]} is better at its max or min")
-        for objective in self.objectives:
-            require_mode(objective.metric, objective.mode)
         return self
 
     @model_validator(mode="after")

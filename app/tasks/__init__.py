@@ -8,7 +8,6 @@ from app.tasks.registry import (
     load_prepared,
     load_with_test,
     prepare,
-    require_keys,
 )
 
 __all__ = [
@@ -23,6 +22,5 @@ __all__ = [
     "load_prepared",
     "load_with_test",
     "prepare",
-    "require_keys",
     "sum_and_count",
 ]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import Recipe, TrainConfig
-from app.config.metrics import Mode
+from app.config.metrics import MODES, Mode
 from app.data.examples import Natural
 from app.data.prepared import Dataset, PreparedData, SplitData
 from app.data.processor import Processor
@@ -192,8 +192,8 @@ class ServedTask(Task):
 
 def _require_metrics(recipe: Recipe, metrics: Sequence[Metric]) -> None:
     """Raise RecipeError if the recipe selects by a metric that the task has not, or in the wrong direction."""
-    modes: dict[str, Mode] = {"val_loss": "min"}
-    modes |= {f"val_{metric.name}": metric.mode for metric in metrics}
+    modes: dict[str, Mode] = {"val_loss": "min", **{f"val_{metric.name}": metric.mode for metric in metrics}}
+    of_trial = {name: mode for name, mode in MODES.items() if not name.startswith("val_")}
     selection = recipe.train.selection
     objectives = recipe.tune.objectives if recipe.tune else []
     wanted = [("train.early_stopping", selection.metric, selection.mode)]
@@ -201,5 +201,5 @@ def _require_metrics(recipe: Recipe, metrics: Sequence[Metric]) -> None:
     for key, metric, mode in wanted:
         if metric.startswith("val_") and metric not in modes:
             raise RecipeError(f"{key}.metric is {metric}, and task {recipe.task} has {', '.join(modes)}: name one")
-        if modes.get(metric, mode) != mode:
-            raise RecipeError(f"{key}.mode is {mode}, and {metric} is better at its {modes[metric]}: set it to that")
+        if (better := (modes | of_trial)[metric]) != mode:
+            raise RecipeError(f"{key}.mode is {mode}, and {metric} is better at its {better}: set it to that")

@@ -134,14 +134,6 @@ def prepare(recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
     return task.prepare_stream(recipe) if recipe.data.stream else task.prepare(recipe, run_units)
 
 
-def require_keys(recipe: Recipe) -> None:
-    """Raise RecipeError if the recipe has keys that its task does not support, or metrics that the task has not.
-
-    ``prepare`` asks, too. Call it where data are prepared already.
-    """
-    find_task(recipe.task).require(recipe)
-
-
 def load_prepared(recipe: Recipe, folder: UPath) -> PreparedData:
     """Load the data that a run of the recipe has saved in ``folder``."""
     return find_task(recipe.task).load(recipe, folder)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import pickle
 import sys
 from functools import partial
 
@@ -88,7 +89,8 @@ def _follow(worker: Worker) -> None:
     started: tuple[str, str, bytes] | None = worker.broadcast()
     if started is None:
         return  # the first process reports why
-    folder, mark, plan = to_path(started[0]), started[1], TrainingPlan.from_bytes(started[2])
+    folder, mark = to_path(started[0]), started[1]
+    plan: TrainingPlan = pickle.loads(started[2])  # noqa: S301 # from our own first process
     try:
         require_shared(worker, folder, mark)
     except UnsharedStorageError:

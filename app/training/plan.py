@@ -1,6 +1,5 @@
 """What a run trains and how: resolved, built and checked once, then handed to the workers."""
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -59,14 +58,8 @@ class TrainingPlan:
             deepspeed={workers: deepspeed_config(config, layout) for workers, layout in layouts.items()},
         )
 
-    @classmethod
-    def from_bytes(cls, pickled: bytes) -> Self:
-        """Return the plan that ``to_bytes`` of another process of this run has pickled."""
-        plan: Self = pickle.loads(pickled)  # noqa: S301 # from our own process
-        return plan
-
     def to_bytes(self) -> bytes:
-        """Pickle the plan. The metrics of a task may have functions that only ``cloudpickle`` can pickle."""
+        """Return the plan for ``pickle.loads``. Metrics may have functions that only ``cloudpickle`` can pickle."""
         pickled: bytes = cloudpickle.dumps(self)
         return pickled
 

@@ -162,7 +162,7 @@ def train_worker(arguments: WorkerArguments) -> bytes:
 def _train(arguments: WorkerArguments) -> Ending | RayloomError:
     # This logger would print every report in full, despite LoggingConfig.
     ray_context.logger.setLevel(logging.WARNING)
-    plan = TrainingPlan.from_bytes(arguments["plan"])
+    plan: TrainingPlan = pickle.loads(arguments["plan"])  # noqa: S301 # from our own job
     recipe = plan.recipe
     run_folder = to_path(arguments["run_folder"])
     keep_freed_memory()

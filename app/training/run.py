@@ -22,7 +22,7 @@ from app.planner.cluster import Cluster, local_cluster
 from app.reports.run_folder import write_page
 from app.reports.training import training_page
 from app.runs import Run
-from app.tasks import load_prepared, load_with_test, prepare, require_keys
+from app.tasks import find_task, load_prepared, load_with_test, prepare
 from app.training.augmented_samples import augmented_samples
 from app.training.checkpoints.store import CheckpointStore
 from app.training.data.mixture import Mixture
@@ -56,7 +56,7 @@ def prepare_run(
         TrainingError: there are fewer samples than one batch takes.
     """
     recipe = run.recipe
-    require_keys(recipe)
+    find_task(recipe.task).require(recipe)
     reads_folder = recipe.model.pretrained is not None and not CheckpointStore(run.folder / CHECKPOINTS).committed()
     if reads_folder:
         # Before the data, so that their tokenizer is of the same commit as the weights.
@@ -88,7 +88,9 @@ def _describe(plan: TrainingPlan, data: PreparedData) -> None:
     if config.teacher:
         print(f"teacher {config.teacher.model}: gives its logits for each batch", flush=True)
     if mixture := Mixture.of(plan.recipe.data, data):
-        print(f"data.sources: {mixture} of an epoch", flush=True)
+        last = plan.periods[-1]
+        since = f" from batch {last.number:,} of epoch {last.epoch} on" if len(plan.periods) > 1 else ""
+        print(f"data.sources{since}: {mixture} of an epoch", flush=True)
     if tokens := config.tokens_per_batch:
         mean = len(data.train) / plan.epoch_batches
         print(f"train.tokens_per_batch {tokens:,}: {plan.epoch_batches:,} batches of {mean:.1f} samples on average")

@@ -59,11 +59,4 @@ def record_mixture(run: Run, periods: Sequence[MixturePeriod], data: PreparedDat
         # It goes first: without it, the recorded sources would have no samples.
         data.reference.save_grown(run.folder / DATA)
         DataReport.of(run.recipe.data.source, data).save(run.folder)
-    is_changed = len(periods) > 1 and periods != recorded_periods(run.folder)
     save_periods(run.folder, periods)
-    if is_changed:
-        print(
-            f"data.sources from batch {periods[-1].number:,} of epoch {periods[-1].epoch} on: "
-            f"{Mixture.of(run.recipe.data, data)}; existing sources continue where they stopped",
-            flush=True,
-        )

@@ -14,7 +14,7 @@ from app.errors import RecipeError
 from app.planner.cluster import Cluster
 from app.runs import Run
 from app.storage import is_local
-from app.tasks import load_prepared, prepare, require_keys
+from app.tasks import find_task, load_prepared, prepare
 from app.training.planning.recipe import fastest_plans
 from app.training.run import prepare_run
 from app.tuning.space import Space
@@ -33,7 +33,7 @@ def prepare_trials(
     Raises:
         RayloomError: what ``prepare_run`` raises.
     """
-    require_keys(run.recipe)  # a trial's recipe has no tune section
+    find_task(run.recipe.task).require(run.recipe)  # a trial's recipe has no tune section
     trial = trial_recipe(run.recipe, {}, config)
     if isinstance(trial.train.plan, AutoPlan) and (key := space.key_that_plans_depend_on):
         print(f"train.plan auto: ZeRO 1 unless the space says otherwise, since it gives {key}", flush=True)

@@ -194,16 +194,11 @@ class Loader:
     """
 
     def __init__(
-        self,
-        data: PreparedData,
-        config: TrainConfig,
-        worker: Worker,
-        activity: Activity,
-        augmentation: Augmentation | None = None,
+        self, data: PreparedData, config: TrainConfig, worker: Worker, activity: Activity, changes: Augmentation | None
     ) -> None:
         self.last: MicroBatch | None = None
         """The micro-batch that was read last."""
-        self._config, self._worker, self._activity, self._augmentation = config, worker, activity, augmentation
+        self._config, self._worker, self._activity, self._changes = config, worker, activity, changes
         self._requests = _Requests()
         self._loader: DataLoader[MicroBatch] | None = None
         self._batches: Iterator[MicroBatch] = iter(())
@@ -219,7 +214,7 @@ class Loader:
         self._read_splits(data)
 
     def _read_splits(self, data: PreparedData) -> None:
-        self._reader = _Reader(data, self._augmentation, self._config.plan.takes_partial_steps)
+        self._reader = _Reader(data, self._changes, self._config.plan.takes_partial_steps)
         self._shards = [shards for split in (data.train, data.validation) if (shards := split.shards)]
         sources: list[Medium] = ["disk" if shards.is_local else "network" for shards in self._shards]
         self._source: Medium = sources[0] if sources else "memory"

@@ -15,7 +15,7 @@ from app.tasks.objective import Objective, Totals
 from app.telemetry.step_time import Phase
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
-from app.training.engine.deepspeed_engine import Factors, StepResult, initialize, names_of
+from app.training.engine.deepspeed_engine import Factors, Keys, StepResult, initialize, names_of
 from app.training.engine.deepspeed_internals import disable_reduction, keep_norm_when_clipping, master_pairs
 
 
@@ -30,18 +30,12 @@ class DataParallelEngine:
 
     @classmethod
     def create(
-        cls,
-        model: nn.Module,
-        config: TrainConfig,
-        layout: Layout,
-        deepspeed: dict[str, Any],
-        total_steps: int,
-        objective: Objective,
+        cls, model: nn.Module, config: TrainConfig, layout: Layout, keys: Keys, steps: int, objective: Objective
     ) -> Self:
-        """Create the engine around ``model``, with DeepSpeed's configuration for it."""
+        """Create the engine around ``model``, with DeepSpeed's ``keys`` for it."""
         powersgd = config.plan.powersgd
         wrapped = _with_powersgd(model, powersgd.rank) if powersgd else model
-        engine = initialize(wrapped, config, deepspeed, total_steps)
+        engine = initialize(wrapped, config, keys, steps)
         if config.plan.zero_stage == 0:
             disable_reduction(engine)  # torch reduces, or ``train_step`` does
         keep_norm_when_clipping(engine)

@@ -20,6 +20,8 @@ from app.training.worker import import_deepspeed
 _BUFFERS_PER_MODEL, _MIN_BUFFER, _MAX_BUFFER = 64, 2**20, 5 * 10**8
 """A buffer holds a 64th of the model's elements, within these limits."""
 
+Keys = dict[str, Any]
+"""DeepSpeed's configuration."""
 MIN_LOSS_SCALE = 1
 """fp16: a gradient that overflows even at this scale is not finite."""
 
@@ -38,7 +40,7 @@ _RECIPE_KEYS = {
 """Keys that DeepSpeed would ignore, or that would contradict the recipe, and the recipe's key to use instead."""
 
 
-def deepspeed_config(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+def deepspeed_config(config: TrainConfig, layout: Layout) -> Keys:
     """Return DeepSpeed's configuration for one layout and any model.
 
     Defaults that changed in recent versions are set explicitly.
@@ -83,7 +85,7 @@ def deepspeed_config(config: TrainConfig, layout: Layout) -> dict[str, Any]:
     return _merge(ours, config.deepspeed, "train.deepspeed")
 
 
-def for_kind(deepspeed: dict[str, Any], layout: Layout, kind: ModelKind) -> dict[str, Any]:
+def for_kind(deepspeed: Keys, layout: Layout, kind: ModelKind) -> Keys:
     """Return ``deepspeed`` for a model of ``kind``. Rayloom splits the matrices of a staged one, DeepSpeed others."""
     if layout.tensor == 1 or kind is ModelKind.STAGED:
         return deepspeed | {"tensor_parallel": {"autotp_size": 0}}
@@ -168,7 +170,7 @@ def _merge(ours: dict[str, Any], given: dict[str, Any], path: str) -> dict[str, 
     return merged
 
 
-def initialize(model: Any, config: TrainConfig, deepspeed: dict[str, Any], total_steps: int) -> Any:
+def initialize(model: Any, config: TrainConfig, deepspeed: Keys, total_steps: int) -> Any:
     """Return the ``DeepSpeedEngine`` of ``model``, with the configuration ``deepspeed``."""
     uses_nvme = config.plan.offload == "nvme"
     if uses_nvme:

@@ -21,7 +21,7 @@ from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
 from app.training.engine.batch_norm import synchronize_batch_norm
 from app.training.engine.data_parallel import DataParallelEngine
-from app.training.engine.deepspeed_engine import StepResult, deepspeed_config, for_kind
+from app.training.engine.deepspeed_engine import Keys, StepResult, deepspeed_config, for_kind
 from app.training.engine.pipeline import PipelineEngine
 from app.training.engine.placement import make_in_place
 
@@ -62,7 +62,7 @@ def create_engine(
     layout: Layout,
     total_steps: int,
     objective: Objective | None = None,
-    deepspeed: dict[str, Any] | None = None,
+    deepspeed: Keys | None = None,
 ) -> TrainingEngine:
     """Create the engine for the blueprint's model under the recipe's plan. Its tensors are made where they stay.
 

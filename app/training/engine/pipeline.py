@@ -19,7 +19,7 @@ from app.tasks.objective import Objective, Totals
 from app.telemetry.step_time import Phase, phase
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
-from app.training.engine.deepspeed_engine import Factors, StepResult, initialize, names_of
+from app.training.engine.deepspeed_engine import Factors, Keys, StepResult, initialize, names_of
 from app.training.engine.deepspeed_internals import forget_last_loss, forget_layer_specs, wrap_instructions
 from app.training.engine.placement import in_precision
 from app.training.engine.tensor_parallel import LinearSplitter
@@ -37,13 +37,7 @@ class PipelineEngine:
 
     @classmethod
     def create(
-        cls,
-        blueprint: Blueprint,
-        config: TrainConfig,
-        layout: Layout,
-        deepspeed: dict[str, Any],
-        total_steps: int,
-        objective: Objective,
+        cls, blueprint: Blueprint, config: TrainConfig, layout: Layout, keys: Keys, steps: int, objective: Objective
     ) -> Self:
         """Create the engine for this worker's stage of the model, with its part of the split matrices.
 
@@ -51,7 +45,7 @@ class PipelineEngine:
         """
         module = _make_stage(blueprint, config, layout, objective)
         names = names_of(blueprint.model)
-        engine = initialize(module, config, deepspeed, total_steps)
+        engine = initialize(module, config, keys, steps)
         if config.torch_compile:
             engine.module.compile()
         wrap_instructions(engine, _phase_marker())
