@@ -109,10 +109,14 @@ def test_targets_of_make_exist() -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_yaml_of_a_page_is_a_recipe_or_completes_one(page: Path, tmp_path: Path) -> None:
-    digits = yaml.safe_load((ROOT / "recipes/digits.yaml").read_text(encoding="utf-8"))
+    of_images, of_texts = (
+        yaml.safe_load((ROOT / f"recipes/{name}.yaml").read_text(encoding="utf-8")) for name in ("digits", "reviews")
+    )
     for block in blocks(page, "yaml"):
         keys = yaml.safe_load(block)
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(keys if "data" in keys else digits | keys))
+        needs_text = "tokens_per_batch" in block or "text:" in block
+        base = {} if "data" in keys else of_texts if needs_text else of_images
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(base | keys))
         load_recipe(str(tmp_path / "recipe.yaml"))
 
 
