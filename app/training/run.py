@@ -12,7 +12,7 @@ from app.config import AutoPlan, Recipe, TrainConfig, refusal
 from app.config.layout import MAX_MICRO_BATCH
 from app.data.labelled import LabelledDataset
 from app.data.prepared import DataReport, PreparedData
-from app.errors import RecipeError
+from app.errors import RecipeError, StorageError
 from app.heartbeat import run_lock
 from app.models.blueprint import Blueprint
 from app.models.factory import blueprint_of
@@ -128,6 +128,8 @@ def open_run(run: Run, plan: TrainingPlan, data: PreparedData) -> None:
         StorageError: another job has started to train it, or has trained it since it was planned.
     """
     run.hold(run_lock(run.folder))
+    if plan.periods != planned_periods(plan.recipe, run.folder, data):
+        raise StorageError(f"run {run.run_id} has trained on while its data were prepared: submit the job again")
     # Registered after the lock, so it runs before the lock is released.
     run.until_result.callback(write_page, training_page, run.folder)
     run.recipe = plan.recipe

@@ -8,7 +8,6 @@ from app.artifacts import CHECKPOINTS, DATA
 from app.checksums import VerifiedFolder
 from app.config import Recipe
 from app.data.prepared import DataReport, GrowingData, PreparedData
-from app.errors import StorageError
 from app.runs import Run
 from app.tasks import prepare
 from app.training.checkpoints.reader import read_state
@@ -47,13 +46,7 @@ def planned_periods(recipe: Recipe, run_folder: UPath, data: PreparedData) -> li
 
 
 def record_mixture(run: Run, periods: Sequence[MixturePeriod], data: PreparedData) -> None:
-    """Record the sources and their shares, as planned.
-
-    Raises:
-        StorageError: the run has trained on since they were planned.
-    """
-    if periods != planned_periods(run.recipe, run.folder, data):
-        raise StorageError(f"run {run.run_id} has trained on while its data were prepared: submit the job again")
+    """Record the sources and their shares, as planned."""
     if adds_sources(run):
         assert isinstance(data, GrowingData)
         # It goes first: without it, the recorded sources would have no samples.

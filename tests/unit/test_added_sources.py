@@ -12,7 +12,7 @@ from upath import UPath
 from app.artifacts import DATA
 from app.config import Recipe, load_recipe
 from app.data.origins import Origins
-from app.errors import DataError, RecipeError
+from app.errors import DataError, RecipeError, StorageError
 from app.runs import Run
 from app.tasks import load_prepared, prepare
 from app.training.data.mixture import Mixture, recorded_periods
@@ -214,3 +214,18 @@ def test_what_cannot_be_added_is_refused_before_anything_is_written(tmp_path: Pa
         prepare_run(start_or_resume("train", recipe_of(tmp_path, more, *resumed)))
     assert [period.names for period in recorded_periods(run.folder)] == [["big", "small"]]
     assert not (UPath(run.folder) / DATA / "grown").exists()
+
+
+def test_a_run_that_another_job_has_trained_on_since_it_was_planned_is_refused(tmp_path: Path) -> None:
+    every = "train.checkpoint.every_steps=5"
+    run, data = started(recipe_of(tmp_path, write_sources(tmp_path, (3.0, 1.0)), every))
+    trained(run, data, stops=True)
+    resume = f"train.resume={run.run_id}"
+    late = start_or_resume("train", recipe_of(tmp_path, write_sources(tmp_path, (1.0, 1.0)), every, resume))
+    plan, prepared = prepare_run(late)
+    run, data = started(recipe_of(tmp_path, write_sources(tmp_path, (3.0, 1.0)), every, resume))
+    trained(run, data, stops=True)
+    before = (run.folder / "config.yaml").read_bytes()
+    with late.until_result, pytest.raises(StorageError, match="has trained on while its data were prepared"):
+        open_run(late, plan, prepared)
+    assert (run.folder / "config.yaml").read_bytes() == before
