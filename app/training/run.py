@@ -129,6 +129,7 @@ def open_run(run: Run, plan: TrainingPlan, data: PreparedData) -> None:
     """
     run.hold(run_lock(run.folder))
     if plan.periods != planned_periods(plan.recipe, run.folder, data):
+        run.is_ours = False  # the result of the other job stays
         raise StorageError(f"run {run.run_id} has trained on while its data were prepared: submit the job again")
     # Registered after the lock, so it runs before the lock is released.
     run.until_result.callback(write_page, training_page, run.folder)
