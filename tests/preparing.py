@@ -5,11 +5,13 @@ import json
 import random
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
+import torch
 from upath import UPath
 
 from app.config import DataConfig, Recipe, load_recipe
@@ -17,12 +19,16 @@ from app.data.examples import CleaningReport, Input
 from app.data.labelled import LabelledData
 from app.data.language import LanguageData
 from app.data.preparation.data import prepare_documents, prepare_labelled
+from app.data.preparation.samples import Labelled
 from app.data.preparation.writers import LabelledWriter, labelled_schema
+from app.data.prepared import PreparedData
 from app.data.processor import Processor
 from app.data.sharded import ShardReference
 from app.data.shards import ShardIndex
 from app.data.targets import Classes, Targets
-from app.tasks import prepare
+from app.models.factory import blueprint_of
+from app.tasks import find_task, prepare
+from app.tasks.objective import objective_of
 
 WORDS = ["river", "stone", "lantern", "orchard", "velvet", "copper", "meadow", "harbour", "thistle", "ember"]
 
@@ -72,7 +78,7 @@ def prepared(source: Path | str, *overrides: str) -> LabelledData:
 
 def data_of(config: DataConfig, processor: type[Processor], storage: Path | None = None) -> LabelledData:
     """The data of a recipe's section, with one label each."""
-    return prepare_labelled(_recipe_with("reviews", config, storage), processor, Classes)
+    return prepare_labelled(_recipe_with("reviews", config, storage), Labelled(processor.modality, Classes), processor)
 
 
 def documents_of(config: DataConfig) -> LanguageData:
@@ -92,9 +98,9 @@ def in_shards(
     config, written = DataConfig(source="-"), {}
     for split, rows in splits.items():
         inputs, labels = [item for item, _ in rows], [label for _, label in rows]
-        value_of = dict(zip(labels, targets.read(labels, config), strict=True))
+        read = partial(targets.read, config=config)
         schema = labelled_schema(processor.modality, targets.rule)
-        writer = LabelledWriter(folder, split, 10**6, schema, value_of, lambda items: [len(item) for item in items])
+        writer = LabelledWriter(folder, split, 10**6, schema, read, lambda items: [len(item) for item in items])
         writer.add(inputs, labels)
         written[split] = writer.close()
     index = ShardIndex(
@@ -120,3 +126,20 @@ def rows_in(data: LabelledData) -> dict[str, list[tuple[Any, str]]]:
 def language_recipe(source: Path, *overrides: str) -> Recipe:
     keys = [f"data.source={source}", "data.block_length=16", "data.tokenizer.vocab_size=300"]
     return load_recipe("recipes/stdlib_gpt.yaml", [*keys, "data.shards={size: 5KB, window: 20KB}", *overrides])
+
+
+def first_losses(recipe: Recipe, data: PreparedData, batches: int = 4, size: int = 8) -> list[float]:
+    """The losses of the first rows, of a small model that learns from each batch of them."""
+    torch.manual_seed(0)
+    model = blueprint_of(recipe.model, data.facts).model.eval()  # without dropout
+    objective, optimizer = objective_of(find_task(recipe.task), recipe.train, data), torch.optim.SGD(model.parameters())
+    losses = []
+    for first in range(0, batches * size, size):
+        batch = data.train.batch(range(first, first + size))
+        output = model(**{name: torch.from_numpy(tensor) for name, tensor in batch.inputs.items()})
+        loss = objective.mean(output, torch.from_numpy(batch.targets))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses

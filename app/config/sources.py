@@ -66,7 +66,10 @@ class ColumnsConfig(Section):
         default="positive",
         description="for sentence-embedding: column of the text that belongs to it, such as the answer",
     )
-    tokens: str = Field(default="tokens", description="for token-classification: field of a text's words, a list")
+    tokens: str | None = Field(
+        default="tokens",
+        description="for token-classification: field of a text's words, a list; null: texts have spans",
+    )
     tags: str = Field(default="tags", description="for token-classification: field of the class of each of these words")
     tag_names: Annotated[list[str], Field(min_length=1)] | None = Field(
         default=None,

@@ -1,9 +1,9 @@
 """Labelled examples in splits, with the processor that reads the inputs and the targets of the labels."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Any, ClassVar, Protocol, Self, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +84,19 @@ class Split:
         return [self.inputs[index] for index in indices], [self.classes[index] for index in indices]
 
 
+@runtime_checkable
+class CollatingTargets(Protocol):
+    """Targets that depend on how an input is encoded, such as one for each word that the model reads."""
+
+    def collate(self, processor: Processor, inputs: Sequence[Input], values: Sequence[Any]) -> Batch:
+        """Return encoded inputs with their targets."""
+        ...
+
+    def count(self, processor: Processor, inputs: Iterable[Input]) -> NDArray[np.int64]:
+        """Return the number of targets of each input, of shape (inputs,). The loss of a step is a mean over these."""
+        ...
+
+
 @dataclass(frozen=True)
 class LabelledDataset(Dataset):
     """A split whose inputs a processor turns into tensors."""
@@ -125,8 +138,17 @@ class LabelledDataset(Dataset):
     def _measured(self) -> tuple[NDArray[np.int64], NDArray[np.str_]] | None:
         return self.processor.measure(self.split.inputs) if isinstance(self.processor, GroupingProcessor) else None
 
+    @cached_property
+    def num_targets(self) -> NDArray[np.int64] | None:
+        """Number of targets of each sample, of shape (samples,); None if all have as many. All texts are encoded."""
+        if not isinstance(self.targets, CollatingTargets):
+            return None
+        return self.targets.count(self.processor, self.split.inputs)
+
     def batch(self, indices: Sequence[int]) -> Batch:
         inputs, values = self.split.take(indices)
+        if isinstance(self.targets, CollatingTargets):
+            return self.targets.collate(self.processor, inputs, values)
         return self.to_batch(self.processor.encode(inputs), values)
 
     def to_batch(self, tensors: Tensors, values: Sequence[Any]) -> Batch:

@@ -1,16 +1,23 @@
 """What the outputs of a token classifier mean: for each word, whether an entity of a type begins or goes on there."""
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 from upath import UPath
 
-from app.data.targets import Answer, softmax
+from app.config import DataConfig
+from app.data.examples import Input
+from app.data.prepared import IGNORED, Batch
+from app.data.processor import Processor
+from app.data.targets import Answer, LabelRule, indices_of, softmax
+from app.data.text import TextProcessor
+from app.errors import DataError
 from app.storage import write_atomically
 
 TAGS_FILE = "tags.json"
@@ -22,11 +29,10 @@ _WORDS: dict[WordRule, re.Pattern[str]] = {"spaces": re.compile(r"\S+"), "letter
 
 
 class Word(NamedTuple):
-    """The place of a word in its text, and its class."""
+    """The place of a word in its text."""
 
     start: int
     end: int
-    tag: int = OUTSIDE
 
 
 class Entity(BaseModel):
@@ -46,10 +52,19 @@ class _Stored(BaseModel):
     words: WordRule
 
 
+def _distinct(label: str) -> str:
+    """Return a label with each of its tags once."""
+    return json.dumps(sorted(set(json.loads(label))), ensure_ascii=False)
+
+
 @dataclass(frozen=True)
 class Tags:
-    """Each token has a logit for each class, of shape (rows, length, classes). Only a word's first token counts."""
+    """Each token has a logit for each class, of shape (rows, length, classes). Only a word's first token counts.
 
+    A label is a list of the tags of a text's words, as JSON: O, B-TYPE or I-TYPE. Its value has their classes.
+    """
+
+    rule: ClassVar[LabelRule] = LabelRule("nested", agree=True, kept_as="classes", counted=_distinct)
     types: list[str]
     words: WordRule
     """How a text is split into words: at white space, or also between letters and other characters."""
@@ -71,6 +86,55 @@ class Tags:
     def words_of(self, text: str) -> list[Word]:
         """Return the words of a text."""
         return [Word(*match.span()) for match in _WORDS[self.words].finditer(text)]
+
+    @classmethod
+    def fit(cls, labels: Mapping[str, int], config: DataConfig) -> Self:
+        rules: set[WordRule] = {"letters" if one.columns.tokens is None else "spaces" for one in config.each_source()}
+        if len(rules) > 1:
+            raise DataError(
+                "data.sources have tokens in some sources and spans in others, whose words differ: give one kind"
+            )
+        types = sorted({tag[2:] for label in labels for tag in json.loads(label) if tag != "O"})
+        if not types:
+            raise DataError(
+                f"data.source {config.source!r} has no word in an entity: expected tags other than O, or spans, in "
+                "some rows"
+            )
+        return cls(types, rules.pop())
+
+    def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[list[int]]:
+        """Return the class of each word."""
+        return [indices_of(self.labels, json.loads(label), config, key) for label in labels]
+
+    def fitted(self, values: Sequence[list[int]], counts: Sequence[int]) -> Self:  # noqa: ARG002
+        return self
+
+    def batch(self, values: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        """Return the class of each word, of shape (rows, words); ``IGNORED`` after the last one of a row."""
+        classes = np.full((len(values), max(map(len, values))), IGNORED, np.int64)
+        for row, value in enumerate(values):
+            classes[row, : len(value)] = value
+        return classes
+
+    def collate(self, processor: Processor, inputs: Sequence[Input], values: Sequence[Sequence[int]]) -> Batch:
+        """Return encoded texts. The targets have the class of a word at its first token, else ``IGNORED``."""
+        tensors, classes = processor.encode(inputs), self.batch(values)
+        targets = np.full(tensors["input_ids"].shape, IGNORED, np.int64)
+        for row, tokens in enumerate(self._first_tokens(processor, inputs)):
+            read = [(word, token) for word, token in enumerate(tokens) if token is not None]
+            words, places = np.array(read, np.int64).reshape(-1, 2).T
+            targets[row, places] = classes[row, words]
+        return Batch(tensors, targets)
+
+    def count(self, processor: Processor, inputs: Iterable[Input]) -> NDArray[np.int64]:
+        """Return the number of words of each text that the model reads, of shape (texts,)."""
+        found = self._first_tokens(processor, inputs)
+        return np.array([sum(token is not None for token in tokens) for tokens in found], np.int64)
+
+    def _first_tokens(self, processor: Processor, inputs: Iterable[Input]) -> Iterator[list[int | None]]:
+        assert isinstance(processor, TextProcessor)
+        for text in map(str, inputs):
+            yield first_tokens(self.words_of(text), processor.offsets(text))
 
     def decode(self, outputs: NDArray[np.float32]) -> list[Answer]:
         """Return the class of each token, also of those that do not begin a word."""

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
@@ -60,11 +60,13 @@ class LabelRule:
     cell: Literal["label", "labels", "nested"] = "nested"
     """What a cell of the label's column is: one label, a list of labels or a text of them, or any JSON."""
     agree: bool = False
-    """Whether equal inputs have equal labels. Cleaning then drops inputs with several, which have no right answer."""
+    """Whether equal inputs have equal labels. Of classes, cleaning drops inputs with several: none is right."""
     are_classes: bool = False
     """Whether each split gets rows of each label."""
     kept_as: Literal["class", "classes", "number", "json"] = "json"
     """What a value of ``Targets.read`` is: an index, a list of indices, a number, or what JSON can hold."""
+    counted: Callable[[str], str] = str
+    """Returns what a label counts as in ``Targets.fit``, so that long labels need not be kept. Default: itself."""
 
 
 class Targets(Outputs, Protocol):
@@ -138,7 +140,7 @@ class Classes:
 
     def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[int]:
         """Return the class of each label: its index."""
-        return _indices(self.labels, labels, config, key)
+        return indices_of(self.labels, labels, config, key)
 
     def fitted(self, values: Sequence[int], counts: Sequence[int]) -> Self:  # noqa: ARG002
         return self
@@ -190,7 +192,7 @@ class LabelSets:
 
     def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[list[int]]:
         """Return the indices of the labels of each row, ascending."""
-        return [sorted(_indices(self.labels, split_labels(given, self.separator), config, key)) for given in labels]
+        return [sorted(indices_of(self.labels, split_labels(given, self.separator), config, key)) for given in labels]
 
     def fitted(self, values: Sequence[list[int]], counts: Sequence[int]) -> Self:  # noqa: ARG002
         return self
@@ -330,7 +332,8 @@ def _by_label(labels: Sequence[str], scores: NDArray[np.float32]) -> dict[str, f
     return {label: round(float(score), 6) for label, score in zip(labels, scores, strict=True)}
 
 
-def _indices(known: Sequence[str], labels: Sequence[str], config: DataConfig, key: str) -> list[int]:
+def indices_of(known: Sequence[str], labels: Sequence[str], config: DataConfig, key: str) -> list[int]:
+    """Return the place of each label among those that are known. Raises DataError for any other."""
     class_of = {label: index for index, label in enumerate(known)}
     if unknown := sorted(set(labels) - class_of.keys()):
         raise DataError(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # an endpoint answers without torch
     from torch import Tensor
 
     from app.data.preparation.prepare import RunUnits
+    from app.data.preparation.samples import SampleKind
 
 
 class Loss(Protocol):
@@ -174,10 +175,17 @@ class ServedTask(Task):
 
         return LabelledData
 
+    @property
+    def samples(self) -> "SampleKind":
+        """What the rows of a source are to the task."""
+        from app.data.preparation.samples import Labelled
+
+        return Labelled(self.processor.modality, self._targets)
+
     def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
         from app.data.preparation.data import prepare_labelled
 
-        return prepare_labelled(recipe, self.processor, self._targets, run_units)
+        return prepare_labelled(recipe, self.samples, self.processor, run_units)
 
     def load(self, recipe: Recipe, folder: UPath) -> SplitData:  # noqa: ARG002
         return self.data.load(folder, self.processor, self.targets)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from app.config import PlanConfig, TeacherConfig, TrainConfig
-from app.data.labelled import LabelledData, LabelledDataset
+from app.data.labelled import CollatingTargets, LabelledData, LabelledDataset
 from app.data.prepared import IGNORED, PreparedData
 from app.data.targets import HasTargets
 from app.errors import RecipeError
@@ -143,7 +143,7 @@ def _require_values(objective: Objective, config: TrainConfig, data: PreparedDat
     if isinstance(config.plan, PlanConfig) and config.plan.pipeline > 1:
         raise RecipeError(f"the metric {names} takes all rows at once: set train.plan.pipeline to 1, or use sums")
     split = data.validation
-    if isinstance(split, LabelledDataset):
+    if isinstance(split, LabelledDataset) and not isinstance(split.targets, CollatingTargets):
         _, values = split.split.take(range(min(len(split), _ROWS_TRIED)))
         targets = torch.from_numpy(split.targets.batch(values))
         generator = torch.Generator().manual_seed(0)

@@ -5,10 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from app.config import Recipe
-from app.data import tagging
-from app.data.prepared import IGNORED, SplitData
-from app.data.tagging import TaggedData
+from app.data.prepared import IGNORED
 from app.data.tags import Tags
 from app.data.targets import Answer, Outputs
 from app.data.text import TextProcessor
@@ -20,7 +17,7 @@ from app.tensors import OUTPUT, TensorSpec
 if TYPE_CHECKING:  # an endpoint answers without torch
     from torch import Tensor
 
-    from app.data.preparation.prepare import RunUnits
+    from app.data.preparation.samples import SampleKind
 
 
 class EntityF1(Metric):
@@ -97,8 +94,7 @@ class TokenClassification(ServedTask):
         ]
 
     @property
-    def data(self) -> type[SplitData]:
-        return TaggedData
+    def samples(self) -> "SampleKind":
+        from app.data.preparation.samples import TaggedTexts  # an endpoint reads no data
 
-    def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> TaggedData:  # noqa: ARG002
-        return tagging.prepare(recipe.data, recipe.model.source)
+        return TaggedTexts(targets=self._targets)

@@ -23,11 +23,10 @@ from upath import UPath
 from app.artifacts import WEIGHTS_FILE
 from app.config import Recipe, TrainConfig
 from app.data.examples import Input
-from app.data.labelled import LabelledData
+from app.data.labelled import CollatingTargets, LabelledData
 from app.data.pairs import PairData
 from app.data.prepared import IGNORED, Batch, PreparedData
 from app.data.processor import GroupingProcessor, Processor
-from app.data.tagging import TaggedData
 from app.data.targets import Answer, Classes, LabelSets, Targets, softmax
 from app.data.tokenizer import LanguageTokenizer
 from app.models.factory import blueprint_of, logits_of
@@ -73,7 +72,8 @@ def evaluate(weights: UPath, data: PreparedData, recipe: Recipe) -> Evaluation:
     batches = [ordered[first : first + rows] for first in range(0, len(ordered), rows)]
     predictions = _predictions(_load_model(weights, data, recipe), data, batches)
     task = find_task(recipe.task)
-    if isinstance(data, LabelledData) and isinstance(task, ServedTask):
+    if isinstance(data, LabelledData) and not isinstance(data.targets, CollatingTargets):
+        assert isinstance(task, ServedTask)
         return _of_examples(data, task, predictions)
     return _of_tokens(data, predictions)
 
@@ -279,8 +279,8 @@ def _in_short(answer: Answer) -> str:
 
 
 def _text_of(data: PreparedData, row: int) -> str:
-    if isinstance(data, TaggedData):
-        return shorten(data.validation.rows[row][0])
+    if isinstance(data, LabelledData):
+        return shorten(str(data.validation.split.inputs[row]))
     tokenizer: LanguageTokenizer = getattr(data, "tokenizer")  # noqa: B009 - of documents and chats
     tokens: NDArray[np.int64] = data.validation.batch([row]).inputs["input_ids"][0]
     return shorten(tokenizer.decode(tokens.tolist()))

@@ -17,13 +17,13 @@ import pytest
 
 from app.config import CleanConfig, ColumnsConfig, DataConfig
 from app.config.stream import StreamConfig
+from app.data.preparation.samples import TaggedTexts
 from app.data.sources import units
 from app.data.sources.documents import document_columns
 from app.data.sources.formats import FORMATS
 from app.data.sources.labelled import INPUT, labelled_columns, load_examples
 from app.data.sources.source import Source
-from app.data.sources.tagged import read_tagged
-from app.data.sources.units import read_source
+from app.data.sources.units import list_files, read_source
 from app.data.streaming.messages import Message
 from app.data.streaming.rows import LabelledRows
 from app.data.written import name_of
@@ -363,12 +363,12 @@ FILES = [
     }, ["one", LEFT_OUT, "", "x\r\ny", "z", "in a table"], contents="language-modeling"),
 ]  # fmt: skip
 TAGS = [
-    tagged("names", {"tokens": ["a", "b"], "tags": ["O", "B-PER"]}, [("a b", [None, ("PER", True)])]),
-    tagged("BOM", b"\xef\xbb\xbf" + lines({"tokens": ["a"], "tags": [" O"]}).encode(), [("a", [None])]),
+    tagged("names", {"tokens": ["a", "b"], "tags": ["O", "B-PER"]}, [("a b", ["O", "B-PER"])]),
+    tagged("BOM", b"\xef\xbb\xbf" + lines({"tokens": ["a"], "tags": [" O"]}).encode(), [("a", ["O"])]),
     tagged("numbers", {"tokens": ["a", "b"], "tags": [0, 5]}, refused="line 1…tag 0, a number…tag_names"),
     tagged("numbers as texts", {"tokens": ["a"], "tags": ["0"]}, refused="line 1…tag 0, a number…tag_names"),
     tagged("named numbers", {"tokens": ["a", "b"], "tags": [0, "1"]},
-        [("a b", [None, ("P", True)])], tag_names=["O", "B-P"]),
+        [("a b", ["O", "B-P"])], tag_names=["O", "B-P"]),
     tagged("a number without a name", {"tokens": ["a"], "tags": [2]},
         refused="line 1…tag 2…2 names", tag_names=["O", "P"]),
     tagged("a negative number", {"tokens": ["a"], "tags": [-1]}, refused="line 1…tag -1…2 names", tag_names=["O", "P"]),
@@ -383,8 +383,8 @@ TAGS = [
     tagged("a span before it", {"text": "ab", "spans": [{"start": -2, "end": 2, "label": "X"}]},
         refused="line 1…-2 to 2"),
     tagged("an end of a line", {"text": "ab\u2028 cd", "spans": [{"start": 0, "end": 2, "label": "X"}]}, [
-        ("ab\u2028 cd", [("X", True), None])]),
-    Odd("tags: bytes", {"rows.parquet": parquet(tokens=[[b"a"]], tags=[["O"]])}, [("a", [None])], contents="tagged"),
+        ("ab\u2028 cd", ["B-X", "O"])]),
+    Odd("tags: bytes", {"rows.parquet": parquet(tokens=[[b"a"]], tags=[["O"]])}, [("a", ["O"])], contents="tagged"),
     Odd("tags: bytes that are no text", {"rows.parquet": parquet(tokens=[[b"\xff"]], tags=[["O"]])},
         refused="row 1…'tokens'…UTF-8", contents="tagged"),
 ]  # fmt: skip
@@ -440,7 +440,14 @@ def read(source: Path, odd: Odd) -> list[Any]:
         rows = read_source(Source(str(source)), document_columns(config.columns))
         return [text for some in rows for text in some.cells[INPUT].to_pylist()]
     if odd.contents == "tagged":
-        return [(one.text, list(one.tags)) for one in read_tagged(Source(str(source)), config.columns)[0]]
+        kind = TaggedTexts()
+        columns = kind.resolve(list_files(Source(str(source)), kind.contents), config.columns)
+        given = config.model_copy(update={"columns": columns})
+        return [
+            (text, json.loads(tags))
+            for rows in read_source(Source(str(source)), kind.columns(given))
+            for text, tags in zip(kind.inputs(rows, given, verify=True), kind.labels(rows, given), strict=True)
+        ]
     examples = load_examples(config, odd.contents)  # type: ignore[arg-type]
     left_out = sum(map(len, examples.left_out.values()))
     return [(natural(item, odd), label) for item, label in examples] + [LEFT_OUT] * left_out

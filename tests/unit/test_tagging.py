@@ -11,16 +11,19 @@ import torch
 from upath import UPath
 
 from app.config import load_recipe
+from app.data.augmentation import augmentation_of
 from app.data.builtin import BUILTIN_SPANS
+from app.data.labelled import LabelledData, LabelledDataset
 from app.data.prepared import IGNORED
-from app.data.tagging import TaggedData
 from app.data.tags import Tags, Word, first_tokens, spans_of
+from app.data.text import TextProcessor
 from app.errors import DataError, RecipeError
 from app.models.factory import blueprint_of
 from app.models.pretrained import match_weights
 from app.tasks import find_served_task, load_prepared, prepare
 from app.tasks.objective import objective_of
 from app.tasks.tagging import EntityF1
+from tests.preparing import first_losses
 from tests.pretrained import write_encoder
 
 MODEL = {"factory": "app.models.text:token_classifier", "args": {"layers": 1, "width": 8, "heads": 2}}
@@ -46,23 +49,32 @@ def write_recipe(folder: Path, rows: Sequence[dict[str, Any]], **data: Any) -> s
     return str(folder / "recipe.yaml")
 
 
-def prepared(folder: Path, rows: Sequence[dict[str, Any]], *overrides: str, **data: Any) -> TaggedData:
+def prepared(folder: Path, rows: Sequence[dict[str, Any]], *overrides: str, **data: Any) -> LabelledData:
     found = prepare(load_recipe(write_recipe(folder, rows, **data), list(overrides)))
-    assert isinstance(found, TaggedData)
+    assert isinstance(found, LabelledData)
     return found
+
+
+def rows_of(split: LabelledDataset) -> list[tuple[str, list[int]]]:
+    return [(str(text), classes) for text, classes in zip(*split.split.take(range(len(split))), strict=True)]
 
 
 @pytest.mark.parametrize("kind", [tokens, spans])
 def test_rows_of_either_kind_are_read_split_and_saved(tmp_path: Path, kind: Any) -> None:
     data = prepared(tmp_path, [*map(kind, range(20)), kind(3)], test_fraction=0.2)
     assert data.report.dropped == {"duplicate": 1}
-    assert data.rows == {"train": 14, "validation": 2, "test": 4}
-    assert data.targets.words == ("spaces" if kind is tokens else "letters")
+    assert sum(data.rows.values()) == data.report.kept == 20
+    tags = data.targets
+    assert isinstance(tags, Tags)
+    assert tags.words == ("spaces" if kind is tokens else "letters")
     assert data.labels[:3] == ["O", "B-city", "I-city"]
-    for text, words in [*data.train.rows, *data.validation.rows]:
+    assert data.test is not None
+    for text, classes in [*rows_of(data.train), *rows_of(data.validation), *rows_of(data.test)]:
+        words = tags.words_of(text)
+        assert len(words) == len(classes)
         (found,) = [
             (words[first].start, words[last].end)
-            for first, last in spans_of([w.tag if w.tag < 3 else 0 for w in words])
+            for first, last in spans_of([tag if tag < 3 else 0 for tag in classes])
         ]
         assert text[slice(*found)] in CITIES
     data.save(UPath(tmp_path / "data"))
@@ -70,20 +82,76 @@ def test_rows_of_either_kind_are_read_split_and_saved(tmp_path: Path, kind: Any)
     again = load_prepared(recipe, UPath(tmp_path / "data"))
     assert again.fingerprint == data.fingerprint
     test: Any = find_served_task(recipe.task).load_test(recipe, UPath(tmp_path / "data"))
+    assert rows_of(test) == rows_of(data.test)
+
+
+@pytest.mark.parametrize("kind", [tokens, spans])
+def test_one_shard_and_many_give_the_same_split_batches_and_losses(tmp_path: Path, kind: Any) -> None:
+    rows, found = list(map(kind, range(900))), []
+    for size, is_cut in (("32MB", False), ("5KB", True)):
+        data = prepared(tmp_path, rows, f"data.shards.size={size}", test_fraction=0.1)
+        index = data.reference.index
+        units = {shard.name.split("-")[1] for shards in index.splits.values() for shard in shards}
+        assert (len(units) > 2, len(index.splits["train"]) > 4) == (is_cut, is_cut)
+        assert data.test is not None
+        splits = [rows_of(split) for split in (data.train, data.validation, data.test)]
+        batches = [data.train.batch(range(first, first + 50)) for first in range(0, 700, 50)]
+        assert data.train.num_targets is not None
+        content = [array.tobytes() for batch in batches for array in (*batch.inputs.values(), batch.targets)]
+        recipe = load_recipe(str(tmp_path / "recipe.yaml"))
+        found.append((splits, data.train.num_targets.tolist(), content, first_losses(recipe, data)))
+    assert found[0] == found[1]
+
+
+def test_a_text_is_in_one_split_with_those_of_its_group_and_none_of_the_test_source(tmp_path: Path) -> None:
+    rows = [tokens(row) | {"page": row // 20} for row in range(400)]
+    (tmp_path / "test.jsonl").write_text(json.dumps(tokens(7) | {"tags": ["O"] * len(tokens(7)["tags"])} | {"page": 0}))
+    data = prepared(tmp_path, rows, test_source=str(tmp_path / "test.jsonl"), group_column="page")
+    assert data.report.dropped == {"in_test": 1}
     assert data.test is not None
-    assert test.rows == data.test.rows
+    assert [text for text, _ in rows_of(data.test)] == [" ".join(tokens(7)["tokens"])]
+    pages = [{int(text.split()[1]) // 20 for text, _ in rows_of(split)} for split in (data.train, data.validation)]
+    assert pages[0] | pages[1] == set(range(20))
+    assert not pages[0] & pages[1]
+
+
+def test_sources_are_mixed_if_their_words_are_split_alike(tmp_path: Path) -> None:
+    for name, kind in (("a", tokens), ("b", tokens), ("c", spans)):
+        lines = [json.dumps(kind(row + 100 * (name == "b"))) for row in range(100)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+
+    def both(*names: str) -> LabelledData:
+        return prepared(
+            tmp_path, [], source=None, sources=[{"source": str(tmp_path / f"{name}.jsonl")} for name in names]
+        )
+
+    data = both("a", "b")
+    assert data.origins is not None
+    assert set(data.origins.train.tolist()) == {0, 1}
+    with pytest.raises(DataError, match=r"data\.sources have tokens in some sources and spans in others"):
+        both("a", "c")
+
+
+def test_augmentation_of_tagged_texts_is_refused(tmp_path: Path) -> None:
+    data = prepared(tmp_path, list(map(tokens, range(30))))
+    recipe = load_recipe(str(tmp_path / "recipe.yaml"), ["train.augment.text.drop=0.1"])
+    with pytest.raises(RecipeError, match=r"train\.augment changes labelled samples, and the task learns from tokens"):
+        augmentation_of(recipe.train, data)
 
 
 def test_only_the_first_token_of_a_word_counts_and_no_word_that_is_cut_off(tmp_path: Path) -> None:
     data = prepared(tmp_path, list(map(tokens, range(30))), "data.tokenizer.max_piece_length=1", "data.buckets=[8]")
-    batch = data.train.batch(range(len(data.train)))
-    for row, (text, words) in enumerate(data.train.rows):
+    batch, tags = data.train.batch(range(len(data.train))), data.targets
+    assert isinstance(tags, Tags)
+    assert isinstance(data.processor, TextProcessor)
+    assert data.train.num_targets is not None
+    for row, (text, classes) in enumerate(rows_of(data.train)):
         offsets = data.processor.offsets(text)
-        read = [word for word in words if word.start < offsets[-1][1]]
-        assert len(read) < len(words)
+        read = [word for word in tags.words_of(text) if word.start < offsets[-1][1]]
+        assert len(read) < len(classes)
         places = np.flatnonzero(batch.targets[row] != IGNORED)
         assert [offsets[place][0] for place in places] == [word.start for word in read]
-        assert batch.targets[row][places].tolist() == [word.tag for word in read]
+        assert batch.targets[row][places].tolist() == classes[: len(read)]
         assert data.train.num_targets[row] == len(read)
 
 
@@ -99,7 +167,7 @@ def test_words_that_share_a_token_or_have_none() -> None:
         ([{"tokens": ["a b"], "tags": ["O"]}], "line 1 has the token 'a b': expected texts without white space"),
         ([{"tokens": ["a"], "tags": "O"}], "line 1: data.columns.tags is not a list: 'O'"),
         ([{"tokens": ["a"]}], "data.columns.tags is 'tags', which .*, line 1 does not have"),
-        ([{"tokens": ["a"], "tags": ["O"]}], "has no word in an entity"),
+        ([{"tokens": [f"a{row}"], "tags": ["O"]} for row in range(30)], "has no word in an entity"),
         ([{"words": ["a"]}], "has neither tokens, data.columns.tokens 'tokens', nor spans"),
         ([{"text": "a b", "spans": [{"start": 0, "end": 9, "label": "x"}]}], "a span from 0 to 9: the text has 3"),
         ([{"text": "a b", "spans": [{"start": 1, "end": 2, "label": "x"}]}], "from 1 to 2, ' ', has no word"),
@@ -108,7 +176,7 @@ def test_words_that_share_a_token_or_have_none() -> None:
             "from 1 to 2, 'b', has a word of another span",
         ),
         ([{"text": "a", "spans": [{"start": 0}]}], r"has the span \{'start': 0\}: expected an object with start, end"),
-        ([tokens(0)], "1 texts after cleaning, and none is left to learn from"),
+        ([tokens(0)], "leaves the validation split empty \\(1 texts, 1 kept"),
     ],
 )
 def test_rows_that_cannot_be_read_are_refused_with_their_line(

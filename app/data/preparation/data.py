@@ -11,36 +11,36 @@ from app.data.language import LanguageData
 from app.data.origins import Origins
 from app.data.preparation.prepare import COLUMNS_FILE, Preparer, RunUnits
 from app.data.preparation.sample import SAMPLE_FILE, Sample
-from app.data.preparation.samples import Documents, Labelled, SampleKind
+from app.data.preparation.samples import Documents, SampleKind
 from app.data.prepared import TRAIN, VALIDATION
 from app.data.processor import Processor, fit_processor
 from app.data.sharded import ShardReference
 from app.data.shards import ShardIndex
-from app.data.targets import Targets
 from app.data.tokenizer import LanguageTokenizer
 from app.storage import open_storage
 
 
 def prepare_labelled(
-    recipe: Recipe, processor_type: type[Processor], targets_type: type[Targets], run_units: RunUnits = map
+    recipe: Recipe, kind: SampleKind, processor_type: type[Processor], run_units: RunUnits = map
 ) -> LabelledData:
     """Return labelled examples in shards, which are made unless they are there.
 
     Args:
         recipe: names the source.
+        kind: what the rows of the source are.
         processor_type: reads the inputs.
-        targets_type: reads the labels.
         run_units: where the work on each unit is done.
 
     Raises:
         DataError: the source cannot be read, or has too few rows.
     """
-    folder, reference, report = _prepare(recipe, Labelled(processor_type.modality, targets_type), run_units)
+    folder, reference, report = _prepare(recipe, kind, run_units)
     columns = ColumnsConfig.model_validate_json((folder / COLUMNS_FILE).read_bytes())
     config = recipe.data.model_copy(update={"columns": columns})
     sample = Sample.load(folder / SAMPLE_FILE)
     processor = fit_processor(processor_type, sample.inputs, config, recipe.model.source)
-    targets = targets_type.load(folder)
+    assert kind.targets is not None
+    targets = kind.targets.load(folder)
     data = LabelledData.open(reference, processor, targets, report)
     return replace(data, test=test_split(reference, processor, targets))
 

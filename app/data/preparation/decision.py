@@ -58,7 +58,7 @@ def decide(work: UnitWork, judge_units: Callable[[], None]) -> Decision:
         for start, survey in surveys:
             codes[start : start + len(survey.codes)] = survey.codes
         tests = sum(one.rows for unit, one in zip(work.units, facts, strict=True) if unit.is_test)
-        rules = Duplicates(work.deduplicates, work.kind.has_labels and work.kind.labels_agree, tests)
+        rules = Duplicates(work.deduplicates, work.kind.drops_conflicts, tests)
         resolve(surveys, rules, codes, config.shards.memory)
         if threshold := config.clean.near_duplicates:
             files = [work.signature_files(unit.number) for unit in work.units]

@@ -25,7 +25,6 @@ from app.data.prepared import TRAIN, VALIDATION
 from app.data.shards import Shard, ShardIndex
 from app.data.sources.formats import FORMATS
 from app.data.sources.formats.base import DOCUMENTS, SourceFile
-from app.data.sources.labelled import resolve_columns
 from app.data.sources.source import Source
 from app.data.sources.units import Unit, cut_sources, list_files, tell_unread
 from app.data.targets import Targets
@@ -106,13 +105,10 @@ class Preparer:
         self._publish(work, folder, fingerprint, settings, decision.report)
 
     def _resolved(self, sources: list[list[SourceFile]]) -> DataConfig:
-        """Return the section ``data`` with the features of tables named."""
+        """Return the section ``data`` with all columns that are read."""
         config = self.recipe.data
-        if self.kind.contents == DOCUMENTS:
-            return config
         named = [
-            resolve_columns(files, one.columns, self.kind.contents)
-            for one, files in zip(config.each_source(), sources, strict=True)
+            self.kind.resolve(files, one.columns) for one, files in zip(config.each_source(), sources, strict=True)
         ]
         if not config.sources:
             return config.model_copy(update={"columns": named[0]})
@@ -172,7 +168,7 @@ class Preparer:
                 "tokenizer is learned from: give more or shorter rows, or another data.seed"
             )
         if sample.fraction < 1.0:
-            what = "parts of documents" if self.kind.contents == DOCUMENTS else f"{self.kind.contents}s"
+            what = "parts of documents" if self.kind.contents == DOCUMENTS else self.kind.what
             print(
                 f"the processor is fitted to a sample of the training data: {len(sample.inputs):,} {what}", flush=True
             )
@@ -186,9 +182,9 @@ class Preparer:
         learned = (
             (IN_TRAIN, IN_VALIDATION, IN_TEST) if self.recipe.data.test_source is None else (IN_TRAIN, IN_VALIDATION)
         )
-        targets = self.kind.targets.fit(decision.rows_of(*learned), self.recipe.data)
+        targets = self.kind.targets.fit(decision.rows_of(*learned), work.config)
         trained = decision.rows_of(IN_TRAIN)
-        targets = targets.fitted(targets.read([*trained], self.recipe.data), [*trained.values()])
+        targets = targets.fitted(targets.read([*trained], work.config), [*trained.values()])
         targets.save(folder)
         return targets
 

@@ -1,24 +1,27 @@
 """How the rows of a source become samples: which columns are read, and what each row is to the task."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from app.config import DataConfig
+from app.config import ColumnsConfig, DataConfig
 from app.data.examples import Input, Modality
 from app.data.sources.cells import Columns, Rows
 from app.data.sources.documents import document_columns
-from app.data.sources.formats.base import DOCUMENTS
-from app.data.sources.labelled import GROUP, INPUT, LABEL, inputs_of, labelled_columns
+from app.data.sources.formats.base import DOCUMENTS, TAGGED, SourceFile
+from app.data.sources.labelled import GROUP, INPUT, LABEL, inputs_of, labelled_columns, resolve_columns
+from app.data.sources.tagged import resolve_tagged, tagged_columns, tags_of, texts_of
 from app.data.sources.units import Contents
+from app.data.tags import Tags
 from app.data.targets import Targets
 
 
 class SampleKind(ABC):
     """What a sample of a task is. It can be pickled."""
 
-    what: ClassVar[Literal["examples", "documents"]]
+    what: ClassVar[Literal["examples", "documents", "texts"]]
     """What a sample is called in reports."""
     strips: ClassVar[bool]
     """Whether white space around a text is dropped."""
@@ -30,12 +33,7 @@ class SampleKind(ABC):
     @property
     def is_text(self) -> bool:
         """Whether a sample is one text."""
-        return self.contents in ("text", DOCUMENTS)
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether rows have labels."""
-        return self.targets is not None
+        return self.contents not in ("image", "audio", "row", "record")
 
     @property
     def labels_agree(self) -> bool:
@@ -46,6 +44,15 @@ class SampleKind(ABC):
     def are_classes(self) -> bool:
         """Whether each split gets rows of each label."""
         return False
+
+    @property
+    def drops_conflicts(self) -> bool:
+        """Whether inputs with several labels are dropped. Otherwise the first of equal inputs is kept."""
+        return self.are_classes and self.labels_agree
+
+    def resolve(self, files: Sequence[SourceFile], columns: ColumnsConfig) -> ColumnsConfig:  # noqa: ARG002
+        """Return the columns of a source with all that are read. Raises DataError if it lacks one."""
+        return columns
 
     @abstractmethod
     def columns(self, config: DataConfig) -> Columns:
@@ -58,6 +65,14 @@ class SampleKind(ABC):
     @abstractmethod
     def inputs(self, rows: Rows, config: DataConfig, verify: bool) -> Iterator[Input | None]:
         """Yield the input of each row; None if it cannot be read. ``verify``: decode files to see it."""
+
+    def labels(self, rows: Rows, config: DataConfig) -> list[str] | None:  # noqa: ARG002
+        """Return the label of each row, "" for none. None: the task has no labels."""
+        return None
+
+    def counted(self, label: str) -> str:
+        """Return the label that a row with this label counts as."""
+        return self.targets.rule.counted(label) if label and self.targets else label
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,9 @@ class Labelled(SampleKind):
     def are_classes(self) -> bool:
         return self.targets.rule.are_classes
 
+    def resolve(self, files: Sequence[SourceFile], columns: ColumnsConfig) -> ColumnsConfig:
+        return resolve_columns(files, columns, self.contents)
+
     def columns(self, config: DataConfig) -> Columns:
         return labelled_columns(config.columns, self.contents, config.group_column, self.targets.rule.cell)
 
@@ -91,6 +109,31 @@ class Labelled(SampleKind):
 
     def inputs(self, rows: Rows, config: DataConfig, verify: bool) -> Iterator[Input | None]:
         return inputs_of(rows, self.columns(config), config.columns, verify)
+
+    def labels(self, rows: Rows, config: DataConfig) -> list[str]:  # noqa: ARG002
+        return [label or "" for label in rows.cells[LABEL].to_pylist()]
+
+
+@dataclass(frozen=True)
+class TaggedTexts(SampleKind):
+    """Texts whose words are tagged."""
+
+    contents: Contents = TAGGED
+    targets: type[Targets] = Tags
+    what: ClassVar[Literal["texts"]] = "texts"
+    strips: ClassVar[bool] = True
+
+    def resolve(self, files: Sequence[SourceFile], columns: ColumnsConfig) -> ColumnsConfig:
+        return resolve_tagged(files, columns)
+
+    def columns(self, config: DataConfig) -> Columns:
+        return tagged_columns(config.columns, config.group_column)
+
+    def inputs(self, rows: Rows, config: DataConfig, verify: bool) -> Iterator[Input | None]:  # noqa: ARG002
+        return texts_of(rows, config.columns)
+
+    def labels(self, rows: Rows, config: DataConfig) -> list[str]:
+        return [json.dumps(tags, ensure_ascii=False) if tags else "" for tags in tags_of(rows, config.columns)]
 
 
 @dataclass(frozen=True)
@@ -106,11 +149,6 @@ class Documents(SampleKind):
 
     def inputs(self, rows: Rows, config: DataConfig, verify: bool) -> Iterator[Input | None]:  # noqa: ARG002
         yield from rows.cells[INPUT].to_pylist()
-
-
-def labels_in(rows: Rows) -> list[str] | None:
-    """Return the label of each row; None if they have none."""
-    return [label or "" for label in rows.cells[LABEL].to_pylist()] if LABEL in rows.cells else None
 
 
 def groups_in(rows: Rows) -> list[str] | None:

@@ -155,8 +155,9 @@ class Surveyor:
         codes = np.array(
             [self._cleaner.code(item, label) for item, label in zip(cleaned, given, strict=True)], np.uint8
         )
-        places = [self._labels.setdefault(label, len(self._labels)) if label else -1 for label in given]
-        if agree and len(self._labels) > _MAX_LABELS:
+        counted = self._cleaner.kind.counted
+        places = [self._labels.setdefault(counted(label), len(self._labels)) if label else -1 for label in given]
+        if self._cleaner.kind.drops_conflicts and len(self._labels) > _MAX_LABELS:
             raise DataError(
                 f"the column of data.columns.label has over {_MAX_LABELS:,} different values, such as {given[-1]!r}: "
                 "name the column of the class"

@@ -1,6 +1,6 @@
 """The work on one unit: the survey, and later the shards. It runs in this process or in any other of a cluster."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from app.data.examples import MAX_EXAMPLES, REASONS, Input, Reason
 from app.data.kinds import ColumnKind, merge_kinds
 from app.data.preparation.digest import RowsDigest
 from app.data.preparation.sample import SampleBuilder
-from app.data.preparation.samples import SampleKind, groups_in, labels_in
+from app.data.preparation.samples import SampleKind, groups_in
 from app.data.preparation.signatures import SignatureFiles
 from app.data.preparation.survey import ALL_TEST, KEPT, SPLITS, Cleaner, Rule, SplitRule, Survey, Surveyor
 from app.data.preparation.writers import BlockWriter, LabelledWriter, SplitWriter, labelled_schema
@@ -151,7 +151,8 @@ class UnitWork:
             for rows in self._rows(number):
                 digest.add(rows)
                 merge_kinds(facts.kinds, kinds_of(rows, self.kind.columns(config)))
-                cleaned = surveyor.add(self.kind.inputs(rows, config, verify=True), labels_in(rows), groups_in(rows))
+                inputs = self.kind.inputs(rows, config, verify=True)
+                cleaned = surveyor.add(inputs, self.kind.labels(rows, config), groups_in(rows))
                 if facts.unreadable is None and None in cleaned:
                     facts.unreadable = rows.place(cleaned.index(None))
                 if signatures and cleaned:
@@ -167,18 +168,16 @@ class UnitWork:
         """Write the shards of a unit, and return its number. Raises DataError if the source changed meanwhile."""
         codes = np.frombuffer(self.codes_file(number).read_bytes(), np.uint8)
         splits = self.splits(number)
+        examples: dict[Reason, list[str]] = {}
         found = [survey.labels for survey in Survey.read(self.survey_file(number))]
         places = np.concatenate([np.empty(0, np.int32), *found])
-        examples: dict[Reason, list[str]] = {}
-        names = self.facts(number).label_names
-        used = [names[place] for place in np.unique(places[(codes == KEPT) & (places >= 0)]).tolist()]
-        writers = {split: self._writer(split, number, used) for split in SPLITS}
-        names = [*names, ""]  # -1 is no label
+        names = [*self.facts(number).label_names, ""]  # -1 is no label
+        config, writers = self._config_of(number), {split: self._writer(split, number) for split in SPLITS}
         for start, inputs, rows in self.converted(number):
             part = slice(start, start + len(inputs))
-            if part.stop > len(codes):
+            labels = self.kind.labels(rows, config) or [""] * len(inputs)
+            if [names[place] for place in places[part]] != list(map(self.kind.counted, labels)):
                 raise self._changed(number)
-            labels = [names[place] for place in places[part]]
             self._add(writers, inputs, labels, codes[part], splits[part])
             _collect(examples, inputs, rows, codes[part])
         shards = {split: writer.close() for split, writer in writers.items()}
@@ -216,14 +215,14 @@ class UnitWork:
             if kept:
                 writers[split].add(kept, [labels[row] for row in chosen])
 
-    def _writer(self, split: str, number: int, labels: Sequence[str]) -> SplitWriter:
+    def _writer(self, split: str, number: int) -> SplitWriter:
         folder, prefix, size = to_path(self.folder), f"{split}-{number:05d}", self.config.shards.size
         if self.targets is None:
             return BlockWriter(folder, prefix, size, LanguageTokenizer.load(folder))
-        values = self.targets.read(labels, self.config, "test_source" if self.units[number].is_test else "source")
-        value_of = dict(zip(labels, values, strict=True))
+        key = "test_source" if self.units[number].is_test else "source"
+        read = partial(self.targets.read, config=self.config, key=key)
         schema = labelled_schema(self.kind.contents, self.targets.rule)
-        return LabelledWriter(folder, prefix, size, schema, value_of, partial(self.kind.lengths, self.config))
+        return LabelledWriter(folder, prefix, size, schema, read, partial(self.kind.lengths, self.config))
 
     def _rows(self, number: int) -> Iterator[Rows]:
         return read_unit(self.units[number], self.kind.columns(self._config_of(number)))

@@ -1,7 +1,7 @@
 """The rows of one split of a unit as shards: labelled inputs as they are, or documents as blocks of tokens."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -29,6 +29,7 @@ class SplitWriter(Protocol):
 
 
 Measure = Callable[[Sequence[Input]], Sequence[int]]
+ReadLabels = Callable[[Sequence[str]], Sequence[Any]]
 _VALUES = {"class": pa.int32(), "classes": pa.list_(pa.int32()), "number": pa.float64(), "json": pa.string()}
 
 
@@ -49,23 +50,24 @@ class LabelledWriter:
     """Writes inputs and what their labels mean."""
 
     def __init__(
-        self, folder: UPath, prefix: str, size: int, schema: pa.Schema, value_of: Mapping[str, Any], measure: Measure
+        self, folder: UPath, prefix: str, size: int, schema: pa.Schema, read: ReadLabels, measure: Measure
     ) -> None:
         """Write shards of about ``size`` bytes, named ``PREFIX-NUMBER.arrow``.
 
         Args:
             schema: as ``labelled_schema`` returns it.
-            value_of: the value of each label, as ``Targets.read`` returns it.
+            read: returns the value of each label, as ``Targets.read`` does.
             measure: returns the length of each input.
         """
-        self._schema, self._measure = schema, measure
+        self._schema, self._read, self._measure = schema, read, measure
         self._shards = ShardWriter(folder, prefix, schema, size)
-        is_json = schema.field(VALUE).type == pa.string()
-        self._value_of = {label: json.dumps(value) if is_json else value for label, value in value_of.items()}
+        self._is_json = schema.field(VALUE).type == pa.string()
 
     def add(self, inputs: Sequence[Input], labels: Sequence[str]) -> None:
         """Add cleaned rows."""
-        columns = [inputs, [self._value_of[label] for label in labels], self._measure(inputs)]
+        values = self._read(labels)
+        values = [json.dumps(value) for value in values] if self._is_json else values
+        columns = [inputs, values, self._measure(inputs)]
         arrays = [pa.array(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
         self._shards.add(pa.record_batch(arrays, self._schema))
 

@@ -1,66 +1,82 @@
-"""Reads texts whose words are tagged: tokens with tags, or texts with spans."""
+"""Texts whose words are tagged: tokens with tags, or texts with spans."""
 
 import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from app.config import ColumnsConfig
-from app.data.sources.cells import Column, Columns
-from app.data.sources.source import Source
-from app.data.sources.units import column_names, list_files, read_source
-from app.data.tagged_texts import TaggedText, tagged_by_spans
-from app.data.tags import WordRule
+from app.data.sources.cells import Column, Columns, Rows
+from app.data.sources.formats import FORMATS
+from app.data.sources.formats.base import TAGGED, SourceFile
+from app.data.sources.labelled import GROUP, INPUT
+from app.data.sources.units import column_names
+from app.data.tags import Tags
 from app.errors import DataError
 
-_TOKENS, _TAGS, _INPUT, _SPANS = (f"data.columns.{key}" for key in ("tokens", "tags", "input", "spans"))
+_TOKENS, _TAGS, _SPANS = (f"data.columns.{key}" for key in ("tokens", "tags", "spans"))
 
 _BEGINS, _INSIDE = ("B", "S", "U"), ("I", "E", "L", "M")
 """Prefixes of the schemes BIO, BIOES, BILOU and BMES."""
 
 
-def read_tagged(source: Source, config: ColumnsConfig) -> tuple[list[TaggedText], WordRule]:
-    """Return the texts of a source, and how such texts are split into words.
-
-    Tokens are joined by spaces, so a text to predict is split there. Texts with spans are also split between letters
-    and other characters.
+def resolve_tagged(files: Sequence[SourceFile], config: ColumnsConfig) -> ColumnsConfig:
+    """Return the columns of tokens and tags; with ``tokens`` None if the first file has spans in their place.
 
     Raises:
-        DataError: the source has no texts, or a row cannot be read. Its file and number are named.
+        DataError: it has neither.
     """
-    files = list_files(source, "row")
-    names = column_names(files[0])
-    has_tokens = config.tokens in names
-    if not has_tokens and config.spans not in names:
-        raise DataError(
-            f"{files[0].path!r} has neither tokens, data.columns.tokens {config.tokens!r}, nor spans, "
-            f"data.columns.spans {config.spans!r}: it has {', '.join(names) or 'nothing'}"
-        )
-    keys: tuple[Column, ...] = (
-        (Column(_TOKENS, config.tokens, "nested"), Column(_TAGS, config.tags, "nested"))
-        if has_tokens
-        else (Column(_INPUT, config.input, "text"), Column(_SPANS, config.spans, "nested"))
+    names = column_names(files[0]) if files[0].format in FORMATS else [config.spans]
+    if config.tokens in names:
+        return config
+    if config.spans in names:
+        return config.model_copy(update={"tokens": None})
+    raise DataError(
+        f"{files[0].path!r} has neither tokens, data.columns.tokens {config.tokens!r}, nor spans, "
+        f"data.columns.spans {config.spans!r}: it has {', '.join(names) or 'nothing'}"
     )
-    read = _tagged_tokens if has_tokens else _tagged_spans
-    texts = [
-        read(content, tags, rows.place(number), config)
-        for rows in read_source(source, Columns("row", keys))
-        for number, (content, tags) in enumerate(zip(*(rows.cells[key.key].to_pylist() for key in keys), strict=True))
-    ]
-    if not texts:
-        raise DataError(f"{source} has no rows: give tokens with tags, or texts with spans")
-    return texts, "spaces" if has_tokens else "letters"
 
 
-def _tagged_tokens(tokens_cell: str | None, tags_cell: str | None, where: str, config: ColumnsConfig) -> TaggedText:
-    tokens, given = _list(tokens_cell, _TOKENS, where), _list(tags_cell, _TAGS, where)
-    if len(tokens) != len(given):
-        raise DataError(f"{where} has {len(tokens)} tokens and {len(given)} tags: expected one tag a token")
-    words, start = [], 0
+def tagged_columns(config: ColumnsConfig, group: str | None = None) -> Columns:
+    """Return the columns of tokens and tags, or of texts and spans. ``group``: the column of the group."""
+    groups = [] if group is None else [Column(GROUP, group, "group")]
+    if config.tokens is None:
+        return Columns(TAGGED, (Column(INPUT, config.input, "text"), Column(_SPANS, config.spans, "nested"), *groups))
+    return Columns(TAGGED, (Column(_TOKENS, config.tokens, "nested"), Column(_TAGS, config.tags, "nested"), *groups))
+
+
+def texts_of(rows: Rows, config: ColumnsConfig) -> Iterator[str | None]:
+    """Yield the text of each row; None if it is not UTF-8. Tokens are joined by spaces, where texts are split again.
+
+    Raises:
+        DataError: a row cannot be read. Its file and number are named.
+    """
+    if config.tokens is None:
+        yield from rows.cells[INPUT].to_pylist()
+        return
+    for number, cell in enumerate(rows.cells[_TOKENS].to_pylist()):
+        yield " ".join(_tokens(cell, rows.place(number)))
+
+
+def tags_of(rows: Rows, config: ColumnsConfig) -> Iterator[list[str]]:
+    """Yield the tag of each word, row by row: O, B-TYPE or I-TYPE. Raises DataError as above."""
+    keys = (_TOKENS, _TAGS) if config.tokens else (INPUT, _SPANS)
+    for number, (content, given) in enumerate(zip(*(rows.cells[key].to_pylist() for key in keys), strict=True)):
+        where = rows.place(number)
+        if config.tokens is None:
+            yield [] if content is None else _tags_by_spans(content, _list(given, _SPANS, where), where)
+            continue
+        tokens, tags = _tokens(content, where), _list(given, _TAGS, where)
+        if len(tokens) != len(tags):
+            raise DataError(f"{where} has {len(tokens)} tokens and {len(tags)} tags: expected one tag a token")
+        yield [_in_bio(_tag_name(tag, where, config)) for tag in tags]
+
+
+def _tokens(cell: str | None, where: str) -> list[str]:
+    tokens = _list(cell, _TOKENS, where)
     for token in tokens:
         if not isinstance(token, str) or token.split() != [token]:
             raise DataError(f"{where} has the token {token!r}: expected texts without white space")
-        words.append((start, start + len(token)))
-        start += len(token) + 1
-    return TaggedText(" ".join(tokens), words, [_parse(_tag_name(tag, where, config)) for tag in given])
+    return tokens
 
 
 def _tag_name(tag: object, where: str, config: ColumnsConfig) -> str:
@@ -83,32 +99,44 @@ def _tag_name(tag: object, where: str, config: ColumnsConfig) -> str:
     return names[tag]
 
 
-def _tagged_spans(text: str | None, spans_cell: str | None, where: str, config: ColumnsConfig) -> TaggedText:  # noqa: ARG001
-    if text is None:
-        raise DataError(f"{where}: the text is not UTF-8: repair or remove it")
-    spans = []
-    for span in _list(spans_cell, _SPANS, where):
-        try:
-            start, end, label = span["start"], span["end"], span["label"]
-        except (TypeError, KeyError):
-            start = end = label = None
-        if type(start) is not int or type(end) is not int or not isinstance(label, str) or not label:
-            raise DataError(
-                f"{where} has the span {span!r}: expected an object with start, end and label: two whole numbers and a "
-                "text"
-            )
-        spans.append((start, end, label))
-    return tagged_by_spans(text, spans, where)
-
-
-def _parse(tag: str) -> tuple[str, bool] | None:
-    """Return the type of a tag, and whether an entity begins there. A tag without a prefix is an entity of its own."""
-    if tag == "O":
-        return None
+def _in_bio(tag: str) -> str:
+    """Return a tag in the scheme BIO. One without a prefix is an entity of its own."""
     prefix, dash, kind = tag.partition("-")
-    if not dash or prefix not in _BEGINS + _INSIDE:
-        return tag, True
-    return kind, prefix in _BEGINS
+    if tag == "O" or (dash and prefix in ("B", "I")):
+        return tag
+    return f"{'I' if prefix in _INSIDE else 'B'}-{kind}" if dash and prefix in _BEGINS + _INSIDE else f"B-{tag}"
+
+
+def _tags_by_spans(text: str, spans: Sequence[Any], where: str) -> list[str]:
+    """Return the tags of words by the spans that they lie in.
+
+    Raises:
+        DataError: a span cannot be read, is not in the text, has no word, or has a word of another one.
+    """
+    words = Tags([], "letters").words_of(text)
+    tags = ["O"] * len(words)
+    for start, end, label in (_span(span, where) for span in spans):
+        if not 0 <= start < end <= len(text):
+            raise DataError(f"{where} has a span from {start} to {end}: the text has {len(text)} characters")
+        inside = [place for place, word in enumerate(words) if word.start < end and word.end > start]
+        if not inside or any(tags[place] != "O" for place in inside):
+            problem = "no word" if not inside else "a word of another span"
+            raise DataError(f"{where}: the span from {start} to {end}, {text[start:end]!r}, has {problem}: correct it")
+        for place in inside:
+            tags[place] = f"{'B' if place == inside[0] else 'I'}-{label}"
+    return tags
+
+
+def _span(span: Any, where: str) -> tuple[int, int, str]:
+    try:
+        start, end, label = span["start"], span["end"], span["label"]
+    except (TypeError, KeyError):
+        start = end = label = None
+    if type(start) is not int or type(end) is not int or not isinstance(label, str) or not label:
+        raise DataError(
+            f"{where} has the span {span!r}: expected an object with start, end and label: two whole numbers and a text"
+        )
+    return start, end, label
 
 
 def _list(cell: str | None, key: str, where: str) -> list[Any]:

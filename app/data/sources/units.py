@@ -16,19 +16,18 @@ from typing import Any, Literal, cast
 import pyarrow as pa
 from upath import UPath
 
-from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS, BUILTIN_TEST
 from app.data.examples import Modality
 from app.data.sources.cells import Columns, Rows
 from app.data.sources.formats import FORMATS, format_of
-from app.data.sources.formats.base import DOCUMENTS, Format, Piece, SourceFile
+from app.data.sources.formats.base import Format, Piece, SourceFile
 from app.data.sources.formats.builtin import BUILTIN_SETS, BUILTIN_TEST_SETS, TEST_KEY
 from app.data.sources.formats.idx import Idx, find_idx
 from app.data.sources.source import Source, find_builtin, list_source, open_source
 from app.errors import DataError
 from app.storage import version_of
 
-Contents = Literal[Modality, "language-modeling"]
-"""What a source holds: labelled inputs of one kind, or documents to model the language of."""
+Contents = Literal[Modality, "language-modeling", "tagged"]
+"""What a source holds: labelled inputs of one kind, documents to model the language of, or texts with tagged words."""
 WHOLE = 2**63
 """Bytes of a unit that has all files of a source."""
 _READERS = ChainMap[str, Format]({one.name: one for one in (BUILTIN_SETS, BUILTIN_TEST_SETS, Idx())}, FORMATS)
@@ -58,9 +57,8 @@ def list_files(source: Source, contents: Contents) -> list[SourceFile]:
     Raises:
         DataError: the source does not exist, has no file that the task reads, or has a class without one.
     """
-    known: dict[str, Any] = dict(BUILTIN_DOCUMENTS if contents == DOCUMENTS else BUILTIN)
-    known, sets = (BUILTIN_TEST, BUILTIN_TEST_SETS) if source.key == TEST_KEY else (known, BUILTIN_SETS)
-    if find_builtin(source, known) is not None:
+    sets = BUILTIN_TEST_SETS if source.key == TEST_KEY else BUILTIN_SETS
+    if find_builtin(source, sets.known(contents)) is not None:
         return [SourceFile(source.uri, sets.name, 0, "")]
     root = open_source(source)
     listed = list_source(source, root)

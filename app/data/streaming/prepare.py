@@ -18,7 +18,7 @@ from app.data.examples import REASONS, CleaningReport, Input
 from app.data.labelled import LabelledData
 from app.data.language import LanguageData
 from app.data.preparation.prepare import SHARDS
-from app.data.preparation.samples import SampleKind, labels_in
+from app.data.preparation.samples import SampleKind
 from app.data.preparation.survey import KEPT, Cleaner, digest_of, drop_equal
 from app.data.preparation.writers import block_schema, labelled_schema
 from app.data.prepared import TRAIN, VALIDATION
@@ -175,7 +175,7 @@ def _validation_rows(config: DataConfig, kind: SampleKind) -> list[tuple[str, st
     labels: list[str | None] = []
     for rows in read_source(Source(config.validation_source, _KEY), kind.columns(config)):
         texts += [cleaner.convert(item) for item in kind.inputs(rows, config, verify=True)]
-        labels += labels_in(rows) or [None] * len(rows)
+        labels += kind.labels(rows, config) or [None] * len(rows)
     codes = np.array([cleaner.code(text, label) for text, label in zip(texts, labels, strict=True)], np.uint8)
     drop_equal(codes, list(map(digest_of, texts)), labels, config.clean.deduplicate is not False)
     dropped = Counter(REASONS[code - 1] for code in codes[codes != KEPT].tolist())

@@ -65,8 +65,8 @@ class LabelledTexts:
     def write(self, folder: UPath, prefix: str, size: int) -> list[Shard]:
         """Write them as shards: see ``Samples``."""
         classes = {label: place for place, label in enumerate(self.known)}
-        schema = labelled_schema("text", Classes.rule)
-        writer = LabelledWriter(folder, prefix, size, schema, classes, lambda texts: list(map(len, texts)))
+        read, measure = (lambda labels: [classes[label] for label in labels]), (lambda texts: list(map(len, texts)))
+        writer = LabelledWriter(folder, prefix, size, labelled_schema("text", Classes.rule), read, measure)
         writer.add(self.inputs, self.labels)
         return writer.close()
 

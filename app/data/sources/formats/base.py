@@ -8,9 +8,10 @@ from typing import ClassVar, Literal
 from app.data.sources.cells import Columns, Rows
 from app.errors import DataError
 
-TEXTS = frozenset({"text", "row", "record"})
-"""Contents that lie in tables. Documents of language modelling do, too."""
 DOCUMENTS: Literal["language-modeling"] = "language-modeling"
+TAGGED: Literal["tagged"] = "tagged"
+TABLES = frozenset({"text", "row", "record", DOCUMENTS, TAGGED})
+"""Contents that lie in tables."""
 
 _UNPACK, _UTF_8, _RENAME = "unpack it", "write it in UTF-8", "give it the ending of its format, or write it again"
 _OTHERS = {
@@ -73,7 +74,7 @@ class Format(ABC):
 
     def reads(self, contents: str, suffix: str) -> bool:
         """Return whether a task of these contents reads files with this ending."""
-        return suffix in self.suffixes and (contents in TEXTS or contents == DOCUMENTS)
+        return suffix in self.suffixes and contents in TABLES
 
     def cut(self, file: SourceFile, size: int) -> Iterator[Piece]:  # noqa: ARG002
         """Yield pieces of about ``size`` bytes. By default a file is one piece. Raises DataError if it is damaged."""

@@ -3,12 +3,13 @@
 import base64
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, ClassVar
 
-from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS, BUILTIN_TEST
+from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS, BUILTIN_SPANS, BUILTIN_TEST
 from app.data.examples import Examples, Input
 from app.data.sources.cells import BATCH_ROWS, Columns, Rows, rows_from, rows_of_objects
-from app.data.sources.formats.base import DOCUMENTS, Format, Piece
+from app.data.sources.formats.base import DOCUMENTS, TAGGED, Format, Piece
 from app.data.sources.source import Source, find_builtin
 from app.errors import DataError
 
@@ -25,6 +26,10 @@ class Builtin(Format):
         """``key``: the one of the recipe that names the set. The test sets have names of their own."""
         self.name, self._key = name, key
 
+    def known(self, contents: str) -> Mapping[str, Callable[[], Any]]:
+        """Return the sets that hold these contents, by name."""
+        return BUILTIN_TEST if self._key == TEST_KEY else _SETS.get(contents, BUILTIN)
+
     def column_names(self, path: str) -> list[str]:
         """Return the features or the fields of the first row; none if it has neither."""
         examples = find_examples(Source(path, self._key))
@@ -36,14 +41,18 @@ class Builtin(Format):
                 yield rows_of_objects(rows, columns, piece.path, rows_from(piece.path, 1 + place * BATCH_ROWS))
 
 
+_SETS: Mapping[str, Mapping[str, Callable[[], Iterator[Any]]]] = {DOCUMENTS: BUILTIN_DOCUMENTS, TAGGED: BUILTIN_SPANS}
 BUILTIN_SETS, BUILTIN_TEST_SETS = Builtin("builtin", "data.source"), Builtin("builtin-test", TEST_KEY)
 
 
 def _batches(source: Source, columns: Columns) -> Iterator[Sequence[Mapping[str, Any]]]:
-    if columns.contents == DOCUMENTS:
-        documents = find_builtin(source, BUILTIN_DOCUMENTS)
-        assert documents is not None
-        yield from ([{columns.content.name: document}] for document in documents())
+    if columns.contents in _SETS:
+        read = find_builtin(source, _SETS[columns.contents])
+        assert read is not None
+        items = read()
+        # Documents may be long.
+        while some := list(islice(items, 1 if columns.contents == DOCUMENTS else BATCH_ROWS)):
+            yield [_cells(item, columns) for item in some]
         return
     examples = find_examples(source)
     if examples.modality != columns.contents:
@@ -52,6 +61,13 @@ def _batches(source: Source, columns: Columns) -> Iterator[Sequence[Mapping[str,
         part = slice(start, start + BATCH_ROWS)
         rows = zip(examples.inputs[part], examples.labels[part], strict=True)
         yield [_row(item, label, columns) for item, label in rows]
+
+
+def _cells(item: Any, columns: Columns) -> Mapping[str, Any]:
+    if columns.contents == TAGGED:
+        text, spans = item
+        item = text, [dict(zip(("start", "end", "label"), span, strict=True)) for span in spans]
+    return dict(zip(columns.names, item if isinstance(item, tuple) else (item,), strict=True))
 
 
 def find_examples(source: Source) -> Examples:
