@@ -5,9 +5,7 @@ import sys
 from pydantic import BaseModel
 
 from app.data.examples import Reason
-from app.data.labelled import LabelledData
-from app.data.language import LanguageData
-from app.data.prepared import TEST, TRAIN, VALIDATION
+from app.data.prepared import TEST, TRAIN, VALIDATION, GrowingData
 from app.errors import RecipeError
 from app.runs import Outcome, Run
 from app.telemetry.tracing import stage
@@ -37,7 +35,7 @@ def prepare(run: Run) -> Outcome:
     run.open()
     with stage("prepare"):
         data = prepare_on_cluster(run)
-    if not isinstance(data, LabelledData | LanguageData):
+    if not isinstance(data, GrowingData):
         raise RecipeError(
             f"task {run.recipe.task} keeps its data in the folder of each run, which training prepares: submit train"
         )

@@ -31,7 +31,7 @@ MAX_EXAMPLES = 10
 Reason = Literal[
     "not_text", "empty", "unlabelled", "duplicate", "conflicting", "in_test", "no_answer",
     "too_short", "too_long", "near_duplicate", "unreadable", "malformed", "unknown_label", "held_out", "symbols",
-    "language", "in_validation", "label_noise",
+    "language", "in_validation", "label_noise", "untested",
 ]  # fmt: skip
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
@@ -83,6 +83,7 @@ _WORDS: dict[Reason, str] = {
     "symbols": "over data.clean.max_symbol_share",
     "language": "in other languages than data.clean.languages",
     "label_noise": "with a label that is likely wrong",
+    "untested": "more in data.test_source than are tested, or with a text of another pair",
 }
 
 

@@ -1,5 +1,6 @@
 """Labelled examples in splits, with the processor that reads the inputs and the targets of the labels."""
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -160,23 +161,33 @@ class LabelledDataset(Dataset):
 
 
 @dataclass(frozen=True)
-class LabelledData(SplitData):
-    """Inputs, each with a class, several classes, a number, or another value that the targets read, in shards."""
+class ShardedData(SplitData):
+    """Data whose splits lie in shards."""
 
-    train: LabelledDataset
-    validation: LabelledDataset
-    targets: Targets
-    test: LabelledDataset | None = None
     reference: ShardReference = field(kw_only=True)
 
     @classmethod
-    def open(cls, reference: ShardReference, processor: Processor, targets: Targets, report: CleaningReport) -> Self:
+    @abstractmethod
+    def open_split(cls, name: str, rows: ShardedRows, processor: Processor, targets: Outputs) -> Dataset:
+        """Return the split of this name, which has these rows."""
+
+    @classmethod
+    def open(cls, reference: ShardReference, processor: Processor, targets: Outputs, report: CleaningReport) -> Self:
         """Return the data in these shards, without the test split."""
         train, validation = (
-            LabelledDataset(ShardedSplit(reference.open(split)), processor, targets) for split in (TRAIN, VALIDATION)
+            cls.open_split(name, reference.open(name), processor, targets) for name in (TRAIN, VALIDATION)
         )
         origins = reference.origins
         return cls(train, validation, targets, processor, report, origins=origins, reference=reference)
+
+    def with_test(self) -> Self:
+        """Return the data with the test split, if there is one."""
+        return replace(self, test=self._open_test(self.reference, self.processor, self.targets))
+
+    @classmethod
+    def _open_test(cls, reference: ShardReference, processor: Processor, targets: Outputs) -> Dataset | None:
+        rows = reference.open(TEST)
+        return cls.open_split(TEST, rows, processor, targets) if len(rows) else None
 
     @property
     def fingerprint(self) -> str:
@@ -187,17 +198,13 @@ class LabelledData(SplitData):
     def summary(self) -> str:
         return f"{super().summary}, in shards in {self.reference.location}"
 
-    def with_train(self, rows: ShardedRows) -> Self:
-        """Return the data with other training rows, such as those of a stream's next micro-epoch."""
-        return replace(self, train=LabelledDataset(ShardedSplit(rows), self.processor, self.targets))
-
     def grown(self, prepared: PreparedData) -> Self:
         """Return the data, extended by the sources that ``prepared`` appends. Labels and processor stay.
 
         Raises:
             DataError: an added source has other labels, or the existing sources have changed.
         """
-        assert isinstance(prepared, LabelledData)
+        assert isinstance(prepared, ShardedData)
         if unknown := sorted({*prepared.labels} - {*self.labels}):
             raise DataError(f"an added source has the label {unknown[0]!r}, which the run's model lacks: leave it out")
         self.reference.require_within(prepared.reference)
@@ -212,20 +219,29 @@ class LabelledData(SplitData):
 
     @classmethod
     def load(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> Self:
-        processor, targets = processor_type.load(folder), cast(Targets, targets_type.load(folder))
+        processor, targets = processor_type.load(folder), targets_type.load(folder)
         data = cls.open(ShardReference.of(folder), processor, targets, CleaningReport.load(folder))
         load_padded_lengths(data.train, folder)
         return data
 
     @classmethod
-    def load_test(
-        cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]
-    ) -> LabelledDataset | None:
-        processor, targets = processor_type.load(folder), cast(Targets, targets_type.load(folder))
-        return test_split(ShardReference.of(folder), processor, targets)
+    def load_test(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> Dataset | None:
+        return cls._open_test(ShardReference.of(folder), processor_type.load(folder), targets_type.load(folder))
 
 
-def test_split(reference: ShardReference, processor: Processor, targets: Targets) -> LabelledDataset | None:
-    """Return the test split of shards, or None if there is none."""
-    rows = reference.open(TEST)
-    return LabelledDataset(ShardedSplit(rows), processor, targets) if len(rows) else None
+@dataclass(frozen=True)
+class LabelledData(ShardedData):
+    """Inputs, each with a class, several classes, a number, or another value that the targets read."""
+
+    train: LabelledDataset
+    validation: LabelledDataset
+    targets: Targets
+    test: LabelledDataset | None = None
+
+    @classmethod
+    def open_split(cls, name: str, rows: ShardedRows, processor: Processor, targets: Outputs) -> LabelledDataset:  # noqa: ARG003
+        return LabelledDataset(ShardedSplit(rows), processor, cast(Targets, targets))
+
+    def with_train(self, rows: ShardedRows) -> Self:
+        """Return the data with other training rows, such as those of a stream's next micro-epoch."""
+        return replace(self, train=self.open_split(TRAIN, rows, self.processor, self.targets))

@@ -1,10 +1,8 @@
 """What passes between data and training: batches, splits, and prepared data as jobs save and load it."""
 
-import hashlib
 import io
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
@@ -294,78 +292,6 @@ class SplitData(ABC):
     @abstractmethod
     def load_test(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> Dataset | None:
         """Return the test split that ``save`` wrote, or None. Only jobs that publish or save it again call it."""
-
-
-Columns = Mapping[str, list[Any]]
-"""The columns of a table, by name."""
-
-
-class KeptSplit(Dataset):
-    """A split that is kept as a table."""
-
-    @property
-    @abstractmethod
-    def columns(self) -> Mapping[str, Sequence[Any]]:
-        """The columns of the table, by name."""
-
-    @abstractmethod
-    def content(self) -> Iterator[bytes]:
-        """Yield every row, so that no two splits yield the same bytes."""
-
-
-@dataclass(frozen=True)
-class KeptData(SplitData):
-    """Data whose splits are kept as tables in the folder of a run."""
-
-    train: KeptSplit
-    validation: KeptSplit
-    test: KeptSplit | None = None
-
-    @classmethod
-    @abstractmethod
-    def open_split(cls, name: str, columns: Columns, processor: Processor, targets: Outputs) -> KeptSplit:
-        """Return the split of this name, of which ``columns`` were kept."""
-
-    @property
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256(json.dumps(self.labels).encode())
-        for split in (self.train, self.validation):
-            for piece in split.content():
-                digest.update(piece)
-        return digest.hexdigest()
-
-    def save(self, folder: UPath) -> None:
-        """Write the splits as parquet, the report as JSON, and the files of the targets and of the processor."""
-        import pyarrow as pa
-        from pyarrow import parquet
-
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, split in ((TRAIN, self.train), (VALIDATION, self.validation), (TEST, self.test)):
-            if split:
-                with stream_atomically(folder / f"{name}.parquet") as file:
-                    parquet.write_table(pa.table(dict(split.columns)), file)
-        save_padded_lengths(self.train, folder)
-        finish_saving(self, folder)
-
-    @classmethod
-    def load(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> Self:
-        processor, targets = processor_type.load(folder), targets_type.load(folder)
-        train, validation = (cls._read_split(folder, name, processor, targets) for name in (TRAIN, VALIDATION))
-        load_padded_lengths(train, folder)
-        return cls(train, validation, targets, processor, CleaningReport.load(folder))
-
-    @classmethod
-    def load_test(cls, folder: UPath, processor_type: type[Processor], targets_type: type[Outputs]) -> KeptSplit | None:
-        if not (folder / f"{TEST}.parquet").exists():
-            return None
-        return cls._read_split(folder, TEST, processor_type.load(folder), targets_type.load(folder))
-
-    @classmethod
-    def _read_split(cls, folder: UPath, name: str, processor: Processor, targets: Outputs) -> KeptSplit:
-        from pyarrow import parquet
-
-        with (folder / f"{name}.parquet").open("rb") as file:
-            return cls.open_split(name, parquet.read_table(file).to_pydict(), processor, targets)
 
 
 class DataReport(BaseModel):

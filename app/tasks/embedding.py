@@ -6,8 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.config import Recipe, TrainConfig
-from app.data import pairs
-from app.data.pairs import PairData
 from app.data.prepared import PreparedData, SplitData
 from app.data.targets import Answer, Outputs
 from app.data.text import TextProcessor
@@ -78,11 +76,16 @@ class SentenceEmbedding(ServedTask):
 
     @property
     def data(self) -> type[SplitData]:
+        from app.data.pairs import PairData  # an endpoint reads no data
+
         return PairData
 
-    def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PairData:  # noqa: ARG002
-        targets = Vectors(_dimensions_of(recipe))
-        return pairs.prepare(recipe.data, self.processor, targets, recipe.model.source)
+    def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
+        from app.data.preparation.data import prepare_pairs
+
+        if (group := recipe.data.group_column) is not None:
+            raise RecipeError(f"data.group_column is {group!r}, and pairs are split by their texts: leave it out")
+        return prepare_pairs(recipe, self.processor, Vectors(_dimensions_of(recipe)), run_units)
 
     def answer_natural(self, outputs: NDArray[np.float32], targets: Outputs, given: Encoded) -> list[Answer]:
         """Return the vector of each text, and how many tokens the text has."""

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from upath import UPath
 
 from app.artifacts import WEIGHTS_FILE
 from app.config import load_recipe
-from app.data.pairs import PairData
+from app.data.pairs import PairData, PairDataset, split_pair
+from app.data.preparation import held_out
+from app.data.sharded import INPUT
 from app.errors import DataError, RecipeError
 from app.models.factory import blueprint_of
 from app.models.pretrained import match_weights
@@ -24,6 +27,7 @@ from app.tasks.contrastive import Contrastive
 from app.tasks.embedding import MeanReciprocalRank, RecallAt1
 from app.tasks.objective import objective_of
 from app.training.evaluation import evaluate
+from tests.preparing import first_losses
 from tests.pretrained import write_encoder
 
 RECIPE = {
@@ -50,6 +54,10 @@ def prepared(tmp_path: Path, *overrides: str, rows: int = 40) -> PairData:
     return found
 
 
+def pairs_of(split: PairDataset) -> list[tuple[str, str]]:
+    return [split_pair(item) for item in split.rows.column(INPUT)]
+
+
 def test_pairs_are_cleaned_split_without_leaks_and_saved(tmp_path: Path) -> None:
     file = write_pairs(tmp_path / "pairs.jsonl", 30)
     more = [("what is number 0", "zero"), ("what is number 1", "it is the 1th number"), ("", "nothing"), ("a", "a")]
@@ -65,7 +73,7 @@ def test_pairs_are_cleaned_split_without_leaks_and_saved(tmp_path: Path) -> None
     assert data.report.dropped == {"duplicate": 2, "empty": 1}
     assert data.rows == {"train": 16, "validation": 9, "test": 6}
     assert data.test is not None
-    learned = {text for pair in data.train.pairs for text in pair}
+    learned = {text for pair in pairs_of(data.train) for text in pair}
     assert {"what is number 0", "zero"} <= learned
     assert not learned & {*data.validation.texts, *data.test.texts}
     data.save(UPath(tmp_path / "data"))
@@ -75,11 +83,73 @@ def test_pairs_are_cleaned_split_without_leaks_and_saved(tmp_path: Path) -> None
     assert test.pairs == data.test.pairs
 
 
+def write_shared(file: Path, rows: int = 1200) -> list[tuple[str, str]]:
+    """Write pairs of which four in five share an anchor with others, and some positives are anchors elsewhere."""
+    pairs = [
+        (f"what is number {row}" if row % 5 == 0 else f"topic {row % 37}", f"it is the {row}th number of {rows}")
+        for row in range(rows)
+    ]
+    pairs += [(f"it is the {row}th number of {rows}", f"number {row}, again") for row in range(0, rows, 50)]
+    lines = [json.dumps({"anchor": anchor, "positive": positive}) for anchor, positive in pairs]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return pairs
+
+
+def test_one_shard_and_many_give_the_same_split_batches_and_losses(tmp_path: Path) -> None:
+    pairs, found = write_shared(tmp_path / "shared.jsonl"), []
+    for shards in ("{}", "{size: 5KB, memory: 40KB, window: 20KB}"):
+        overrides = [f"data.source={tmp_path / 'shared.jsonl'}", f"data.shards={shards}", "data.test_fraction=0.05"]
+        data = prepared(tmp_path, *overrides)
+        index = data.reference.index
+        units = {shard.name.split("-")[1] for split in index.splits.values() for shard in split}
+        assert (len(units) > 2, len(index.splits["train"]) > 4) == (shards != "{}",) * 2
+        assert data.test is not None
+        splits = [pairs_of(data.train), data.validation.pairs, data.test.pairs]
+        batches = [data.train.batch(range(first, first + 50)) for first in range(0, 1000, 50)]
+        batches.append(data.validation.batch(range(len(data.validation))))
+        content = [array.tobytes() for batch in batches for array in (*batch.inputs.values(), batch.targets)]
+        recipe = load_recipe(str(tmp_path / "recipe.yaml"), overrides)
+        found.append((splits, content, first_losses(recipe, data)))
+    assert found[0] == found[1]
+    (train, validation, test), *_ = found[0]
+    assert sorted([*train, *validation, *test]) == sorted(pairs)
+    assert (len(validation), len(test)) == (round(0.1 * len(pairs)), round(0.05 * len(pairs)))
+    uses = Counter(text for pair in pairs for text in pair)
+    assert {uses[text] for pair in [*validation, *test] for text in pair} == {1}
+
+
+def test_pairs_with_a_text_of_the_test_source_are_not_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_out, "MAX_HELD_OUT", 6)
+    pairs = [(f"what is number {row}", f"it is the {row}th") for row in range(10)]
+    pairs += [("what is number 3", "another"), ("last", "it is the 4th")]
+    lines = [json.dumps({"anchor": anchor, "positive": positive}) for anchor, positive in pairs]
+    (tmp_path / "test.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    data = prepared(tmp_path, f"data.test_source={tmp_path / 'test.jsonl'}")
+    assert data.test is not None
+    assert data.rows == {"train": 31, "validation": 3, "test": 6}
+    assert data.report.dropped == {"in_test": 6, "untested": 6}
+    assert not {*data.test.pairs} - {*pairs[:3], *pairs[5:10]}
+    tested = {*data.test.texts}
+    assert not tested & {text for pair in [*pairs_of(data.train), *data.validation.pairs] for text in pair}
+
+
+def test_near_duplicates_are_dropped_and_groups_refused(tmp_path: Path) -> None:
+    words = " ".join(f"word{number}" for number in range(40))
+    rows = [{"anchor": f"{words} {row % 30}", "positive": f"{row} is it"} for row in range(3)]
+    rows += [{"anchor": f"what is number {row}", "positive": f"it is the {row}th"} for row in range(40)]
+    (tmp_path / "near.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    source = f"data.source={tmp_path / 'near.jsonl'}"
+    data = prepared(tmp_path, source, "data.clean.near_duplicates=0.7")
+    assert data.report.dropped == {"near_duplicate": 2}
+    with pytest.raises(RecipeError, match=r"data\.group_column is 'page', and pairs are split by their texts"):
+        prepared(tmp_path, source, "data.group_column=page")
+
+
 @pytest.mark.parametrize(
     ("overrides", "rows", "words"),
     [
         ([], 1, "1 pairs, of which 1 have texts that are in no other pair"),
-        ([], 2, "2 pairs, and none is left to learn from"),
+        ([], 2, "leaves the train split empty .2 pairs, 2 kept"),
         (["data.columns.positive=answer"], 9, "data.columns.positive is 'answer', .* it has anchor, positive"),
         (["data.source=builtin:digits"], 9, "no built-in set 'digits' for this task"),
         (["model.args={}"], 9, "model.args.dimensions is None"),

@@ -1,22 +1,22 @@
 """Prepared data in shards, from a recipe."""
 
-from dataclasses import replace
-
 from upath import UPath
 
 from app.config import ColumnsConfig, Recipe
 from app.data.examples import CleaningReport
-from app.data.labelled import LabelledData, test_split
+from app.data.labelled import LabelledData
 from app.data.language import LanguageData
 from app.data.origins import Origins
+from app.data.pairs import PairData
 from app.data.preparation.prepare import COLUMNS_FILE, Preparer, RunUnits
 from app.data.preparation.sample import SAMPLE_FILE, Sample
-from app.data.preparation.samples import Documents, SampleKind
+from app.data.preparation.samples import Documents, Pairs, SampleKind
 from app.data.prepared import TRAIN, VALIDATION
 from app.data.processor import Processor, fit_processor
 from app.data.sharded import ShardReference
 from app.data.shards import ShardIndex
 from app.data.tokenizer import LanguageTokenizer
+from app.data.vectors import Vectors
 from app.storage import open_storage
 
 
@@ -35,14 +35,25 @@ def prepare_labelled(
         DataError: the source cannot be read, or has too few rows.
     """
     folder, reference, report = _prepare(recipe, kind, run_units)
+    assert kind.targets is not None
+    processor, targets = _fitted(recipe, kind, processor_type, folder), kind.targets.load(folder)
+    return LabelledData.open(reference, processor, targets, report).with_test()
+
+
+def prepare_pairs(
+    recipe: Recipe, processor_type: type[Processor], targets: Vectors, run_units: RunUnits = map
+) -> PairData:
+    """Return pairs of texts in shards, which are made unless they are there. Raises DataError as above."""
+    folder, reference, report = _prepare(recipe, Pairs(), run_units)
+    return PairData.open(reference, _fitted(recipe, Pairs(), processor_type, folder), targets, report).with_test()
+
+
+def _fitted(recipe: Recipe, kind: SampleKind, processor_type: type[Processor], folder: UPath) -> Processor:
+    """Return the processor, fitted on the sample of the training split."""
     columns = ColumnsConfig.model_validate_json((folder / COLUMNS_FILE).read_bytes())
     config = recipe.data.model_copy(update={"columns": columns})
-    sample = Sample.load(folder / SAMPLE_FILE)
-    processor = fit_processor(processor_type, sample.inputs, config, recipe.model.source)
-    assert kind.targets is not None
-    targets = kind.targets.load(folder)
-    data = LabelledData.open(reference, processor, targets, report)
-    return replace(data, test=test_split(reference, processor, targets))
+    parts = [part for item in Sample.load(folder / SAMPLE_FILE).inputs for part in kind.parts(item)]
+    return fit_processor(processor_type, parts, config, recipe.model.source)
 
 
 def prepare_documents(recipe: Recipe, run_units: RunUnits = map) -> LanguageData:

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from app.config import DataConfig
 from app.data.examples import REASONS, CleaningReport, Reason
 from app.data.kinds import ColumnKind, Kinds, in_words, merge_kinds
+from app.data.preparation.held_out import hold_out
 from app.data.preparation.near_duplicates import NearDuplicates
-from app.data.preparation.stratify import stratify
-from app.data.preparation.survey import KEPT, SPLITS
+from app.data.preparation.stratify import Moves, stratify
+from app.data.preparation.survey import IN_TRAIN, KEPT, SPLITS
 from app.data.preparation.surveys import Duplicates, Surveys, resolve
 from app.data.preparation.work import UnitWork
+from app.data.sources.formats.base import PAIRS
 from app.errors import DataError
 from app.storage import write_atomically
 
@@ -69,7 +71,8 @@ def decide(work: UnitWork, judge_units: Callable[[], None]) -> Decision:
 
             doubted, examples = find_noise(work, surveys, codes, judge_units)
         unreadable = next((unit.unreadable for unit in facts if unit.unreadable), "")
-        report, kept = _count(work, surveys, codes, unreadable)
+        moves = hold_out(config, surveys, codes, tests) if work.kind.contents == PAIRS else None
+        report, kept = _count(work, surveys, codes, unreadable, moves)
     if doubted:
         suspected = doubted if config.clean.label_noise == "report" else 0
         report = report.model_copy(update={"suspected": suspected, "examples": {"label_noise": examples}})
@@ -80,11 +83,13 @@ def decide(work: UnitWork, judge_units: Callable[[], None]) -> Decision:
 
 
 def _count(
-    work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8], unreadable: str
+    work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8], unreadable: str, moves: Moves | None
 ) -> tuple[CleaningReport, NDArray[np.int64]]:
     """Save the decision for each unit, and check that there is enough in each split.
 
-    ``unreadable`` is the first row that is not a text or picture, if there is any.
+    Args:
+        unreadable: the first row that is not a text or picture, if there is any.
+        moves: the pairs that are held out. None: rows are split by their hash.
     """
     kept = np.zeros((len(surveys.labels) + 1, len(SPLITS)), np.int64)
     dropped: Counter[Reason] = Counter()
@@ -95,8 +100,11 @@ def _count(
         for code, count in zip(*np.unique(part[~chosen], return_counts=True), strict=True):
             dropped[REASONS[code - 1]] += int(count)
     # The last row is that of rows without a label.
-    moves = {} if work.config.group_column else stratify(surveys, codes, kept, _fractions(work.config) > 0.0, work.kind)
-    moved = np.array(sorted(moves.items()), np.int64).reshape(-1, 2)
+    for place in (moves or {}).values():
+        kept[-1, [IN_TRAIN, place]] += -1, 1
+    if moves is None and not work.config.group_column:
+        moves = stratify(surveys, codes, kept, _fractions(work.config) > 0.0, work.kind)
+    moved = np.array(sorted((moves or {}).items()), np.int64).reshape(-1, 2)
     for unit, start, stop in zip(work.units, surveys.starts[:-1], surveys.starts[1:], strict=True):
         write_atomically(work.codes_file(unit.number), codes[start:stop].tobytes())
         mine = moved[(moved[:, 0] >= start) & (moved[:, 0] < stop)] - [start, 0]

@@ -9,7 +9,7 @@ from app.checksums import checksum_lines, sha256_of
 from app.config import DataConfig, Recipe
 from app.data.preparation.samples import SampleKind
 from app.data.shards import FORMAT
-from app.data.sources.formats.base import SourceFile
+from app.data.sources.formats.base import DOCUMENTS, SourceFile
 from app.data.tokenizer import read_tokenizer
 from app.pretrained import PretrainedFolder, open_pretrained
 
@@ -27,10 +27,10 @@ def settings_of(recipe: Recipe, kind: SampleKind) -> dict[str, Any]:
         **config.model_dump(mode="json", include=_READ),
         "columns": [one.columns.model_dump(mode="json") for one in config.each_source()],
     }
-    if kind.targets is None:
+    if kind.contents == DOCUMENTS:
         return settings | _blocks(recipe, config)
-    # Processors of labelled examples read the shards as they are.
-    return settings | {"targets": f"{kind.targets.__module__}:{kind.targets.__qualname__}"}
+    # Other processors read the shards as they are.
+    return settings | ({"targets": f"{kind.targets.__module__}:{kind.targets.__qualname__}"} if kind.targets else {})
 
 
 def _blocks(recipe: Recipe, config: DataConfig) -> dict[str, Any]:

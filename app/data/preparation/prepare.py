@@ -172,13 +172,15 @@ class Preparer:
             print(
                 f"the processor is fitted to a sample of the training data: {len(sample.inputs):,} {what}", flush=True
             )
-        if self.kind.targets is None:
+        if self.kind.contents == DOCUMENTS:
             if not (folder / SETTINGS_FILE).exists():  # it is written last
                 self._fit_tokenizer(sample.inputs).save(folder)
             return None
         sample.save(folder / SAMPLE_FILE)
         columns = resolve_categories(decision.kinds, work.config.columns)
         write_atomically(folder / COLUMNS_FILE, columns.model_dump_json(indent=1).encode())
+        if self.kind.targets is None:
+            return None
         learned = (
             (IN_TRAIN, IN_VALIDATION, IN_TEST) if self.recipe.data.test_source is None else (IN_TRAIN, IN_VALIDATION)
         )
@@ -223,8 +225,8 @@ class Preparer:
         report.model_copy(update={"examples": examples | report.examples}).save(folder)
         schema = (
             block_schema(LanguageTokenizer.load(folder))
-            if work.targets is None
-            else labelled_schema(self.kind.contents, work.targets.rule)
+            if self.kind.contents == DOCUMENTS
+            else labelled_schema(self.kind.contents, self.kind.rule)
         )
         index = ShardIndex(
             fingerprint=fingerprint,

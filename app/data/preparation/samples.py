@@ -8,20 +8,23 @@ from typing import ClassVar, Literal
 
 from app.config import ColumnsConfig, DataConfig
 from app.data.examples import Input, Modality
-from app.data.sources.cells import Columns, Rows
+from app.data.pairs import Pair, join_pair, split_pair
+from app.data.sources.cells import Column, Columns, Rows
 from app.data.sources.documents import document_columns
-from app.data.sources.formats.base import DOCUMENTS, TAGGED, SourceFile
+from app.data.sources.formats.base import DOCUMENTS, PAIRS, TAGGED, SourceFile
 from app.data.sources.labelled import GROUP, INPUT, LABEL, inputs_of, labelled_columns, resolve_columns
 from app.data.sources.tagged import resolve_tagged, tagged_columns, tags_of, texts_of
 from app.data.sources.units import Contents
 from app.data.tags import Tags
-from app.data.targets import Targets
+from app.data.targets import LabelRule, Targets
+
+_ANCHOR, _POSITIVE = "data.columns.anchor", "data.columns.positive"
 
 
 class SampleKind(ABC):
     """What a sample of a task is. It can be pickled."""
 
-    what: ClassVar[Literal["examples", "documents", "texts"]]
+    what: ClassVar[Literal["examples", "documents", "texts", "pairs"]]
     """What a sample is called in reports."""
     strips: ClassVar[bool]
     """Whether white space around a text is dropped."""
@@ -32,7 +35,7 @@ class SampleKind(ABC):
 
     @property
     def is_text(self) -> bool:
-        """Whether a sample is one text."""
+        """Whether a sample is a text, or has nothing but texts."""
         return self.contents not in ("image", "audio", "row", "record")
 
     @property
@@ -70,9 +73,18 @@ class SampleKind(ABC):
         """Return the label of each row, "" for none. None: the task has no labels."""
         return None
 
+    def parts(self, item: Input) -> Sequence[Input]:
+        """Return the parts of an input that are cleaned, and learned from, one by one."""
+        return (item,)
+
+    @property
+    def rule(self) -> LabelRule | None:
+        """How labels are read; None if there are none."""
+        return self.targets.rule if self.targets else None
+
     def counted(self, label: str) -> str:
         """Return the label that a row with this label counts as."""
-        return self.targets.rule.counted(label) if label and self.targets else label
+        return self.rule.counted(label) if label and self.rule else label
 
 
 @dataclass(frozen=True)
@@ -134,6 +146,29 @@ class TaggedTexts(SampleKind):
 
     def labels(self, rows: Rows, config: DataConfig) -> list[str]:
         return [json.dumps(tags, ensure_ascii=False) if tags else "" for tags in tags_of(rows, config.columns)]
+
+
+@dataclass(frozen=True)
+class Pairs(SampleKind):
+    """Pairs of texts that belong together. None has a text that is in a held-out pair."""
+
+    contents: Contents = PAIRS
+    what: ClassVar[Literal["pairs"]] = "pairs"
+    strips: ClassVar[bool] = True
+
+    def columns(self, config: DataConfig) -> Columns:
+        anchor, positive = config.columns.anchor, config.columns.positive
+        return Columns(PAIRS, (Column(_ANCHOR, anchor, "text"), Column(_POSITIVE, positive, "text")))
+
+    def parts(self, item: Input) -> Pair:
+        return split_pair(item)
+
+    def lengths(self, config: DataConfig, inputs: Sequence[Input]) -> Sequence[int]:  # noqa: ARG002
+        return [max(map(len, split_pair(item))) for item in inputs]
+
+    def inputs(self, rows: Rows, config: DataConfig, verify: bool) -> Iterator[Input | None]:  # noqa: ARG002
+        for pair in zip(*(rows.cells[key].to_pylist() for key in (_ANCHOR, _POSITIVE)), strict=True):
+            yield None if None in pair else join_pair(*pair)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ SPLITS = (TRAIN, VALIDATION, TEST)
 IN_TRAIN, IN_VALIDATION, IN_TEST = range(3)
 """Places in ``SPLITS``."""
 DIGEST_BYTES = 16
-_SALT = 0x9E3779B97F4A7C15
+SPLIT_SALT = 0x9E3779B97F4A7C15
 
 
 def code_of(reason: Reason) -> int:
@@ -53,22 +53,26 @@ class SplitRule:
 
     def split(self, keys: Hashes) -> NDArray[np.uint8]:
         """Return the place in ``SPLITS`` of each key."""
-        fractions = fractions_of(keys, _SALT ^ (self.seed % 2**64))
+        fractions = fractions_of(keys, SPLIT_SALT ^ (self.seed % 2**64))
         splits = np.zeros(len(keys), np.uint8)
         splits[fractions < self.validation_fraction + self.test_fraction] = IN_TEST
         splits[fractions < self.validation_fraction] = IN_VALIDATION
         return splits
 
 
-class _AllTest:
-    """The rule of ``data.test_source``."""
+@dataclass(frozen=True)
+class _Whole:
+    """All rows are in one split."""
+
+    place: int
+    """In ``SPLITS``."""
 
     def split(self, keys: Hashes) -> NDArray[np.uint8]:
-        return np.full(len(keys), IN_TEST, np.uint8)
+        return np.full(len(keys), self.place, np.uint8)
 
 
-Rule = SplitRule | _AllTest
-ALL_TEST = _AllTest()
+Rule = SplitRule | _Whole
+ALL_TRAIN, ALL_TEST = _Whole(IN_TRAIN), _Whole(IN_TEST)
 
 
 @dataclass(frozen=True)
@@ -120,10 +124,14 @@ class Cleaner:
             return code_of("not_text" if self.kind.is_text else "unreadable")
         # A record without any field cannot be encoded.
         drops_empty = self.config.drop_empty or self.kind.contents == "record"
-        if drops_empty and not (item if self.kind.strips or isinstance(item, bytes) else item.strip()):
+        parts = self.kind.parts(item)
+        if drops_empty and not all(part if isinstance(part, bytes) else part.strip() for part in parts):
             return code_of("empty")
-        if self.kind.is_text and (reason := refuse(item, self.config)):
-            return code_of(reason)
+        if len(set(parts)) < len(parts):  # a pair of equal texts
+            return code_of("duplicate")
+        reasons = [reason for part in parts if (reason := refuse(part, self.config))] if self.kind.is_text else []
+        if reasons:
+            return code_of(reasons[0])
         return code_of("unlabelled") if label == "" else KEPT
 
 
@@ -148,16 +156,16 @@ class Surveyor:
     ) -> list[Input | None]:
         """Survey some rows, and return the cleaned inputs. Raises DataError if there are too many labels."""
         cleaned = [self._cleaner.convert(item) for item in inputs]
-        of_inputs = hashes_of(cleaned)
-        agree = labels is None or self._cleaner.kind.labels_agree
-        high, low = of_inputs if agree else hashes_of(list(map(_with_label, cleaned, labels or ())))
+        kind = self._cleaner.kind
+        of_inputs = hashes_of(("",) if item is None else kind.parts(item) for item in cleaned)
+        agree = labels is None or kind.labels_agree
+        high, low = of_inputs if agree else hashes_of((row,) for row in map(_with_label, cleaned, labels or ()))
         given: Sequence[str | None] = labels or [None] * len(cleaned)
         codes = np.array(
             [self._cleaner.code(item, label) for item, label in zip(cleaned, given, strict=True)], np.uint8
         )
-        counted = self._cleaner.kind.counted
-        places = [self._labels.setdefault(counted(label), len(self._labels)) if label else -1 for label in given]
-        if self._cleaner.kind.drops_conflicts and len(self._labels) > _MAX_LABELS:
+        places = [self._labels.setdefault(kind.counted(label), len(self._labels)) if label else -1 for label in given]
+        if kind.drops_conflicts and len(self._labels) > _MAX_LABELS:
             raise DataError(
                 f"the column of data.columns.label has over {_MAX_LABELS:,} different values, such as {given[-1]!r}: "
                 "name the column of the class"
@@ -203,15 +211,16 @@ def _key_of(group: str) -> int:
     return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), sys.byteorder)
 
 
-def hashes_of(items: Sequence[Input | None]) -> Hashes:
-    """Return the two halves of the hash of each cleaned input, of shape (2, inputs)."""
-    return np.frombuffer(b"".join(map(digest_of, items)), np.uint64).reshape(-1, 2).T
+def hashes_of(items: Iterable[Sequence[Input]]) -> Hashes:
+    """Return the two halves of the hash of each input, of shape (2, inputs). Those of a pair are of its two texts."""
+    digests = (digest_of(part, DIGEST_BYTES // len(parts)) for parts in items for part in parts)
+    return np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2).T
 
 
-def digest_of(item: Input | None) -> bytes:
-    """Return the hash of a cleaned input, of ``DIGEST_BYTES``."""
+def digest_of(item: Input | None, size: int = DIGEST_BYTES) -> bytes:
+    """Return the hash of a cleaned input, of ``size`` bytes."""
     content = b"" if item is None else item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
-    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+    return hashlib.blake2b(content, digest_size=size).digest()
 
 
 def drop_equal(

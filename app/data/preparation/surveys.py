@@ -45,7 +45,7 @@ class Surveys:
 
         def chosen() -> Iterator[Arrays]:
             for start, survey in self:
-                rows = np.flatnonzero((survey.codes == KEPT) & (survey.high % np.uint64(parts) == part))
+                rows = np.flatnonzero((survey.codes == KEPT) & ((survey.high ^ survey.low) % np.uint64(parts) == part))
                 yield start + rows, survey.high[rows], survey.low[rows], survey.labels[rows]
 
         return join_slices(chosen(), max_rows)

@@ -17,10 +17,11 @@ from app.data.preparation.digest import RowsDigest
 from app.data.preparation.sample import SampleBuilder
 from app.data.preparation.samples import SampleKind, groups_in
 from app.data.preparation.signatures import SignatureFiles
-from app.data.preparation.survey import ALL_TEST, KEPT, SPLITS, Cleaner, Rule, SplitRule, Survey, Surveyor
+from app.data.preparation.survey import ALL_TEST, ALL_TRAIN, KEPT, SPLITS, Cleaner, Rule, SplitRule, Survey, Surveyor
 from app.data.preparation.writers import BlockWriter, LabelledWriter, SplitWriter, labelled_schema
 from app.data.shards import Shard
 from app.data.sources.cells import Rows
+from app.data.sources.formats.base import DOCUMENTS, PAIRS
 from app.data.sources.labelled import kinds_of
 from app.data.sources.units import Unit, read_unit
 from app.data.targets import Targets
@@ -139,7 +140,9 @@ class UnitWork:
 
     def survey(self, number: int) -> int:
         """Survey a unit, and return its number. Raises DataError if it cannot be read."""
-        rule: Rule = ALL_TEST if self.units[number].is_test else SplitRule.of(self.config)
+        # Pairs are held out afterwards.
+        of_source = ALL_TRAIN if self.kind.contents == PAIRS else SplitRule.of(self.config)
+        rule: Rule = ALL_TEST if self.units[number].is_test else of_source
         config = self._config_of(number)
         facts, digest = UnitFacts(rows=0, label_names=[], unreadable=None), RowsDigest()
         with ExitStack() as stack:
@@ -217,11 +220,11 @@ class UnitWork:
 
     def _writer(self, split: str, number: int) -> SplitWriter:
         folder, prefix, size = to_path(self.folder), f"{split}-{number:05d}", self.config.shards.size
-        if self.targets is None:
+        if self.kind.contents == DOCUMENTS:
             return BlockWriter(folder, prefix, size, LanguageTokenizer.load(folder))
         key = "test_source" if self.units[number].is_test else "source"
-        read = partial(self.targets.read, config=self.config, key=key)
-        schema = labelled_schema(self.kind.contents, self.targets.rule)
+        read = partial(self.targets.read, config=self.config, key=key) if self.targets else None
+        schema = labelled_schema(self.kind.contents, self.kind.rule)
         return LabelledWriter(folder, prefix, size, schema, read, partial(self.kind.lengths, self.config))
 
     def _rows(self, number: int) -> Iterator[Rows]:

@@ -33,10 +33,11 @@ ReadLabels = Callable[[Sequence[str]], Sequence[Any]]
 _VALUES = {"class": pa.int32(), "classes": pa.list_(pa.int32()), "number": pa.float64(), "json": pa.string()}
 
 
-def labelled_schema(contents: str, rule: LabelRule) -> pa.Schema:
-    """Return the columns of labelled inputs."""
+def labelled_schema(contents: str, rule: LabelRule | None) -> pa.Schema:
+    """Return the columns of inputs, with the values of labels if they have any."""
     kind = pa.binary() if contents in ("image", "audio") else pa.string()
-    return pa.schema({INPUT: kind, VALUE: _VALUES[rule.kept_as], LENGTH: pa.int32()})
+    values = {VALUE: _VALUES[rule.kept_as]} if rule else {}
+    return pa.schema({INPUT: kind, **values, LENGTH: pa.int32()})
 
 
 def block_schema(tokenizer: LanguageTokenizer) -> pa.Schema:
@@ -50,25 +51,26 @@ class LabelledWriter:
     """Writes inputs and what their labels mean."""
 
     def __init__(
-        self, folder: UPath, prefix: str, size: int, schema: pa.Schema, read: ReadLabels, measure: Measure
+        self, folder: UPath, prefix: str, size: int, schema: pa.Schema, read: ReadLabels | None, measure: Measure
     ) -> None:
         """Write shards of about ``size`` bytes, named ``PREFIX-NUMBER.arrow``.
 
         Args:
             schema: as ``labelled_schema`` returns it.
-            read: returns the value of each label, as ``Targets.read`` does.
+            read: returns the value of each label, as ``Targets.read`` does. None: there are no labels.
             measure: returns the length of each input.
         """
         self._schema, self._read, self._measure = schema, read, measure
         self._shards = ShardWriter(folder, prefix, schema, size)
-        self._is_json = schema.field(VALUE).type == pa.string()
+        self._is_json = read is not None and schema.field(VALUE).type == pa.string()
 
     def add(self, inputs: Sequence[Input], labels: Sequence[str]) -> None:
         """Add cleaned rows."""
-        values = self._read(labels)
-        values = [json.dumps(value) for value in values] if self._is_json else values
-        columns = [inputs, values, self._measure(inputs)]
-        arrays = [pa.array(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
+        columns: dict[str, Sequence[Any]] = {INPUT: inputs, LENGTH: self._measure(inputs)}
+        if self._read:
+            values = self._read(labels)
+            columns[VALUE] = [json.dumps(value) for value in values] if self._is_json else values
+        arrays = [pa.array(columns[field.name], field.type) for field in self._schema]
         self._shards.add(pa.record_batch(arrays, self._schema))
 
     def close(self) -> list[Shard]:

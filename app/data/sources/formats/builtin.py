@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar
 
-from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS, BUILTIN_SPANS, BUILTIN_TEST
+from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS, BUILTIN_PAIRS, BUILTIN_SPANS, BUILTIN_TEST
 from app.data.examples import Examples, Input
 from app.data.sources.cells import BATCH_ROWS, Columns, Rows, rows_from, rows_of_objects
-from app.data.sources.formats.base import DOCUMENTS, TAGGED, Format, Piece
+from app.data.sources.formats.base import DOCUMENTS, PAIRS, TAGGED, Format, Piece
 from app.data.sources.source import Source, find_builtin
 from app.errors import DataError
 
@@ -41,7 +41,11 @@ class Builtin(Format):
                 yield rows_of_objects(rows, columns, piece.path, rows_from(piece.path, 1 + place * BATCH_ROWS))
 
 
-_SETS: Mapping[str, Mapping[str, Callable[[], Iterator[Any]]]] = {DOCUMENTS: BUILTIN_DOCUMENTS, TAGGED: BUILTIN_SPANS}
+_SETS: Mapping[str, Mapping[str, Callable[[], Iterator[Any]]]] = {
+    DOCUMENTS: BUILTIN_DOCUMENTS,
+    TAGGED: BUILTIN_SPANS,
+    PAIRS: BUILTIN_PAIRS,
+}
 BUILTIN_SETS, BUILTIN_TEST_SETS = Builtin("builtin", "data.source"), Builtin("builtin-test", TEST_KEY)
 
 
