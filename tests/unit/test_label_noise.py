@@ -101,7 +101,7 @@ def test_labels_of_rare_classes_are_not_seen_in_good_texts() -> None:
     ]
     wrong = {row for row in range(4000) if source.random() < 0.05}
     given = [(number + source.randint(1, 3)) % 4 if row in wrong else number for row, number in enumerate(true)]
-    classes, (_, keys) = np.array(given), hashes_of(texts)
+    classes, (_, keys) = np.array(given), hashes_of([text] for text in texts)
     suggested = LabelJudge.fit(texts, classes, keys, list("abcd")).suggest(texts, classes, keys)
     doubted = set(np.flatnonzero(suggested != FINE).tolist())
     assert len(doubted & wrong) > 0.6 * len(wrong)
