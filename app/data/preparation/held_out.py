@@ -98,7 +98,7 @@ class _Pairs:
         """Return the ``limit`` lowest fractions over ``floor``, ascending, with their rows as ``__iter__`` has them."""
         lowest: Arrays = (np.empty(0), np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.uint64))
         for rows, anchors, positives in join_slices(iter(self), limit):
-            fractions = fractions_of(anchors ^ positives, SPLIT_SALT ^ (self._config.seed % 2**64))
+            fractions = fractions_of(np.bitwise_xor(anchors, positives), SPLIT_SALT ^ (self._config.seed % 2**64))
             found = [column[fractions > floor] for column in (fractions, rows, anchors, positives)]
             joined = [np.concatenate(pair) for pair in zip(lowest, found, strict=True)]
             order = np.lexsort((joined[1], joined[0]))[:limit]
