@@ -60,7 +60,7 @@ class LabelRule:
     cell: Literal["label", "labels", "nested"] = "nested"
     """What a cell of the label's column is: one label, a list of labels or a text of them, or any JSON."""
     agree: bool = False
-    """Whether equal inputs have equal labels. Cleaning keeps the first of them; of classes none, if their labels differ."""
+    """Whether equal inputs have equal labels. Cleaning keeps one of them; of classes none, if their labels differ."""
     are_classes: bool = False
     """Whether each split gets rows of each label."""
     kept_as: Literal["class", "classes", "number", "json"] = "json"
