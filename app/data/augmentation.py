@@ -17,8 +17,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from PIL.Image import Resampling, Transform
 
 from app.config import AugmentConfig, AugmentImageConfig, AugmentTextConfig, RandAugmentConfig, TrainConfig
-from app.data.examples import Modality
-from app.data.labelled import CollatingTargets, LabelledDataset
+from app.data.labelled import LabelledDataset
 from app.data.prepared import Batch, PreparedData
 from app.data.processor import AugmentingProcessor, Change, Processor
 from app.errors import RecipeError

@@ -183,6 +183,23 @@ def _docstrings() -> Iterator[tuple[str, str]]:
 BUILTIN_PAIRS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {"docstrings": _docstrings}
 """Pairs of texts that belong together."""
 
+
+def _questions() -> Iterator[list[dict[str, str]]]:
+    """Yield a question about each documented function of the standard library, with its docstring as the answer."""
+    for content in _standard_library():
+        try:
+            module = ast.parse(content)
+        except (SyntaxError, ValueError):  # some files test the parser
+            continue
+        for node in ast.walk(module):
+            if isinstance(node, ast.FunctionDef) and (answer := ast.get_docstring(node)):
+                question = f"What does def {node.name}({ast.unparse(node.args)}) do?"
+                yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+BUILTIN_CHATS: dict[str, Callable[[], Iterator[list[dict[str, str]]]]] = {"stdlib": _questions}
+"""Conversations, as lists of messages."""
+
 _KINDS = {tokenize.STRING: "STRING", tokenize.NUMBER: "NUMBER", tokenize.COMMENT: "COMMENT"}
 
 

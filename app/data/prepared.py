@@ -54,6 +54,12 @@ class Batch:
     absent: frozenset[str] = frozenset()
 
 
+class Counts(Protocol):
+    """A number of each sample."""
+
+    def __getitem__(self, rows: Indices, /) -> NDArray[np.integer[Any]]: ...
+
+
 class Dataset(ABC):
     """Samples with their targets, made into tensors on demand."""
 
@@ -75,8 +81,8 @@ class Dataset(ABC):
         return None
 
     @property
-    def num_targets(self) -> NDArray[np.int64] | None:
-        """Number of targets of each sample, of shape (samples,); None if all have as many."""
+    def num_targets(self) -> Counts | None:
+        """Number of targets of each sample, by its index; None if all have as many."""
         return None
 
     @property

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, TypeVar, overload
 
@@ -142,7 +143,15 @@ class ShardedRows:
 
     def classes_at(self, rows: Indices) -> NDArray[np.int32]:
         """Return the class of each row, likewise."""
-        return self._numbers(rows, lambda shard: self._cache.open(shard).column(VALUE).to_numpy())
+        return self.numbers_at(rows, VALUE)
+
+    def numbers_at(self, rows: Indices, column: str) -> NDArray[np.int32]:
+        """Return a column of numbers of each row, likewise."""
+        return self._numbers(rows, lambda shard: self._cache.open(shard).column(column).to_numpy())
+
+    def total(self, column: str) -> int:
+        """Return the sum of a column of counts over all rows. No shard is read."""
+        return sum(shard.totals[column] for shard in self._shards)
 
     def _numbers(self, rows: Indices, column_of: Callable[[int], NDArray[np.int32]]) -> NDArray[np.int32]:
         places = self._places(rows)
@@ -238,6 +247,17 @@ class ShardLengths(Sequence[int]):
             raise IndexError(index)
         shard = int(np.searchsorted(self._rows.first_rows, index, side="right")) - 1
         return int(self._rows.lengths_of(shard)[index - self._rows.first_rows[shard]])
+
+
+@dataclass(frozen=True)
+class ShardNumbers:
+    """A column of numbers. Only the shards of the rows that are asked for are read."""
+
+    rows: ShardedRows
+    column: str
+
+    def __getitem__(self, rows: Indices, /) -> NDArray[np.int32]:
+        return self.rows.numbers_at(rows, self.column)
 
 
 class ShardColumn(Sequence[Item]):

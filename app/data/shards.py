@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import BaseModel, ValidationError
 from upath import UPath
 
@@ -42,6 +43,8 @@ class Shard(BaseModel):
     """Index of the source of its rows, if there are several."""
     class_rows: dict[int, int] | None = None
     """Rows of each class that it has. None: it has no classes or too many."""
+    totals: dict[str, int] = {}
+    """Sum of each column of counts, such as lengths."""
 
 
 class ShardIndex(BaseModel):
@@ -173,6 +176,7 @@ class ShardWriter:
                 min_length=int(lengths.min()),
                 max_length=int(lengths.max()),
                 class_rows=_count_classes(rows),
+                totals=_totals(rows),
             )
         )
 
@@ -182,6 +186,11 @@ def _count_classes(rows: pa.Table) -> dict[int, int] | None:
         return None
     classes, counts = np.unique(rows[VALUE].to_numpy(), return_counts=True)
     return dict(zip(classes.tolist(), counts.tolist(), strict=True)) if len(classes) <= _MAX_COUNTED else None
+
+
+def _totals(rows: pa.Table) -> dict[str, int]:
+    counts = [field.name for field in rows.schema if field.type == pa.int32() and field.name != VALUE]
+    return {name: pc.sum(rows[name]).as_py() for name in counts}
 
 
 def require_intact(path: str, shard: Shard, found: str) -> None:

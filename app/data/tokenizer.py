@@ -10,13 +10,15 @@ from pydantic import BaseModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from upath import UPath
 
+from app.checksums import checksum_lines, sha256_of
 from app.config import DataConfig
 from app.errors import RecipeError
 from app.pretrained import TOKENIZER_FILE, PretrainedFolder
-from app.storage import write_atomically
+from app.storage import to_path, write_atomically
 
 END = "<|endoftext|>"
 SETTINGS_FILE = "language.json"
+TEMPLATE_FILE = "chat_template.jinja"
 _OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 _BYTES = pre_tokenizers.ByteLevel.alphabet()  # a printable character for each byte
 # The library needs much memory for each token.
@@ -104,13 +106,28 @@ class LanguageTokenizer:
         """Return the folder's tokenizer.
 
         Raises:
-            RecipeError: the folder has no tokenizer, it has no end token, or blocks are longer than the model reads.
+            RecipeError: the folder has no tokenizer, it has no end token, blocks are longer than the model reads, or
+                ``data.chat.template`` cannot be read.
         """
         folder.require_length(config.block_length, "data.block_length")
         tokenizer, end = read_tokenizer(folder), folder.special_token("eos_token")
         if end is None or tokenizer.token_to_id(end) is None:
             raise RecipeError(f"{folder} has no eos_token in tokenizer_config.json, to end a document: add it there")
-        return cls(tokenizer, config.block_length, end, folder.companions)
+        own = {TEMPLATE_FILE: _read_template(config.chat.template)} if config.chat.template else {}
+        return cls(tokenizer, config.block_length, end, {**folder.companions, **own})
+
+    @property
+    def template(self) -> str | None:
+        """The chat template beside the tokenizer; None if there is none."""
+        content = self._companions.get(TEMPLATE_FILE)
+        return None if content is None else content.decode()
+
+    @property
+    def sha256(self) -> str:
+        """sha256 of the tokenizer and of the files beside it."""
+        sums = {"tokenizer": sha256_of(self.to_json().encode())}
+        sums |= {name: sha256_of(content) for name, content in self._companions.items()}
+        return sha256_of(checksum_lines(sums))
 
     @property
     def facts(self) -> Mapping[str, int]:
@@ -197,3 +214,11 @@ def read_tokenizer(folder: PretrainedFolder) -> Tokenizer:
         raise RecipeError(
             f"{folder}: {file.name if file.exists() else others[0]} cannot be read ({error}): download the folder again"
         ) from error
+
+
+def _read_template(location: str) -> bytes:
+    try:
+        text: str = to_path(location).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise RecipeError(f"data.chat.template {location!r} cannot be read ({error}): check the path") from error
+    return text.encode()

@@ -67,7 +67,7 @@ class SentenceEmbedding(ServedTask):
     metrics = (RecallAt1(), MeanReciprocalRank())
     ignored = ("tokens",)  # of the text, by each version's tokenizer
     # Vectors of whole batches are compared, which no split model has.
-    supports = TOKENS | {"pairs", "test split", "curriculum", "pretrained model"}
+    supports = TOKENS | {"shards", "pairs", "near duplicates", "test split", "curriculum", "pretrained model"}
 
     def batch_loss(self, config: TrainConfig, data: PreparedData) -> Loss:
         from app.tasks.contrastive import Contrastive

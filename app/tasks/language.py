@@ -78,7 +78,9 @@ class LanguageModeling(Task):
 class Chat(LanguageModeling):
     """Conversations, of which the assistant's tokens are predicted."""
 
-    supports = MODEL | {"blocks", "conversations", "token batches", "curriculum", "label smoothing"}
+    supports = MODEL | {
+        *("shards", "sources", "groups", "blocks", "conversations", "token batches", "curriculum", "label smoothing"),
+    }
 
     def require(self, recipe: Recipe) -> None:
         super().require(recipe)
@@ -87,13 +89,12 @@ class Chat(LanguageModeling):
                 f"task {recipe.task} needs model.pretrained, whose tokenizer and chat template it uses: set it"
             )
 
-    def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:  # noqa: ARG002
-        from app.data import chat
+    def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
+        from app.data.preparation.data import prepare_conversations
 
-        assert recipe.model.source is not None
-        return chat.prepare(recipe.data, recipe.model.source)
+        return prepare_conversations(recipe, run_units)
 
-    def load(self, recipe: Recipe, folder: UPath) -> PreparedData:
+    def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
         from app.data.chat import ChatData
 
-        return ChatData.load(folder, recipe.data)
+        return ChatData.load(folder)

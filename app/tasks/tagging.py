@@ -10,7 +10,7 @@ from app.data.tags import Tags
 from app.data.targets import Answer, Outputs
 from app.data.text import TextProcessor
 from app.tasks.base import Encoded, ServedTask
-from app.tasks.features import MODEL, TOKENS
+from app.tasks.features import MODEL, PREPARED, TOKENS
 from app.tasks.metrics import Accuracy, Metric
 from app.tensors import OUTPUT, TensorSpec
 
@@ -73,11 +73,10 @@ class TokenClassification(ServedTask):
     learns_classes = True
     ignored = ("score",)  # of each entity
     supports = (
-        MODEL
+        (PREPARED - {"label column"})
+        | MODEL
         | TOKENS
-        | {
-            *("tags", "input column", "token batches", "test split", "curriculum", "label smoothing"),
-        }
+        | {"tags", "input column", "near duplicates", "token batches", "label smoothing"}
     )
 
     def output(self, targets: Outputs) -> TensorSpec:

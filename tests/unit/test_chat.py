@@ -1,11 +1,16 @@
 """Conversations as training data: what is learned of them, packing, and what is refused."""
 
+import csv
 import json
-from dataclasses import replace
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.nn import functional
@@ -13,17 +18,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from upath import UPath
 
 from app.config import Recipe, load_recipe
-from app.data.chat import ChatBlocks, ChatData, pack
+from app.data.chat import CONVERSATIONS, LEARNED, ChatBlocks, ChatData
+from app.data.preparation.chats import pack
 from app.data.prepared import IGNORED
 from app.errors import DataError, RayloomError, RecipeError
 from app.models.traits import require_apart
 from app.runs import Run
 from app.tasks import load_prepared, prepare
-from app.training.publication import finish_run
-from app.training.run import open_run, prepare_run
+from app.training.data.recipe_order import order_of
+from app.training.run import finish_run, open_run, prepare_run
 from app.training.session import train
 from app.training.worker import start_worker
-from tests.pretrained import BERT, write_decoder
+from tests.pretrained import BERT, WORDS, write_decoder
 
 TEMPLATE = (
     "{% for message in messages %}[MASK] {{ message.role }} {{ message.content }} [SEP] {% endfor %}"
@@ -97,8 +103,11 @@ def test_a_mask_of_ones_own_decides(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "qwen3"])
 def test_a_packed_conversation_is_answered_as_alone(model_type: str, tmp_path: Path) -> None:
     source = write_chats(tmp_path / "chats.jsonl", many())
-    packed = chats_of(recipe_of(tmp_path, source, "data.block_length=64", model_type=model_type)).train
-    alone = replace(packed, blocks=np.arange(len(packed.chats)), block_length=None)
+    keys = ["data.block_length=64"]
+    packed, alone = (
+        chats_of(recipe_of(tmp_path, source, *keys, f"data.chat.packing={packing}", model_type=model_type)).train
+        for packing in ("true", "false")
+    )
     assert len(packed) < len(alone) / 1.9
     model = AutoModelForCausalLM.from_pretrained(tmp_path / model_type, use_cache=False).eval()
     require_apart(model)
@@ -110,12 +119,13 @@ def test_a_packed_conversation_is_answered_as_alone(model_type: str, tmp_path: P
             inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
             logits = model(**inputs).logits.flatten(0, 1)
             targets = torch.from_numpy(batch.targets).flatten()
+            assert (targets != IGNORED).sum() == split.num_targets[np.array([row])]
             total += float(functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum"))
         return total
 
     with torch.no_grad():
         assert loss_of(packed) == pytest.approx(loss_of(alone), rel=1e-5)
-    assert packed.num_targets.sum() == alone.num_targets.sum() == packed.learned.sum()
+    assert packed.shards.total(LEARNED) == alone.shards.total(LEARNED)
 
 
 def test_a_model_that_would_mix_packed_conversations_is_refused(tmp_path: Path) -> None:
@@ -235,5 +245,84 @@ def test_a_template_or_key_that_does_not_fit_is_refused(
 
 
 def test_the_standard_library_is_a_set_of_conversations(tmp_path: Path) -> None:
-    data = chats_of(recipe_of(tmp_path, tmp_path, "data.source=builtin:stdlib", "data.block_length=64"))
+    keys = ["data.source=builtin:stdlib", "data.block_length=64", "data.shards={size: 50KB, window: 200KB}"]
+    data = chats_of(recipe_of(tmp_path, tmp_path, *keys))
     assert data.report.kept > 3000
+    # They are one unit, which is packed in parts, since nobody knows how large it is.
+    assert sum(split.shards.total(CONVERSATIONS) for split in (data.train, data.validation)) == data.report.kept
+
+
+def conversations_in(data: ChatData) -> dict[str, list[tuple[tuple[int, int], ...]]]:
+    """The tokens and targets of each conversation of each split, sorted."""
+    found = {}
+    for name, split in (("train", data.train), ("validation", data.validation)):
+        chats: list[tuple[tuple[int, int], ...]] = []
+        for row, length in enumerate(split.lengths):
+            batch = split.batch([row])
+            tokens, targets = batch.inputs["input_ids"][0, :length], batch.targets[0, :length]
+            positions = batch.inputs.get("position_ids", np.arange(len(tokens))[None])[0, :length]
+            starts = np.flatnonzero(positions == 0)[1:]
+            parts = zip(np.split(tokens, starts), np.split(targets, starts), strict=True)
+            chats += [tuple(zip(*(part.tolist() for part in chat), strict=True)) for chat in parts]
+        found[name] = sorted(chats)
+    return found
+
+
+def test_units_of_any_size_keep_the_same_conversations_in_the_same_splits(tmp_path: Path) -> None:
+    words = [word for word in WORDS if word not in ("it", "was")]
+    chats = [[user(" ".join(pair)), answer(f"it was {' '.join(pair)}")] for pair in product(words, repeat=3)]
+    chats += [[user("very " * 60), answer("good")], *chats[:50]]
+    source = write_chats(tmp_path / "chats.jsonl", chats)
+
+    def elsewhere(work: Callable[[int], int], numbers: Sequence[int]) -> Iterable[int]:
+        return map(pickle.loads(pickle.dumps(work)), numbers)
+
+    found = []
+    for packing, shards in product(("true", "false"), ("{}", "{size: 6KB, window: 20KB}")):
+        keys = [f"data.chat.packing={packing}", f"data.shards={shards}"]
+        data = prepare(recipe_of(tmp_path, source, *keys), elsewhere)
+        assert isinstance(data, ChatData)
+        found.append((data, conversations_in(data)))
+    whole, *others = found
+    num_shards = [len(data.train.shards.shard_rows) for data, _ in found]
+    assert (num_shards[0], num_shards[2]) == (1, 1)
+    assert min(num_shards[1], num_shards[3]) > 8
+    assert [(data.report.kept, data.report.dropped) for data, _ in found] == [
+        (len(words) ** 3, {"duplicate": 50, "no_answer": 1})
+    ] * 4
+    assert [chats for _, chats in others] == [whole[1]] * 3
+
+
+def test_a_conversation_means_the_same_in_every_layout(tmp_path: Path) -> None:
+    chats = many()
+    source = write_chats(tmp_path / "chats.jsonl", [*chats, chats[0]])
+    texts = [json.dumps(chat, indent=1) for chat in [*chats, chats[0]]]
+    pq.write_table(pa.table({"messages": [*chats, chats[0]]}), tmp_path / "chats.parquet")
+    pq.write_table(pa.table({"messages": texts}), tmp_path / "texts.parquet")
+    with (tmp_path / "chats.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["messages"], *([text] for text in texts)])
+    data = [
+        chats_of(recipe_of(tmp_path, tmp_path / name)) for name in ("chats.jsonl", "chats.parquet", "texts.parquet")
+    ]
+    data.append(chats_of(recipe_of(tmp_path, tmp_path / "chats.csv")))
+    assert len({one.fingerprint for one in data}) == 1
+    losses = train_losses(tmp_path, "lines", source)
+    assert losses == train_losses(tmp_path, "cells", tmp_path / "chats.csv")
+
+
+def test_sources_are_mixed_and_groups_stay_together(tmp_path: Path) -> None:
+    rows = [{"messages": chat, "author": f"author {number // 8}"} for number, chat in enumerate(many() * 2)]
+    for number, part in enumerate((rows[:40], rows[40:])):
+        lines = [json.dumps(row | {"messages": [*row["messages"], user("hotel " * number)]}) for row in part]
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    sources = ", ".join(f"{{source: {tmp_path / f'{number}.jsonl'}, weight: {number + 1}}}" for number in range(2))
+    keys = ["data.source=null", f"data.sources=[{sources}]", "data.group_column=author", "data.chat.packing=false"]
+    data = chats_of(recipe_of(tmp_path, tmp_path, *keys))
+    assert data.origins
+    assert len(data.validation) % 8 == len(data.train) % 8 == 0
+    order = order_of(recipe_of(tmp_path, tmp_path, *keys), data)
+    found = order.source_samples(1, range(order.num_batches(1)))
+    assert [*found.values()] == [
+        order.num_batches(1) * 4 // 3,
+        order.num_batches(1) * 4 - order.num_batches(1) * 4 // 3,
+    ]

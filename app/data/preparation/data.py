@@ -3,6 +3,8 @@
 from upath import UPath
 
 from app.config import ColumnsConfig, Recipe
+from app.data.chat import ChatData
+from app.data.conversations import ChatEncoder
 from app.data.examples import CleaningReport
 from app.data.labelled import LabelledData
 from app.data.language import LanguageData
@@ -10,13 +12,14 @@ from app.data.origins import Origins
 from app.data.pairs import PairData
 from app.data.preparation.prepare import COLUMNS_FILE, Preparer, RunUnits
 from app.data.preparation.sample import SAMPLE_FILE, Sample
-from app.data.preparation.samples import Documents, Pairs, SampleKind
+from app.data.preparation.samples import Conversations, Documents, Pairs, SampleKind
 from app.data.prepared import TRAIN, VALIDATION
 from app.data.processor import Processor, fit_processor
 from app.data.sharded import ShardReference
 from app.data.shards import ShardIndex
 from app.data.tokenizer import LanguageTokenizer
 from app.data.vectors import Vectors
+from app.pretrained import open_pretrained
 from app.storage import open_storage
 
 
@@ -60,6 +63,21 @@ def prepare_documents(recipe: Recipe, run_units: RunUnits = map) -> LanguageData
     """Return blocks of tokens in shards, which are made unless they are there. Raises DataError as above."""
     folder, reference, report = _prepare(recipe, Documents(), run_units)
     return LanguageData.open(reference, LanguageTokenizer.load(folder), report)
+
+
+def prepare_conversations(recipe: Recipe, run_units: RunUnits = map) -> ChatData:
+    """Return conversations in shards, which are made unless they are there.
+
+    Raises:
+        DataError: the source cannot be read, a row is no conversation with an answer, or there are too few.
+        RecipeError: the pretrained model has no tokenizer or chat template, or reads fewer tokens.
+    """
+    assert recipe.model.source is not None
+    pretrained = open_pretrained(recipe.model.source)
+    tokenizer = LanguageTokenizer.from_pretrained(pretrained, recipe.data)
+    kind = Conversations(ChatEncoder(pretrained, tokenizer), recipe.data.chat.packing)
+    _, reference, report = _prepare(recipe, kind, run_units)
+    return ChatData.open(reference, tokenizer, report)
 
 
 def _prepare(recipe: Recipe, kind: SampleKind, run_units: RunUnits) -> tuple[UPath, ShardReference, CleaningReport]:

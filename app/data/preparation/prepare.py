@@ -11,16 +11,17 @@ import numpy as np
 from upath import UPath
 
 from app.config import DataConfig, Recipe
+from app.data.chat import CUT
 from app.data.examples import MAX_EXAMPLES, CleaningReport, Input, Reason
 from app.data.kinds import resolve_categories
 from app.data.preparation.decision import Decision, decide
 from app.data.preparation.fingerprint import fingerprint_of, settings_of
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.sample import SAMPLE_FILE, Sample, SampleBuilder, fraction_for
-from app.data.preparation.samples import SampleKind
+from app.data.preparation.samples import SampleKind, TokenKind
 from app.data.preparation.survey import IN_TEST, IN_TRAIN, IN_VALIDATION, KEPT, SPLITS
 from app.data.preparation.work import UnitResult, UnitWork
-from app.data.preparation.writers import block_schema, labelled_schema
+from app.data.preparation.writers import UNIT_SHARDS, labelled_schema
 from app.data.prepared import TRAIN, VALIDATION
 from app.data.shards import Shard, ShardIndex
 from app.data.sources.formats import FORMATS
@@ -36,7 +37,6 @@ from app.storage import absolute_location, write_atomically
 
 SHARDS = "data"
 """Folder of storage that has the shards of each source and way to prepare it."""
-_UNIT_SHARDS = 8
 COLUMNS_FILE = "columns.json"
 """The columns of the source, with those of categories named."""
 
@@ -93,7 +93,7 @@ class Preparer:
         config = self._resolved(sources)
         for one, files in zip(config.each_source(), sources, strict=True):
             tell_unread(Source(one.source), files, partial(self._is_data, one))
-        units = cut_sources(sources, tests, _UNIT_SHARDS * config.shards.size)
+        units = cut_sources(sources, tests, UNIT_SHARDS * config.shards.size)
         _require_memory(units, config.shards.memory)
         fraction = fraction_for(sum(unit.bytes for unit in units))
         work = UnitWork(str(folder), config, tuple(units), self.kind, None, fraction)
@@ -167,12 +167,12 @@ class Preparer:
                 f"data.source {self.recipe.data.source!r} has no training row in the sample that a "
                 "tokenizer is learned from: give more or shorter rows, or another data.seed"
             )
-        if sample.fraction < 1.0:
+        if sample.fraction < 1.0 and self.recipe.model.pretrained is None:
             what = "parts of documents" if self.kind.contents == DOCUMENTS else self.kind.what
             print(
                 f"the processor is fitted to a sample of the training data: {len(sample.inputs):,} {what}", flush=True
             )
-        if self.kind.contents == DOCUMENTS:
+        if isinstance(self.kind, TokenKind):
             if not (folder / SETTINGS_FILE).exists():  # it is written last
                 self._fit_tokenizer(sample.inputs).save(folder)
             return None
@@ -222,10 +222,11 @@ class Preparer:
             for reason, shown in result.examples.items():
                 examples[reason] = [*examples.get(reason, []), *shown][:MAX_EXAMPLES]
         self._require_blocks(splits)
-        report.model_copy(update={"examples": examples | report.examples}).save(folder)
+        cut = sum(shard.totals.get(CUT, 0) for shards in splits.values() for shard in shards)
+        report.model_copy(update={"examples": examples | report.examples, "cut": cut}).save(folder)
         schema = (
-            block_schema(LanguageTokenizer.load(folder))
-            if self.kind.contents == DOCUMENTS
+            self.kind.schema(LanguageTokenizer.load(folder))
+            if isinstance(self.kind, TokenKind)
             else labelled_schema(self.kind.contents, self.kind.rule)
         )
         index = ShardIndex(

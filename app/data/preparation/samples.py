@@ -2,21 +2,37 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+import pyarrow as pa
+from upath import UPath
 
 from app.config import ColumnsConfig, DataConfig
-from app.data.examples import Input, Modality
+from app.data.conversations import MESSAGES, ChatEncoder, read_messages, write_messages
+from app.data.examples import Input, Modality, Reason
 from app.data.pairs import Pair, join_pair, split_pair
+from app.data.preparation.chats import ChatWriter, chat_schema
+from app.data.preparation.writers import BlockWriter, SplitWriter, block_schema
 from app.data.sources.cells import Column, Columns, Rows
 from app.data.sources.documents import document_columns
-from app.data.sources.formats.base import DOCUMENTS, PAIRS, TAGGED, SourceFile
-from app.data.sources.labelled import GROUP, INPUT, LABEL, inputs_of, labelled_columns, resolve_columns
+from app.data.sources.formats.base import CHATS, DOCUMENTS, PAIRS, TAGGED, SourceFile
+from app.data.sources.labelled import (
+    GROUP,
+    INPUT,
+    LABEL,
+    group_columns,
+    inputs_of,
+    labelled_columns,
+    resolve_columns,
+)
 from app.data.sources.tagged import resolve_tagged, tagged_columns, tags_of, texts_of
 from app.data.sources.units import Contents
 from app.data.tags import Tags
 from app.data.targets import LabelRule, Targets
+from app.data.tokenizer import LanguageTokenizer
+from app.errors import DataError
 
 _ANCHOR, _POSITIVE = "data.columns.anchor", "data.columns.positive"
 
@@ -24,7 +40,7 @@ _ANCHOR, _POSITIVE = "data.columns.anchor", "data.columns.positive"
 class SampleKind(ABC):
     """What a sample of a task is. It can be pickled."""
 
-    what: ClassVar[Literal["examples", "documents", "texts", "pairs"]]
+    what: ClassVar[Literal["examples", "documents", "texts", "pairs", "conversations"]]
     """What a sample is called in reports."""
     strips: ClassVar[bool]
     """Whether white space around a text is dropped."""
@@ -36,7 +52,17 @@ class SampleKind(ABC):
     @property
     def is_text(self) -> bool:
         """Whether a sample is a text, or has nothing but texts."""
-        return self.contents not in ("image", "audio", "row", "record")
+        return self.contents in ("text", DOCUMENTS, TAGGED, PAIRS)
+
+    @property
+    def unread(self) -> Reason:
+        """Why a row without an input is dropped."""
+        return "not_text" if self.is_text else "unreadable"
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What shards depend on, beside what those of all kinds do."""
+        return {"targets": f"{self.targets.__module__}:{self.targets.__qualname__}"} if self.targets else {}
 
     @property
     def labels_agree(self) -> bool:
@@ -85,6 +111,18 @@ class SampleKind(ABC):
     def counted(self, label: str) -> str:
         """Return the label that a row with this label counts as."""
         return self.rule.counted(label) if label and self.rule else label
+
+
+class TokenKind(SampleKind):
+    """Samples that are kept as tokens, which the tokenizer of the data reads."""
+
+    @abstractmethod
+    def schema(self, tokenizer: LanguageTokenizer) -> pa.Schema:
+        """Return the columns of the shards."""
+
+    @abstractmethod
+    def writer(self, folder: UPath, prefix: str, size: int, tokenizer: LanguageTokenizer) -> SplitWriter:
+        """Return a writer of shards of about ``size`` bytes."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +210,7 @@ class Pairs(SampleKind):
 
 
 @dataclass(frozen=True)
-class Documents(SampleKind):
+class Documents(TokenKind):
     """Documents of language modelling."""
 
     contents: Contents = DOCUMENTS
@@ -184,6 +222,47 @@ class Documents(SampleKind):
 
     def inputs(self, rows: Rows, config: DataConfig, verify: bool) -> Iterator[Input | None]:  # noqa: ARG002
         yield from rows.cells[INPUT].to_pylist()
+
+    def schema(self, tokenizer: LanguageTokenizer) -> pa.Schema:
+        return block_schema(tokenizer)
+
+    def writer(self, folder: UPath, prefix: str, size: int, tokenizer: LanguageTokenizer) -> SplitWriter:
+        return BlockWriter(folder, prefix, size, tokenizer)
+
+
+@dataclass(frozen=True)
+class Conversations(TokenKind):
+    """Conversations of a chat, as JSON."""
+
+    encoder: ChatEncoder
+    is_packed: bool
+    contents: Contents = CHATS
+    unread: ClassVar[Reason] = "no_answer"
+    what: ClassVar[Literal["conversations"]] = "conversations"
+    strips: ClassVar[bool] = False
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return {"packing": self.is_packed}
+
+    def columns(self, config: DataConfig) -> Columns:
+        return Columns(CHATS, (MESSAGES, *group_columns(config.group_column)))
+
+    def inputs(self, rows: Rows, config: DataConfig, verify: bool) -> Iterator[Input | None]:  # noqa: ARG002
+        """Yield each conversation, in the same words if it is the same; None if no answer begins early enough."""
+        for number, cell in enumerate(rows.cells[MESSAGES.key].to_pylist()):
+            try:
+                messages = read_messages(cell)
+                has_answer = not verify or self.encoder.encode(messages).learned.any()
+            except DataError as error:
+                raise DataError(f"{rows.place(number)}: {error}") from error
+            yield write_messages(messages) if has_answer else None
+
+    def schema(self, tokenizer: LanguageTokenizer) -> pa.Schema:
+        return chat_schema(tokenizer, self.is_packed)
+
+    def writer(self, folder: UPath, prefix: str, size: int, tokenizer: LanguageTokenizer) -> SplitWriter:
+        return ChatWriter(folder, prefix, size, self.schema(tokenizer), self.encoder)
 
 
 def groups_in(rows: Rows) -> list[str] | None:

@@ -121,7 +121,7 @@ class Cleaner:
     def code(self, item: Input | None, label: str | None) -> int:
         """Return the code of a cleaned row that is dropped whatever the others are; else ``KEPT``."""
         if item is None:
-            return code_of("not_text" if self.kind.is_text else "unreadable")
+            return code_of(self.kind.unread)
         # A record without any field cannot be encoded.
         drops_empty = self.config.drop_empty or self.kind.contents == "record"
         parts = self.kind.parts(item)

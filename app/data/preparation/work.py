@@ -15,13 +15,13 @@ from app.data.examples import MAX_EXAMPLES, REASONS, Input, Reason
 from app.data.kinds import ColumnKind, merge_kinds
 from app.data.preparation.digest import RowsDigest
 from app.data.preparation.sample import SampleBuilder
-from app.data.preparation.samples import SampleKind, groups_in
+from app.data.preparation.samples import SampleKind, TokenKind, groups_in
 from app.data.preparation.signatures import SignatureFiles
 from app.data.preparation.survey import ALL_TEST, ALL_TRAIN, KEPT, SPLITS, Cleaner, Rule, SplitRule, Survey, Surveyor
-from app.data.preparation.writers import BlockWriter, LabelledWriter, SplitWriter, labelled_schema
+from app.data.preparation.writers import LabelledWriter, SplitWriter, labelled_schema
 from app.data.shards import Shard
 from app.data.sources.cells import Rows
-from app.data.sources.formats.base import DOCUMENTS, PAIRS
+from app.data.sources.formats.base import PAIRS
 from app.data.sources.labelled import kinds_of
 from app.data.sources.units import Unit, read_unit
 from app.data.targets import Targets
@@ -220,8 +220,8 @@ class UnitWork:
 
     def _writer(self, split: str, number: int) -> SplitWriter:
         folder, prefix, size = to_path(self.folder), f"{split}-{number:05d}", self.config.shards.size
-        if self.kind.contents == DOCUMENTS:
-            return BlockWriter(folder, prefix, size, LanguageTokenizer.load(folder))
+        if isinstance(self.kind, TokenKind):
+            return self.kind.writer(folder, prefix, size, LanguageTokenizer.load(folder))
         key = "test_source" if self.units[number].is_test else "source"
         read = partial(self.targets.read, config=self.config, key=key) if self.targets else None
         schema = labelled_schema(self.kind.contents, self.kind.rule)

@@ -15,6 +15,9 @@ from app.data.shards import LENGTH, VALUE, Shard, ShardWriter
 from app.data.targets import LabelRule
 from app.data.tokenizer import LanguageTokenizer
 
+UNIT_SHARDS = 8
+"""Shards that a unit of the source fills, about."""
+
 
 class SplitWriter(Protocol):
     """Writes the rows of one split of a unit."""
@@ -40,10 +43,14 @@ def labelled_schema(contents: str, rule: LabelRule | None) -> pa.Schema:
     return pa.schema({INPUT: kind, **values, LENGTH: pa.int32()})
 
 
+def token_type(tokenizer: LanguageTokenizer) -> pa.DataType:
+    """Return the smallest type that has every token."""
+    return pa.from_numpy_dtype(np.min_scalar_type(tokenizer.facts["vocab_size"] - 1))
+
+
 def block_schema(tokenizer: LanguageTokenizer) -> pa.Schema:
     """Return the columns of blocks. Each has one token more than the model reads, which is only a target."""
-    dtype = np.min_scalar_type(tokenizer.facts["vocab_size"] - 1)
-    block = pa.list_(pa.from_numpy_dtype(dtype), tokenizer.facts["max_length"] + 1)
+    block = pa.list_(token_type(tokenizer), tokenizer.facts["max_length"] + 1)
     return pa.schema({TOKENS: block, LENGTH: pa.int32()})
 
 

@@ -93,8 +93,13 @@ def labelled_columns(
         config: with the features named, for rows.
         group: the column whose rows stay in one split.
     """
-    groups = [] if group is None else [Column(GROUP, group, "group")]
-    return Columns(contents, (*_of_input(config, contents), Column(LABEL, config.label, label_kind), *groups))
+    label = Column(LABEL, config.label, label_kind)
+    return Columns(contents, (*_of_input(config, contents), label, *group_columns(group)))
+
+
+def group_columns(group: str | None) -> list[Column]:
+    """Return the column whose rows stay in one split, if there is one."""
+    return [] if group is None else [Column(GROUP, group, "group")]
 
 
 def _of_input(config: ColumnsConfig, contents: Modality) -> Iterator[Column]:

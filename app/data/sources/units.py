@@ -26,8 +26,8 @@ from app.data.sources.source import Source, find_builtin, list_source, open_sour
 from app.errors import DataError
 from app.storage import version_of
 
-Contents = Literal[Modality, "language-modeling", "tagged", "pairs"]
-"""What a source holds: labelled inputs of one kind, documents to model the language of, tagged texts or pairs."""
+Contents = Literal[Modality, "language-modeling", "tagged", "pairs", "chat"]
+"""What a source holds: labelled inputs of one kind, documents, tagged texts, pairs or conversations."""
 WHOLE = 2**63
 """Bytes of a unit that has all files of a source."""
 _READERS = ChainMap[str, Format]({one.name: one for one in (BUILTIN_SETS, BUILTIN_TEST_SETS, Idx())}, FORMATS)

@@ -11,7 +11,8 @@ from app.errors import DataError
 DOCUMENTS: Literal["language-modeling"] = "language-modeling"
 TAGGED: Literal["tagged"] = "tagged"
 PAIRS: Literal["pairs"] = "pairs"
-TABLES = frozenset({"text", "row", "record", DOCUMENTS, TAGGED, PAIRS})
+CHATS: Literal["chat"] = "chat"
+TABLES = frozenset({"text", "row", "record", DOCUMENTS, TAGGED, PAIRS, CHATS})
 """Contents that lie in tables."""
 
 _UNPACK, _UTF_8, _RENAME = "unpack it", "write it in UTF-8", "give it the ending of its format, or write it again"

@@ -6,10 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar
 
-from app.data.builtin import BUILTIN, BUILTIN_DOCUMENTS, BUILTIN_PAIRS, BUILTIN_SPANS, BUILTIN_TEST
+from app.data.builtin import (
+    BUILTIN,
+    BUILTIN_CHATS,
+    BUILTIN_DOCUMENTS,
+    BUILTIN_PAIRS,
+    BUILTIN_SPANS,
+    BUILTIN_TEST,
+)
 from app.data.examples import Examples, Input
 from app.data.sources.cells import BATCH_ROWS, Columns, Rows, rows_from, rows_of_objects
-from app.data.sources.formats.base import DOCUMENTS, PAIRS, TAGGED, Format, Piece
+from app.data.sources.formats.base import CHATS, DOCUMENTS, PAIRS, TAGGED, Format, Piece
 from app.data.sources.source import Source, find_builtin
 from app.errors import DataError
 
@@ -45,6 +52,7 @@ _SETS: Mapping[str, Mapping[str, Callable[[], Iterator[Any]]]] = {
     DOCUMENTS: BUILTIN_DOCUMENTS,
     TAGGED: BUILTIN_SPANS,
     PAIRS: BUILTIN_PAIRS,
+    CHATS: BUILTIN_CHATS,
 }
 BUILTIN_SETS, BUILTIN_TEST_SETS = Builtin("builtin", "data.source"), Builtin("builtin-test", TEST_KEY)
 
