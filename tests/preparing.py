@@ -103,9 +103,7 @@ def in_shards(
         writer = LabelledWriter(folder, split, 10**6, schema, read, lambda items: [len(item) for item in items])
         writer.add(inputs, labels)
         written[split] = writer.close()
-    index = ShardIndex(
-        fingerprint="", created=datetime.now(UTC), task="", source="-", settings={}, columns={}, splits=written
-    )
+    index = ShardIndex(fingerprint="", created=datetime.now(UTC), task="", source="-", settings={}, splits=written)
     index.save(folder)
     reference = ShardReference(location=str(folder), sha256=index.sha256, config=config.shards)
     count = sum(map(len, splits.values()))

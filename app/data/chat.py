@@ -69,7 +69,7 @@ class ChatData(LanguageData):
     @classmethod
     def open(cls, reference: ShardReference, tokenizer: LanguageTokenizer, report: CleaningReport) -> Self:
         """Return the data in these shards."""
-        length, is_packed = tokenizer.facts["max_length"], POSITIONS in reference.index.columns
+        length, is_packed = tokenizer.facts["max_length"], reference.index.settings["chat"]["packing"]
         train, validation = (ChatBlocks(reference.open(split), length, is_packed) for split in (TRAIN, VALIDATION))
         return cls(train, validation, tokenizer, report, reference)
 

@@ -62,7 +62,7 @@ def write_messages(messages: list[Message]) -> str:
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """A conversation as tokens, of shape (tokens,). ``learned`` tells those that the model learns to give."""
+    """The first tokens of a conversation, of shape (tokens,). ``learned`` tells those that the model learns to give."""
 
     tokens: NDArray[np.int32]
     learned: NDArray[np.bool_]
@@ -80,8 +80,8 @@ class ChatEncoder:
         """
         from transformers import AutoTokenizer
 
-        self.block_length = tokenizer.facts["max_length"]
-        """Tokens of a conversation that the model reads, at most."""
+        # The last one is only a target.
+        self._max_tokens = tokenizer.facts["max_length"] + 1
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder.path)
         if tokenizer.template is not None:
             self._tokenizer.chat_template = tokenizer.template
@@ -95,14 +95,13 @@ class ChatEncoder:
         """Return a conversation as the first tokens of it. Raises DataError if the template does not suit it."""
         text, spans = self._render(messages)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        starts = np.array([start for start, _ in encoded["offset_mapping"]], np.int64)
+        tokens, length = encoded["input_ids"], self._max_tokens
+        starts = np.array([start for start, _ in encoded["offset_mapping"][:length]], np.int64)
         learned = np.zeros(len(starts), bool)
         for first, last in spans:
             learned |= (starts >= first) & (starts < last)
         learned[:1] = False  # nothing comes before the first token
-        # One token more is only a target.
-        tokens, length = np.array(encoded["input_ids"], np.int32), self.block_length + 1
-        return EncodedChat(tokens[:length], learned[:length], len(tokens) > length)
+        return EncodedChat(np.array(tokens[:length], np.int32), learned, len(tokens) > length)
 
     def _render(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and the places of the turns that are learned: from after the prompt to the next turn."""

@@ -12,7 +12,8 @@ from app.checksums import sha256_of
 from app.data.examples import CleaningReport
 from app.data.origins import Origins
 from app.data.prepared import TRAIN, VALIDATION, Batch, Dataset, PreparedData, finish_saving
-from app.data.sharded import TOKENS, ShardedRows, ShardLengths, ShardReference
+from app.data.sharded import TOKENS, ShardedRows, ShardNumbers, ShardReference
+from app.data.shards import LENGTH
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 
@@ -32,9 +33,9 @@ class TokenBlocks(Dataset):
         return len(self.shards)
 
     @property
-    def lengths(self) -> Sequence[int]:
-        """Equal lengths: blocks are not padded."""
-        return ShardLengths(self.shards)
+    def lengths(self) -> ShardNumbers:
+        """Tokens that the model reads of each block, of shape (blocks,)."""
+        return ShardNumbers(self.shards, LENGTH)
 
     @property
     def padded_lengths(self) -> NDArray[np.int32]:

@@ -21,7 +21,7 @@ from app.storage import stream_atomically, write_atomically
 from app.tensors import Tensors
 
 if TYPE_CHECKING:  # it imports pyarrow
-    from app.data.sharded import ShardedRows, ShardReference
+    from app.data.sharded import ShardedRows, ShardNumbers, ShardReference
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 _REPORT_FILE = "data.json"
@@ -54,12 +54,6 @@ class Batch:
     absent: frozenset[str] = frozenset()
 
 
-class Counts(Protocol):
-    """A number of each sample."""
-
-    def __getitem__(self, rows: Indices, /) -> NDArray[np.integer[Any]]: ...
-
-
 class Dataset(ABC):
     """Samples with their targets, made into tensors on demand."""
 
@@ -81,8 +75,8 @@ class Dataset(ABC):
         return None
 
     @property
-    def num_targets(self) -> Counts | None:
-        """Number of targets of each sample, by its index; None if all have as many."""
+    def num_targets(self) -> "NDArray[np.int64] | ShardNumbers | None":
+        """Number of targets of each sample, of shape (samples,); None if all have as many."""
         return None
 
     @property

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, TypeVar, overload
 
@@ -130,34 +129,31 @@ class ShardedRows:
     def longest(self) -> int:
         """Index of a row with the greatest length."""
         number = max(range(len(self._shards)), key=lambda place: self._shards[place].max_length)
-        return int(self.first_rows[number] + np.argmax(self.lengths_of(number)))
+        return int(self.first_rows[number] + np.argmax(self.numbers_of(number, LENGTH)))
 
-    def lengths_of(self, shard: int) -> NDArray[np.int32]:
-        """Return the length of each row of a shard."""
-        lengths: NDArray[np.int32] = self._cache.open(shard).column(LENGTH).to_numpy()
-        return lengths
+    def numbers_of(self, shard: int, column: str) -> NDArray[np.int32]:
+        """Return a column of numbers of a shard."""
+        numbers: NDArray[np.int32] = self._cache.open(shard).column(column).to_numpy()
+        return numbers
 
     def lengths_at(self, rows: Indices) -> NDArray[np.int32]:
         """Return the length of each row. It is fast if rows of a shard follow one another."""
-        return self._numbers(rows, self.lengths_of)
+        return self.numbers_at(rows, LENGTH)
 
     def classes_at(self, rows: Indices) -> NDArray[np.int32]:
         """Return the class of each row, likewise."""
         return self.numbers_at(rows, VALUE)
 
-    def numbers_at(self, rows: Indices, column: str) -> NDArray[np.int32]:
-        """Return a column of numbers of each row, likewise."""
-        return self._numbers(rows, lambda shard: self._cache.open(shard).column(column).to_numpy())
-
     def total(self, column: str) -> int:
         """Return the sum of a column of counts over all rows. No shard is read."""
         return sum(shard.totals[column] for shard in self._shards)
 
-    def _numbers(self, rows: Indices, column_of: Callable[[int], NDArray[np.int32]]) -> NDArray[np.int32]:
+    def numbers_at(self, rows: Indices, column: str) -> NDArray[np.int32]:
+        """Return a column of numbers of each row, likewise."""
         places = self._places(rows)
         starts = np.flatnonzero(np.diff(places, prepend=-1))
         parts = zip(places[starts].tolist(), np.split(rows, starts[1:]), strict=True)
-        numbers = [column_of(shard)[part - self.first_rows[shard]] for shard, part in parts]
+        numbers = [self.numbers_of(shard, column)[part - self.first_rows[shard]] for shard, part in parts]
         return np.concatenate([np.empty(0, np.int32), *numbers])
 
     def _places(self, rows: Indices) -> Indices:
@@ -224,40 +220,32 @@ class ShardedRows:
         return order, [(int(shard), rows - self.first_rows[shard]) for shard, rows in zip(shards, parts, strict=True)]
 
 
-class ShardLengths(Sequence[int]):
-    """The length of each row. A shard is opened when one of its lengths is asked for."""
+class ShardNumbers(Sequence[int]):
+    """A number of each row. A shard is opened when one of its numbers is asked for."""
 
-    def __init__(self, rows: ShardedRows) -> None:
-        self._rows = rows
+    def __init__(self, rows: ShardedRows, column: str) -> None:
+        self._rows, self._column = rows, column
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __iter__(self) -> Iterator[int]:
-        return self._rows.column(LENGTH)
+        return self._rows.column(self._column)
 
     @overload
     def __getitem__(self, index: int) -> int: ...
     @overload
     def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
+    @overload
+    def __getitem__(self, index: Indices) -> NDArray[np.int32]: ...
+    def __getitem__(self, index: int | slice | Indices) -> int | list[int] | NDArray[np.int32]:
+        if isinstance(index, np.ndarray):
+            return self._rows.numbers_at(index, self._column)
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        shard = int(np.searchsorted(self._rows.first_rows, index, side="right")) - 1
-        return int(self._rows.lengths_of(shard)[index - self._rows.first_rows[shard]])
-
-
-@dataclass(frozen=True)
-class ShardNumbers:
-    """A column of numbers. Only the shards of the rows that are asked for are read."""
-
-    rows: ShardedRows
-    column: str
-
-    def __getitem__(self, rows: Indices, /) -> NDArray[np.int32]:
-        return self.rows.numbers_at(rows, self.column)
+        return int(self[np.array([index])][0])
 
 
 class ShardColumn(Sequence[Item]):
@@ -307,7 +295,7 @@ class ShardedSplit:
     @property
     def lengths(self) -> Sequence[int]:
         """The number of characters of each text; 0 for pictures."""
-        return ShardLengths(self.shards)
+        return ShardNumbers(self.shards, LENGTH)
 
     def class_counts(self, num_classes: int) -> NDArray[np.int64]:
         """Return the number of rows of each class, of shape (num_classes,)."""

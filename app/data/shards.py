@@ -57,8 +57,6 @@ class ShardIndex(BaseModel):
     task: str
     source: str
     settings: dict[str, Any]
-    columns: dict[str, str]
-    """Arrow's type of each column, by name."""
     splits: dict[str, list[Shard]]
 
     @property

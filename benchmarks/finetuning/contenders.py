@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from app.config import Recipe, load_recipe
-from app.data.chat import ChatBlocks, ChatData
-from app.data.prepared import IGNORED, Dataset, PreparedData
+from app.data.chat import LEARNED, ChatBlocks, ChatData
+from app.data.prepared import IGNORED, Dataset
 from app.runs import Run
 from app.tasks import prepare
 from app.training.data.order import SampleOrder
@@ -85,7 +85,7 @@ def _recipe(name: str, steps: int, rate: float, *overrides: str) -> Recipe:
     return load_recipe(Path(__file__).with_name(f"{name}.yaml"), [*keys, *overrides])
 
 
-def ours(recipe: Recipe) -> tuple[Figures, PreparedData]:
+def ours(recipe: Recipe) -> Figures:
     """Train with Rayloom. Nothing is published."""
     with tempfile.TemporaryDirectory() as storage:
         clock = _Clock()
@@ -94,7 +94,7 @@ def ours(recipe: Recipe) -> tuple[Figures, PreparedData]:
         open_run(run, plan, data)
         ending = train(plan, data, start_worker(run.recipe.train), run.folder)
         run.until_result.close()
-        return Figures(clock.steps_per_s, ending.records[-1].val_accuracy), data
+        return Figures(clock.steps_per_s, ending.records[-1].val_accuracy)
 
 
 def _from_scratch(folder: Path) -> Figures:
@@ -111,7 +111,7 @@ def _from_scratch(folder: Path) -> Figures:
         model.save_pretrained(fresh)
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
             (fresh / name).write_bytes((folder / "encoder" / name).read_bytes())
-    return ours(classifier_recipe(folder, STEPS, RATE, f"model.pretrained={fresh}"))[0]
+    return ours(classifier_recipe(folder, STEPS, RATE, f"model.pretrained={fresh}"))
 
 
 def _order(data: Dataset, batch: int) -> list[int]:
@@ -194,7 +194,8 @@ def _loop(model: Any, batch_of: Callable[[int], dict[str, torch.Tensor]], steps:
 
 
 def _chats(folder: Path, packing: bool) -> Figures:
-    figures, data = ours(chat_recipe(folder, packing))
+    recipe = chat_recipe(folder, packing)
+    figures, data = ours(recipe), prepare(recipe)
     assert isinstance(data, ChatData)
     batch = CHAT_BLOCKS if packing else CHATS
     return _useful(figures, data.train, _batches(data.train, batch)[:CHAT_STEPS], _loss(folder, data.validation))
@@ -220,7 +221,7 @@ def _batches(split: Dataset, size: int) -> list[list[int]]:
 def _useful(figures: Figures, split: ChatBlocks, batches: list[list[int]], loss: float | None) -> Figures:
     """Add the tokens that are no padding, in the steps that were timed."""
     timed = batches[WARM_UP + 1 : CHAT_STEPS]
-    mean = float(np.mean([split.lengths[batch].sum() for batch in timed]))
+    mean = float(np.mean([split.lengths[np.array(batch)].sum() for batch in timed]))
     return Figures(figures.steps_per_s, figures.accuracy, figures.steps_per_s * mean, loss)
 
 
@@ -232,23 +233,23 @@ def _loss(folder: Path, split: ChatBlocks) -> float:
         targets = batch.pop("labels")
         logits = model(**batch).logits.flatten(0, 1)
         total += float(functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"))
-    return total / float(split.num_targets.sum())
+    return total / split.shards.total(LEARNED)
 
 
 def _in_parts(split: ChatBlocks) -> Iterator[dict[str, torch.Tensor]]:
-    order = np.argsort(split.lengths, kind="stable").tolist()
+    order = np.argsort(list(split.lengths), kind="stable").tolist()
     return (_tensors(split, order[first : first + 8]) for first in range(0, len(order), 8))
 
 
 CONTENDERS: dict[str, Callable[[Path], Figures]] = {
-    "Rayloom": lambda folder: ours(classifier_recipe(folder, STEPS, RATE))[0],
+    "Rayloom": lambda folder: ours(classifier_recipe(folder, STEPS, RATE)),
     "Rayloom from scratch": _from_scratch,
     "Trainer": _trainer,
     "Rayloom LoRA": lambda folder: ours(
         classifier_recipe(
             folder, LORA_STEPS, LORA_RATE, "model.adapter={lora: {rank: 8, alpha: 16, targets: [query, value]}}"
         )
-    )[0],
+    ),
     "PEFT": _peft,
     "Rayloom packed": lambda folder: _chats(folder, packing=True),
     "Rayloom padded": lambda folder: _chats(folder, packing=False),

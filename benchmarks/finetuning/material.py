@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from app.config import DataConfig, TokenizerConfig
-from app.data.builtin import BUILTIN_DOCUMENTS
-from app.data.conversations import read_conversations
+from app.data.builtin import BUILTIN_CHATS, BUILTIN_DOCUMENTS
 from app.data.tokenizer import LanguageTokenizer
 from app.models.gpt import GPT
 from app.models.gpt_export import to_transformers
@@ -36,8 +35,7 @@ def write_all(folder: Path) -> None:
     """Write the examples, the conversations, the encoder with a fresh head, and a GPT with fresh weights."""
     rows = [json.dumps({"text": text, "label": package}) for package, text in _docstrings()]
     (folder / "docstrings.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    chats = islice(read_conversations(DataConfig(source="builtin:stdlib")), 0, None, _EVERY)
-    lines = [json.dumps({"messages": [message.model_dump() for message in chat.messages]}) for chat in chats]
+    lines = [json.dumps({"messages": chat}) for chat in islice(BUILTIN_CHATS["stdlib"](), 0, None, _EVERY)]
     (folder / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
     _write_encoder(folder / "encoder", labels=len(_PACKAGES))
     _write_gpt(folder / "gpt")

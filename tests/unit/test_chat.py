@@ -183,9 +183,14 @@ def test_dropped_and_cut_conversations_are_told(tmp_path: Path) -> None:
 
 
 def test_saved_data_are_loaded_unchanged(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, write_chats(tmp_path / "chats.jsonl", many()))
+    own = TEMPLATE.replace("[SEP]", "film")
+    (tmp_path / "own.jinja").write_text(own, encoding="utf-8")
+    source = write_chats(tmp_path / "chats.jsonl", many())
+    recipe = recipe_of(tmp_path, source, f"data.chat.template={tmp_path / 'own.jinja'}")
     data = chats_of(recipe)
+    assert data.fingerprint != chats_of(recipe_of(tmp_path, source)).fingerprint
     data.save(UPath(tmp_path / "data"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "data").chat_template == own
     loaded = load_prepared(recipe, UPath(tmp_path / "data"))
     assert (loaded.fingerprint, loaded.facts, loaded.rows) == (data.fingerprint, data.facts, data.rows)
     for name, tensor in data.train.batch([1, 0]).inputs.items():

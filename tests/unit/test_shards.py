@@ -16,8 +16,8 @@ from app.config.layout import lay_out
 from app.config.plan import PlanConfig
 from app.data.language import TokenBlocks
 from app.data.shard_cache import ShardCache, cache_folder
-from app.data.sharded import ShardColumn, ShardedRows, ShardedSplit, ShardLengths
-from app.data.shards import Shard, ShardIndex, ShardWriter
+from app.data.sharded import ShardColumn, ShardedRows, ShardedSplit, ShardNumbers
+from app.data.shards import LENGTH, Shard, ShardIndex, ShardWriter
 from app.errors import RecipeError, StorageError
 from app.storage import to_path
 from app.training.data.order import SampleOrder
@@ -86,7 +86,7 @@ def test_rows_come_back_in_the_order_that_is_asked_for(location: str) -> None:
     assert rows.read([5])["input"].to_pylist() == [given[5]]
     assert len(given[rows.longest]) == max(map(len, given))
     assert list(ShardColumn[str](rows, "input")) == given
-    assert np.array_equal(np.asarray(ShardLengths(rows)), [len(text) for text in given])
+    assert np.array_equal(np.asarray(ShardNumbers(rows, LENGTH)), [len(text) for text in given])
     copied = pickle.loads(pickle.dumps(rows))  # a loader process under spawn
     assert copied.read([7])["input"].to_pylist() == [given[7]]
 
@@ -121,9 +121,7 @@ def test_a_missing_shard_and_another_index_are_refused(location: str) -> None:
         rows.read([rows.first_rows[2]])
     with pytest.raises(StorageError, match=r"has no index\.json"):
         ShardIndex.load(folder)
-    empty = ShardIndex(
-        fingerprint="", created=datetime.now(UTC), task="", source="", settings={}, columns={}, splits={}
-    )
+    empty = ShardIndex(fingerprint="", created=datetime.now(UTC), task="", source="", settings={}, splits={})
     empty.model_copy(update={"format": "arrow-0"}).save(folder)
     with pytest.raises(StorageError, match=r"format 'arrow-0', expected 'arrow-3'"):
         ShardIndex.load(folder)
@@ -224,8 +222,8 @@ def test_batches_are_shuffled_and_of_similar_lengths(tmp_path: Path) -> None:
 def test_the_first_batch_of_any_step_reads_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(str(tmp_path))
     order, read = order_of(rows, batch=7), set[int]()  # of one stream
-    lengths_of = rows.lengths_of
-    monkeypatch.setattr(rows, "lengths_of", lambda shard: read.add(shard) or lengths_of(shard))
+    numbers_of = rows.numbers_of
+    monkeypatch.setattr(rows, "numbers_of", lambda shard, column: read.add(shard) or numbers_of(shard, column))
     order.batch(1, 200)
     assert len(read) < len(rows.shard_rows) / 2
 

@@ -20,22 +20,20 @@ from app.data.tokenizer import LanguageTokenizer
 _BLOCKS_AT_ONCE = 1024
 
 
-def chat_schema(tokenizer: LanguageTokenizer, is_packed: bool) -> pa.Schema:
-    """Return the columns of conversations."""
-    columns = {TOKENS: pa.list_(token_type(tokenizer)), TARGETS: pa.list_(pa.int32())}
-    places = {POSITIONS: pa.list_(pa.int32())} if is_packed else {}
-    return pa.schema({**columns, **places, **dict.fromkeys((LENGTH, CONVERSATIONS, LEARNED, CUT), pa.int32())})
-
-
 class ChatWriter:
     """Tokenises conversations, and writes them in blocks.
 
     Those of a unit are packed together. Compressed files may give more, which are packed in several parts.
     """
 
-    def __init__(self, folder: UPath, prefix: str, size: int, schema: pa.Schema, encoder: ChatEncoder) -> None:
-        self._schema, self._encoder, self._max_bytes = schema, encoder, UNIT_SHARDS * size
-        self._shards = ShardWriter(folder, prefix, schema, size)
+    def __init__(
+        self, folder: UPath, prefix: str, size: int, tokenizer: LanguageTokenizer, encoder: ChatEncoder, is_packed: bool
+    ) -> None:
+        self._length, self._encoder, self._is_packed = tokenizer.facts["max_length"], encoder, is_packed
+        columns = {TOKENS: pa.list_(token_type(tokenizer)), TARGETS: pa.list_(pa.int32())}
+        columns |= {POSITIONS: pa.list_(pa.int32())} if is_packed else {}
+        self._schema = pa.schema(columns | dict.fromkeys((LENGTH, CONVERSATIONS, LEARNED, CUT), pa.int32()))
+        self._shards, self._max_bytes = ShardWriter(folder, prefix, self._schema, size), UNIT_SHARDS * size
         self._chats: list[EncodedChat] = []
         self._bytes = 0
 
@@ -48,10 +46,9 @@ class ChatWriter:
                 self._write()
 
     def _write(self) -> None:
-        groups = [[number] for number in range(len(self._chats))]
-        if POSITIONS in self._schema.names:
-            # The last token of each is only a target.
-            groups = pack([len(chat.tokens) - 1 for chat in self._chats], self._encoder.block_length)
+        # The last token of each is only a target.
+        lengths = [len(chat.tokens) - 1 for chat in self._chats]
+        groups = pack(lengths, self._length) if self._is_packed else [[number] for number in range(len(lengths))]
         for start in range(0, len(groups), _BLOCKS_AT_ONCE):
             some = groups[start : start + _BLOCKS_AT_ONCE]
             rows = [_row([self._chats[number] for number in group]) for group in some]

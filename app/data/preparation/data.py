@@ -66,12 +66,7 @@ def prepare_documents(recipe: Recipe, run_units: RunUnits = map) -> LanguageData
 
 
 def prepare_conversations(recipe: Recipe, run_units: RunUnits = map) -> ChatData:
-    """Return conversations in shards, which are made unless they are there.
-
-    Raises:
-        DataError: the source cannot be read, a row is no conversation with an answer, or there are too few.
-        RecipeError: the pretrained model has no tokenizer or chat template, or reads fewer tokens.
-    """
+    """Return conversations in shards. Raises RecipeError if the model has no chat template; DataError as above."""
     assert recipe.model.source is not None
     pretrained = open_pretrained(recipe.model.source)
     tokenizer = LanguageTokenizer.from_pretrained(pretrained, recipe.data)

@@ -27,18 +27,21 @@ def settings_of(recipe: Recipe, kind: SampleKind) -> dict[str, Any]:
         **config.model_dump(mode="json", include=_READ),
         "columns": [one.columns.model_dump(mode="json") for one in config.each_source()],
     }
+    if isinstance(kind, TokenKind):
+        return settings | _blocks(recipe)
     # Processors of other samples read the shards as they are.
-    return settings | kind.settings | (_blocks(recipe) if isinstance(kind, TokenKind) else {})
+    return settings | ({"targets": f"{kind.targets.__module__}:{kind.targets.__qualname__}"} if kind.targets else {})
 
 
 def _blocks(recipe: Recipe) -> dict[str, Any]:
     """Return what blocks of tokens depend on."""
     config = recipe.data
+    read = config.model_dump(mode="json", include={"block_length": True, "chat": {"packing"}})
     if recipe.model.pretrained is None:
-        return {"block_length": config.block_length, "tokenizer": config.tokenizer.model_dump(mode="json")}
+        return read | {"tokenizer": config.tokenizer.model_dump(mode="json")}
     # The location of a model would not reveal a changed tokenizer there.
     tokenizer = LanguageTokenizer.from_pretrained(open_pretrained(str(recipe.model.source)), config)
-    return {"block_length": config.block_length, "tokenizer_sha256": tokenizer.sha256}
+    return read | {"tokenizer_sha256": tokenizer.sha256}
 
 
 def fingerprint_of(files: Sequence[SourceFile], settings: dict[str, Any]) -> str:

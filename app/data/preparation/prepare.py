@@ -21,7 +21,7 @@ from app.data.preparation.sample import SAMPLE_FILE, Sample, SampleBuilder, frac
 from app.data.preparation.samples import SampleKind, TokenKind
 from app.data.preparation.survey import IN_TEST, IN_TRAIN, IN_VALIDATION, KEPT, SPLITS
 from app.data.preparation.work import UnitResult, UnitWork
-from app.data.preparation.writers import UNIT_SHARDS, labelled_schema
+from app.data.preparation.writers import UNIT_SHARDS
 from app.data.prepared import TRAIN, VALIDATION
 from app.data.shards import Shard, ShardIndex
 from app.data.sources.formats import FORMATS
@@ -224,18 +224,12 @@ class Preparer:
         self._require_blocks(splits)
         cut = sum(shard.totals.get(CUT, 0) for shards in splits.values() for shard in shards)
         report.model_copy(update={"examples": examples | report.examples, "cut": cut}).save(folder)
-        schema = (
-            self.kind.schema(LanguageTokenizer.load(folder))
-            if isinstance(self.kind, TokenKind)
-            else labelled_schema(self.kind.contents, self.kind.rule)
-        )
         index = ShardIndex(
             fingerprint=fingerprint,
             created=datetime.now(UTC),
             task=self.recipe.task,
             source=self.recipe.data.source,
             settings=settings,
-            columns={field.name: str(field.type) for field in schema},
             splits={split: shards for split, shards in splits.items() if shards},
         )
         index.save(folder)

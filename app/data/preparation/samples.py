@@ -2,19 +2,18 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-import pyarrow as pa
 from upath import UPath
 
 from app.config import ColumnsConfig, DataConfig
 from app.data.conversations import MESSAGES, ChatEncoder, read_messages, write_messages
 from app.data.examples import Input, Modality, Reason
 from app.data.pairs import Pair, join_pair, split_pair
-from app.data.preparation.chats import ChatWriter, chat_schema
-from app.data.preparation.writers import BlockWriter, SplitWriter, block_schema
+from app.data.preparation.chats import ChatWriter
+from app.data.preparation.writers import BlockWriter, SplitWriter
 from app.data.sources.cells import Column, Columns, Rows
 from app.data.sources.documents import document_columns
 from app.data.sources.formats.base import CHATS, DOCUMENTS, PAIRS, TAGGED, SourceFile
@@ -58,11 +57,6 @@ class SampleKind(ABC):
     def unread(self) -> Reason:
         """Why a row without an input is dropped."""
         return "not_text" if self.is_text else "unreadable"
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """What shards depend on, beside what those of all kinds do."""
-        return {"targets": f"{self.targets.__module__}:{self.targets.__qualname__}"} if self.targets else {}
 
     @property
     def labels_agree(self) -> bool:
@@ -115,10 +109,6 @@ class SampleKind(ABC):
 
 class TokenKind(SampleKind):
     """Samples that are kept as tokens, which the tokenizer of the data reads."""
-
-    @abstractmethod
-    def schema(self, tokenizer: LanguageTokenizer) -> pa.Schema:
-        """Return the columns of the shards."""
 
     @abstractmethod
     def writer(self, folder: UPath, prefix: str, size: int, tokenizer: LanguageTokenizer) -> SplitWriter:
@@ -223,9 +213,6 @@ class Documents(TokenKind):
     def inputs(self, rows: Rows, config: DataConfig, verify: bool) -> Iterator[Input | None]:  # noqa: ARG002
         yield from rows.cells[INPUT].to_pylist()
 
-    def schema(self, tokenizer: LanguageTokenizer) -> pa.Schema:
-        return block_schema(tokenizer)
-
     def writer(self, folder: UPath, prefix: str, size: int, tokenizer: LanguageTokenizer) -> SplitWriter:
         return BlockWriter(folder, prefix, size, tokenizer)
 
@@ -241,10 +228,6 @@ class Conversations(TokenKind):
     what: ClassVar[Literal["conversations"]] = "conversations"
     strips: ClassVar[bool] = False
 
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        return {"packing": self.is_packed}
-
     def columns(self, config: DataConfig) -> Columns:
         return Columns(CHATS, (MESSAGES, *group_columns(config.group_column)))
 
@@ -258,11 +241,8 @@ class Conversations(TokenKind):
                 raise DataError(f"{rows.place(number)}: {error}") from error
             yield write_messages(messages) if has_answer else None
 
-    def schema(self, tokenizer: LanguageTokenizer) -> pa.Schema:
-        return chat_schema(tokenizer, self.is_packed)
-
     def writer(self, folder: UPath, prefix: str, size: int, tokenizer: LanguageTokenizer) -> SplitWriter:
-        return ChatWriter(folder, prefix, size, self.schema(tokenizer), self.encoder)
+        return ChatWriter(folder, prefix, size, tokenizer, self.encoder, self.is_packed)
 
 
 def groups_in(rows: Rows) -> list[str] | None:

@@ -48,12 +48,6 @@ def token_type(tokenizer: LanguageTokenizer) -> pa.DataType:
     return pa.from_numpy_dtype(np.min_scalar_type(tokenizer.facts["vocab_size"] - 1))
 
 
-def block_schema(tokenizer: LanguageTokenizer) -> pa.Schema:
-    """Return the columns of blocks. Each has one token more than the model reads, which is only a target."""
-    block = pa.list_(token_type(tokenizer), tokenizer.facts["max_length"] + 1)
-    return pa.schema({TOKENS: block, LENGTH: pa.int32()})
-
-
 class LabelledWriter:
     """Writes inputs and what their labels mean."""
 
@@ -89,9 +83,11 @@ class BlockWriter:
     """Tokenises documents, and writes them in blocks. Tokens at the end that fill no block are left out."""
 
     def __init__(self, folder: UPath, prefix: str, size: int, tokenizer: LanguageTokenizer) -> None:
-        self._schema = block_schema(tokenizer)
-        self._shards = ShardWriter(folder, prefix, self._schema, size)
         self._tokenizer, self._length = tokenizer, tokenizer.facts["max_length"]
+        # The last token of each is only a target.
+        block = pa.list_(token_type(tokenizer), self._length + 1)
+        self._schema = pa.schema({TOKENS: block, LENGTH: pa.int32()})
+        self._shards = ShardWriter(folder, prefix, self._schema, size)
         self._rest = tokenizer.join([])
 
     def add(self, inputs: Sequence[Input], labels: Sequence[str]) -> None:  # noqa: ARG002
@@ -101,7 +97,6 @@ class BlockWriter:
     def add_tokens(self, tokens: NDArray[np.unsignedinteger[Any]]) -> None:
         """Add the tokens of documents, of shape (tokens,)."""
         tokens = np.concatenate([self._rest, tokens])
-        # The last token is only a target.
         count = max(len(tokens) - 1, 0) // self._length
         self._rest = tokens[count * self._length :]
         if not count:

@@ -17,7 +17,7 @@ from app.data.sources.cells import Column, Columns, Kind, Rows
 from app.data.sources.formats import FORMATS, SourceFile
 from app.data.sources.formats.builtin import find_examples
 from app.data.sources.source import Source
-from app.data.sources.units import column_names, list_files, read_files, tell_unread
+from app.data.sources.units import Contents, column_names, list_files, read_files, tell_unread
 from app.errors import DataError
 
 INPUT, LABEL, GROUP = "data.columns.input", "data.columns.label", "data.group_column"
@@ -55,7 +55,7 @@ def load_examples(
     return examples
 
 
-def resolve_columns(files: Sequence[SourceFile], config: ColumnsConfig, contents: Modality) -> ColumnsConfig:
+def resolve_columns(files: Sequence[SourceFile], config: ColumnsConfig, contents: Contents) -> ColumnsConfig:
     """Return the columns of tables with all features named: those of the first file, except the label.
 
     Raises:

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from functools import partial
 
 import numpy as np
-import pyarrow as pa
 from upath import UPath
 
 from app.checksums import sha256_of
@@ -20,7 +19,6 @@ from app.data.language import LanguageData
 from app.data.preparation.prepare import SHARDS
 from app.data.preparation.samples import SampleKind
 from app.data.preparation.survey import KEPT, Cleaner, digest_of, drop_equal
-from app.data.preparation.writers import block_schema, labelled_schema
 from app.data.prepared import TRAIN, VALIDATION
 from app.data.processor import Processor, fit_processor
 from app.data.sharded import ShardReference
@@ -62,8 +60,7 @@ def prepare_labelled_stream(
     assert isinstance(chosen.train, LabelledTexts)
     processor = fit_processor(processor_type, sample_of(chosen.train.inputs), config, recipe.model.source)
     targets = Classes(config.stream.labels)
-    validation, schema = given or chosen.validation, labelled_schema("text", Classes.rule)
-    reference = _write(recipe, chosen, validation, in_validation, schema, targets.save)
+    reference = _write(recipe, chosen, given or chosen.validation, in_validation, targets.save)
     return LabelledData.open(reference, processor, targets, chosen.report)
 
 
@@ -88,7 +85,7 @@ def prepare_document_stream(recipe: Recipe, clock: Callable[[], float] = time.mo
             f"{_KEY} {config.validation_source!r} has too few tokens for one block: give more text, or lower "
             f"data.block_length, which is {config.block_length}"
         )
-    reference = _write(recipe, chosen, validation, in_validation, block_schema(tokenizer), tokenizer.save)
+    reference = _write(recipe, chosen, validation, in_validation, tokenizer.save)
     return LanguageData.open(reference, tokenizer, chosen.report)
 
 
@@ -123,7 +120,6 @@ def _write(
     chosen: ChosenRows,
     validation: Samples,
     in_validation: Collection[bytes],
-    schema: pa.Schema,
     save_codec: Callable[[UPath], None],
 ) -> ShardReference:
     """Write the first micro-epoch and the validation split into a new folder, and the index last."""
@@ -140,7 +136,6 @@ def _write(
         task=recipe.task,
         source=recipe.data.source,
         settings=recipe.data.model_dump(mode="json"),
-        columns={field.name: str(field.type) for field in schema},
         splits={
             TRAIN: store.write(1, chosen).shards,
             VALIDATION: store.write_shards(VALIDATION, chosen, validation),
