@@ -159,7 +159,8 @@ class DataConfig(Section):
     )
     sources: list[SourceConfig] = Field(
         default=[],
-        description="in place of source, for labelled samples, language modelling and chat: several sources, mixed by weight",
+        description="in place of source, for labelled samples, language modelling and chat: several sources, mixed by "
+        "weight",
     )
     temperature: Annotated[float, Field(ge=1.0)] = Field(
         default=1.0,
