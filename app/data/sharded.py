@@ -152,7 +152,7 @@ class ShardedRows:
         """Return a column of numbers of each row, likewise."""
         places = self._places(rows)
         starts = np.flatnonzero(np.diff(places, prepend=-1))
-        parts = zip(places[starts].tolist(), np.split(rows, starts[1:]), strict=True)
+        parts = zip(places[starts].tolist(), np.split(rows, starts)[1:], strict=True)
         numbers = [self.numbers_of(shard, column)[part - self.first_rows[shard]] for shard, part in parts]
         return np.concatenate([np.empty(0, np.int32), *numbers])
 

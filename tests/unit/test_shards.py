@@ -86,7 +86,10 @@ def test_rows_come_back_in_the_order_that_is_asked_for(location: str) -> None:
     assert rows.read([5])["input"].to_pylist() == [given[5]]
     assert len(given[rows.longest]) == max(map(len, given))
     assert list(ShardColumn[str](rows, "input")) == given
-    assert np.array_equal(np.asarray(ShardNumbers(rows, LENGTH)), [len(text) for text in given])
+    lengths, found = ShardNumbers(rows, LENGTH), [len(text) for text in given]
+    assert np.array_equal(np.asarray(lengths), found)
+    assert (lengths[7], lengths[5:9], lengths[asked].tolist()) == (found[7], found[5:9], [found[row] for row in asked])
+    assert len(lengths[asked[:0]]) == 0
     copied = pickle.loads(pickle.dumps(rows))  # a loader process under spawn
     assert copied.read([7])["input"].to_pylist() == [given[7]]
 
