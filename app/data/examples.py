@@ -16,13 +16,14 @@ if TYPE_CHECKING:  # it imports pyarrow
 
 Modality = Literal["text", "image", "audio", "row", "record"]
 Input = str | bytes
-"""A text; an image or a recording, as the content of a file; or a row of a table or a record, as a JSON object.
+"""A text; an image or a recording, as the content of a file; or a record, as a JSON object.
 
-A record has several fields. Those that are files are in base64.
+A record has several fields. Those that are files are in base64. A row of a table is a JSON object only until its
+columns have a kind.
 """
 
 Natural = Input | Mapping[str, Any]
-"""An input as a request has it: a file may be in base64, and a row or record is an object."""
+"""An input as a request has it, where a file may be in base64, and a row or record is an object; or a row of shards."""
 
 
 _REPORT_FILE = "cleaning.json"

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from app.best_effort import warn
 from app.config import ColumnsConfig
+from app.data.rows import is_missing, number_of
 from app.data.sources.cells import Place
-from app.data.tabular import is_missing, number_of
 from app.errors import DataError
 
 _MOST = 0.9

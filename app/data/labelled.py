@@ -38,7 +38,9 @@ class LabelledSplit(Protocol):
     def shards(self) -> ShardedRows | None: ...
 
     @property
-    def inputs(self) -> Sequence[Input]: ...
+    def inputs(self) -> Sequence[Any]:
+        """Each as the processor reads it."""
+        ...
 
     @property
     def classes(self) -> Sequence[Any]: ...
@@ -54,7 +56,7 @@ class LabelledSplit(Protocol):
         """Return the number of rows of each class, of shape (num_classes,)."""
         ...
 
-    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[Any]]:
+    def take(self, indices: Sequence[int]) -> tuple[Sequence[Any], list[Any]]:
         """Return inputs and classes in the order of ``indices``."""
         ...
 
@@ -80,7 +82,7 @@ class Split:
         """Return the number of rows of each class, of shape (num_classes,)."""
         return np.bincount(self.classes, minlength=num_classes)
 
-    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[Any]]:
+    def take(self, indices: Sequence[int]) -> tuple[Sequence[Any], list[Any]]:
         """Return inputs and classes in the order of ``indices``."""
         return [self.inputs[index] for index in indices], [self.classes[index] for index in indices]
 
@@ -136,8 +138,12 @@ class LabelledDataset(Dataset):
         return None if self._measured is None else self._measured[1]
 
     @cached_property
+    def _grouping(self) -> GroupingProcessor | None:
+        return self.processor if isinstance(self.processor, GroupingProcessor) else None
+
+    @cached_property
     def _measured(self) -> tuple[NDArray[np.int64], NDArray[np.str_]] | None:
-        return self.processor.measure(self.split.inputs) if isinstance(self.processor, GroupingProcessor) else None
+        return self._grouping.measure(self.split.inputs) if self._grouping else None
 
     @cached_property
     def num_targets(self) -> NDArray[np.int64] | None:
@@ -154,10 +160,8 @@ class LabelledDataset(Dataset):
 
     def to_batch(self, tensors: Tensors, values: Sequence[Any]) -> Batch:
         """Return encoded inputs with the targets that ``values`` stand for."""
-        batch = Batch(tensors, self.targets.batch(values))
-        if not isinstance(self.processor, GroupingProcessor):
-            return batch
-        return replace(batch, absent=self.processor.absent(tensors))
+        absent = self._grouping.absent(tensors) if self._grouping else frozenset[str]()
+        return Batch(tensors, self.targets.batch(values), absent=absent)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ class TokenBlocks(Dataset):
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return ``input_ids`` and targets, each int64 of shape (batch, block_length)."""
-        tokens = self.shards.read_blocks(indices, TOKENS).astype(np.int64)
+        (blocks,) = self.shards.read_arrays(indices, TOKENS)
+        tokens = blocks.astype(np.int64)
         return Batch({"input_ids": tokens[:, :-1]}, tokens[:, 1:])
 
 

@@ -22,7 +22,7 @@ class Processor(Protocol):
     modality: ClassVar[Modality]
 
     @classmethod
-    def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:
+    def fit(cls, inputs: Sequence[Any], config: DataConfig) -> Self:
         """Return a processor fitted on the training inputs."""
         ...
 
@@ -36,8 +36,12 @@ class Processor(Protocol):
         """Properties of the data that a model factory may need, by the name of its argument."""
         ...
 
-    def encode(self, inputs: Sequence[Input]) -> Tensors:
-        """Return one batch. Raises DataError for an input that cannot be read."""
+    def encode(self, inputs: Sequence[Any]) -> Tensors:
+        """Return one batch. Raises DataError for an input that cannot be read.
+
+        Args:
+            inputs: each an ``Input``, or of the modality ``row`` a mapping of values, by the column.
+        """
         ...
 
     def save(self, folder: UPath) -> None:
@@ -109,7 +113,7 @@ class GroupingProcessor(Protocol):
 
 
 def fit_processor(
-    processor_type: type[Processor], inputs: Sequence[Input], config: DataConfig, pretrained: str | None
+    processor_type: type[Processor], inputs: Sequence[Any], config: DataConfig, pretrained: str | None
 ) -> Processor:
     """Return a processor fitted on inputs, or that of a pretrained model if the type can read it."""
     if pretrained is not None and issubclass(processor_type, PretrainedProcessor):

@@ -175,11 +175,11 @@ class RecordProcessor:
             raise DataError(f"a record has none of its fields: expected at least one of {known}")
         return record
 
-    def _content(self, name: str, value: Any) -> Input:
+    def _content(self, name: str, value: Any) -> Any:
         """Return a field as its processor reads it. Raises DataError if its value is of another kind."""
         kind = self._kinds[name]
         if processor_type(kind).modality == "row":
-            return json.dumps(value)
+            return value  # its processor checks it
         if not isinstance(value, str):
             expected = "the content of a file in base64" if is_file(kind) else "a text"
             raise DataError(f"field {name!r} is {type(value).__name__}: expected {expected}")

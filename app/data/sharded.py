@@ -1,8 +1,10 @@
 """Splits that lie in shards: read by index, without holding more than what is asked for."""
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Self, TypeVar, overload
 
 import numpy as np
@@ -12,9 +14,9 @@ from pydantic import BaseModel
 from upath import UPath
 
 from app.config import ShardsConfig
-from app.data.examples import Input
 from app.data.origins import Origins
 from app.data.prepared import SHARDS_FILE, TRAIN, VALIDATION, Indices
+from app.data.rows import Row, RowColumns, TableRows
 from app.data.shard_cache import ShardCache
 from app.data.shards import LENGTH, VALUE, Shard, ShardIndex
 from app.errors import DataError, StorageError
@@ -25,7 +27,10 @@ _GROWN = "grown"
 _MAX_WINDOW_ROWS = 2**20
 """Small samples: a window's rows are listed in memory."""
 INPUT, TOKENS = "input", "tokens"
-"""Columns of shards: ``INPUT`` for labelled examples, beside ``VALUE``; ``TOKENS`` for language modelling."""
+"""Columns of shards: ``INPUT`` for labelled examples, beside ``VALUE``; ``TOKENS`` for language modelling.
+
+Rows of a table have ``NUMBERS`` and ``CATEGORIES`` in place of ``INPUT``.
+"""
 Item = TypeVar("Item")
 
 
@@ -92,13 +97,17 @@ class ShardReference(BaseModel):
 
     def open(self, split: str) -> "ShardedRows":
         """Return the rows of a split."""
-        return ShardedRows(self.location, self.index.splits.get(split, []), self.config)
+        return ShardedRows(self.location, self.index.splits.get(split, []), self.config, self.index.table)
 
 
 class ShardedRows:
     """The rows of a split, numbered from 0 over its shards in the order of the index."""
 
-    def __init__(self, location: str, shards: Sequence[Shard], config: ShardsConfig) -> None:
+    def __init__(
+        self, location: str, shards: Sequence[Shard], config: ShardsConfig, table: RowColumns | None = None
+    ) -> None:
+        """``table`` has the columns of rows of a table. Other inputs are a column of shards."""
+        self.table = table
         self._cache = ShardCache(location, shards, config.cache)
         self._location, self._shards, self._config = location, shards, config
         self.shard_rows = [shard.rows for shard in shards]
@@ -198,17 +207,22 @@ class ShardedRows:
         inverse[order] = np.arange(len(order))
         return table if len(groups) == 1 and len(order) == 1 else table.combine_chunks().take(pa.array(inverse))
 
-    def read_blocks(self, indices: Sequence[int] | NDArray[np.int64], column: str) -> NDArray[Any]:
-        """Return a column of lists of one size, as an array of shape (rows, size)."""
-        order, groups = self._by_shard(np.asarray(indices, np.int64))
-        parts = []
-        for shard, rows in groups:
-            lists = self._cache.open(shard).column(column)
-            parts.append(lists.flatten().to_numpy().reshape(-1, lists.type.list_size)[rows])
-        blocks = np.concatenate(parts)
-        result = np.empty_like(blocks)
-        result[order] = blocks
-        return result
+    def read_arrays(self, indices: Sequence[int] | NDArray[np.int64], *columns: str) -> list[NDArray[Any]]:
+        """Return columns in the order of ``indices``, of shape (rows,), or (rows, size) if they are lists of one size.
+
+        What is no number is an object of Python. Raises StorageError as ``read``.
+        """
+        numbers = np.asarray(indices, np.int64)
+        places = self._places(numbers)
+        if (places == places[0]).all():
+            batch, rows = self._cache.open(int(places[0])), numbers - self.first_rows[places[0]]
+            return [_array_of(batch.column(name), rows) for name in columns]
+        order, groups = self._by_shard(numbers)
+        opened = [(self._cache.open(shard), rows) for shard, rows in groups]
+        inverse = np.argsort(order)
+        return [
+            np.concatenate([_array_of(batch.column(name), rows) for batch, rows in opened])[inverse] for name in columns
+        ]
 
     def _by_shard(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[tuple[int, NDArray[np.int64]]]]:
         """Return the order that sorts indices by row, and the rows of each shard in it."""
@@ -218,6 +232,43 @@ class ShardedRows:
         shards, starts = np.unique(places, return_index=True)
         parts = np.split(ordered, starts[1:])
         return order, [(int(shard), rows - self.first_rows[shard]) for shard, rows in zip(shards, parts, strict=True)]
+
+
+def _array_of(column: pa.Array, rows: NDArray[np.int64]) -> NDArray[Any]:
+    """Return some rows of a shard's column, as ``ShardedRows.read_arrays`` does."""
+    are_lists = pa.types.is_fixed_size_list(column.type)
+    shape = (-1, column.type.list_size) if are_lists else (-1,)
+    if pa.types.is_primitive(column.type.value_type if are_lists else column.type):
+        # Nothing is copied before rows are chosen.
+        cells: NDArray[Any] = (column.values if are_lists else column).to_numpy().reshape(shape)
+        return cells[rows]
+    chosen = column.take(pa.array(rows))
+    items = (chosen.values if are_lists else chosen).to_pylist()
+    return np.fromiter(items, object, len(items)).reshape(shape)
+
+
+class _OfRows(Sequence[Item]):
+    """Something of each row. Single rows are for pages, which look at a few."""
+
+    def __init__(self, rows: ShardedRows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._at(index)
+
+    @abstractmethod
+    def _at(self, row: int) -> Item: ...
 
 
 class ShardNumbers(Sequence[int]):
@@ -248,44 +299,49 @@ class ShardNumbers(Sequence[int]):
         return int(self[np.array([index])][0])
 
 
-class ShardColumn(Sequence[Item]):
-    """One column of the rows. Single rows are for pages, which look at a few."""
+class ShardColumn(_OfRows[Item]):
+    """One column of the rows."""
 
     def __init__(self, rows: ShardedRows, column: str, read: Callable[[Any], Item] = lambda value: value) -> None:
         """``read`` turns a cell into an item."""
-        self._rows, self._column, self._read = rows, column, read
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        super().__init__(rows)
+        self._column, self._read = column, read
 
     def __iter__(self) -> Iterator[Item]:
         return map(self._read, self._rows.column(self._column))
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self._read(self._rows.read([index])[self._column][0].as_py())
+    def _at(self, row: int) -> Item:
+        return self._read(self._rows.read([row])[self._column][0].as_py())
+
+
+class _TableInputs(_OfRows[Row]):
+    """The rows of a table."""
+
+    def __init__(self, split: "ShardedSplit") -> None:
+        super().__init__(split.shards)
+        self._take = split.take
+
+    def __iter__(self) -> Iterator[Row]:
+        for first, stop in pairwise(self._rows.first_rows.tolist()):
+            yield from self._take(range(first, stop))[0]
+
+    def _at(self, row: int) -> Row:
+        return next(iter(self._take([row])[0]))
 
 
 class ShardedSplit:
     """Labelled examples in shards."""
 
     def __init__(self, shards: ShardedRows) -> None:
-        self.shards = shards
+        self.shards, self._table = shards, shards.table
 
     def __len__(self) -> int:
         return len(self.shards)
 
     @property
-    def inputs(self) -> Sequence[Input]:
+    def inputs(self) -> Sequence[Any]:
         """The input of each row."""
-        return ShardColumn(self.shards, INPUT)
+        return ShardColumn(self.shards, INPUT) if self._table is None else _TableInputs(self)
 
     @property
     def classes(self) -> Sequence[Any]:
@@ -301,10 +357,12 @@ class ShardedSplit:
         """Return the number of rows of each class, of shape (num_classes,)."""
         return self.shards.class_counts(num_classes)
 
-    def take(self, indices: Sequence[int]) -> tuple[list[Input], list[Any]]:
+    def take(self, indices: Sequence[int]) -> tuple[Sequence[Any], list[Any]]:
         """Return inputs and values in the order of ``indices``."""
-        rows = self.shards.read(indices)
-        return rows[INPUT].to_pylist(), [self._read_value(value) for value in rows[VALUE].to_pylist()]
+        names = [INPUT] if self._table is None else self._table.kept
+        *found, values = self.shards.read_arrays(indices, *names, VALUE)
+        inputs = found[0].tolist() if self._table is None else TableRows.of_arrays(self._table, found)
+        return inputs, [self._read_value(value) for value in values] if values.dtype == object else values.tolist()
 
     @staticmethod
     def _read_value(value: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -263,7 +264,7 @@ def _require_light(inputs: Sequence[Input], processor: Processor, go_on: Callabl
             )
 
 
-def _read(given: Natural, processor: Processor) -> Input:
+def _read(given: Natural, processor: Processor) -> Any:
     if isinstance(given, Mapping) != (processor.modality in ("row", "record")):
         expected = {
             "row": "an object with a value for each column",
@@ -276,8 +277,8 @@ def _read(given: Natural, processor: Processor) -> Input:
             f"{expected.get(processor.modality, 'a text')}, which the model takes"
         )
     if isinstance(given, Mapping):
-        # Processors read rows and records as JSON, both in training and here.
-        return json.dumps(given)
+        # A processor of records reads them as JSON, both in training and here.
+        return given if processor.modality == "row" else json.dumps(given)
     if processor.modality == "text" or isinstance(given, bytes):
         return given
     try:

@@ -1,5 +1,6 @@
 """The linear baseline: the score of a simple model on the same texts, for the log and the run's result."""
 
+from app.best_effort import best_effort
 from app.data.labelled import LabelledData
 from app.data.prepared import PreparedData
 from app.training.records import EpochRecord

@@ -22,7 +22,6 @@ from upath import UPath
 
 from app.artifacts import WEIGHTS_FILE
 from app.config import Recipe, TrainConfig
-from app.data.examples import Input
 from app.data.labelled import CollatingTargets, LabelledData
 from app.data.pairs import PairData
 from app.data.prepared import IGNORED, Batch, PreparedData
@@ -251,12 +250,14 @@ def _worst_example(
     )
 
 
-def _media_of(given: Input, processor: Processor) -> tuple[str | None, bytes | None]:
+def _media_of(given: Any, processor: Processor) -> tuple[str | None, bytes | None]:
     """Return the text and the picture of an input, as far as it has them."""
     if isinstance(processor, GroupingProcessor):
         return processor.split_media(given)
     if isinstance(given, str):
         return given, None
+    if processor.modality == "row":
+        return json.dumps(given, ensure_ascii=False), None
     return (None, given) if processor.modality == "image" else (f"{len(given):,} bytes of {processor.modality}", None)
 
 

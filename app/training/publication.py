@@ -8,6 +8,7 @@ from pathlib import Path
 from upath import UPath
 
 from app.artifacts import ADAPTER, CHECKPOINTS, DATA, METRICS_FILE, WEIGHTS
+from app.best_effort import best_effort
 from app.config import TrainConfig, load_stored_recipe
 from app.data.prepared import PreparedData
 from app.errors import StorageError
@@ -26,7 +27,6 @@ from app.training.evaluation import write_evaluation
 from app.training.planning.outcome import prediction_of
 from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, best_of
 from app.training.stop_request import StopRequest
-from app.warnings import best_effort
 
 
 def finish_run(

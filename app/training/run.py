@@ -7,6 +7,7 @@ from torch import nn
 from upath import UPath
 
 from app.artifacts import CHECKPOINTS, DATA, FAILURE_FILE
+from app.best_effort import best_effort, warn
 from app.checksums import CHECKSUMS_FILE, verify_checksums
 from app.config import AutoPlan, Recipe, TrainConfig, refusal
 from app.config.layout import MAX_MICRO_BATCH
@@ -32,7 +33,6 @@ from app.training.plan import TrainingPlan
 from app.training.planning.auto import choose_plan
 from app.training.sources import planned_periods, record_mixture, with_added_sources
 from app.training.stop_request import withdraw_stop_request
-from app.best_effort import best_effort, warn
 
 
 def prepare_run(

@@ -1,5 +1,8 @@
 """Prepared data in shards, from a recipe."""
 
+import json
+from typing import Any
+
 from upath import UPath
 
 from app.config import ColumnsConfig, Recipe
@@ -55,7 +58,10 @@ def _fitted(recipe: Recipe, kind: SampleKind, processor_type: type[Processor], f
     """Return the processor, fitted on the sample of the training split."""
     columns = ColumnsConfig.model_validate_json((folder / COLUMNS_FILE).read_bytes())
     config = recipe.data.model_copy(update={"columns": columns})
-    parts = [part for item in Sample.load(folder / SAMPLE_FILE).inputs for part in kind.parts(item)]
+    inputs = Sample.load(folder / SAMPLE_FILE).inputs
+    parts: list[Any] = [part for item in inputs for part in kind.parts(item)]
+    if kind.contents == "row":
+        parts = [json.loads(row) for row in parts]
     return fit_processor(processor_type, parts, config, recipe.model.source)
 
 

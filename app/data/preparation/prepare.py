@@ -23,12 +23,12 @@ from app.data.preparation.survey import IN_TEST, IN_TRAIN, IN_VALIDATION, KEPT, 
 from app.data.preparation.work import UnitResult, UnitWork
 from app.data.preparation.writers import UNIT_SHARDS
 from app.data.prepared import TRAIN, VALIDATION
+from app.data.rows import RowColumns
 from app.data.shards import Shard, ShardIndex
 from app.data.sources.formats import FORMATS
 from app.data.sources.formats.base import DOCUMENTS, SourceFile
 from app.data.sources.source import Source
 from app.data.sources.units import Unit, cut_sources, list_files, tell_unread
-from app.data.targets import Targets
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError
 from app.heartbeat import wait_for_lock
@@ -99,7 +99,7 @@ class Preparer:
         work = UnitWork(str(folder), config, tuple(units), self.kind, None, fraction)
         self._run("reading", work, work.survey, "facts-")
         decision = decide(work, lambda: self._judge(work))
-        work = replace(work, targets=self._save_codec(work, decision))
+        work = self._with_codec(work, decision)
         self._run("writing shards", work, work.write, "unit-")
         self._require_unchanged(sources, tests)
         self._publish(work, folder, fingerprint, settings, decision.report)
@@ -158,8 +158,8 @@ class Preparer:
         for number in run_units(function, left):
             progress.add(number)
 
-    def _save_codec(self, work: UnitWork, decision: Decision) -> Targets | None:
-        """Save what the shards are written with, and the sample that a processor is fitted on. Return the targets."""
+    def _with_codec(self, work: UnitWork, decision: Decision) -> UnitWork:
+        """Save what the shards are written with, and the sample that a processor is fitted on. Return the work."""
         folder = work.work.parent
         sample = self._sample(work)
         if not sample.inputs and self.recipe.model.pretrained is None:
@@ -175,12 +175,12 @@ class Preparer:
         if isinstance(self.kind, TokenKind):
             if not (folder / SETTINGS_FILE).exists():  # it is written last
                 self._fit_tokenizer(sample.inputs).save(folder)
-            return None
+            return work
         sample.save(folder / SAMPLE_FILE)
         columns = resolve_categories(decision.kinds, work.config.columns)
         write_atomically(folder / COLUMNS_FILE, columns.model_dump_json(indent=1).encode())
         if self.kind.targets is None:
-            return None
+            return work
         learned = (
             (IN_TRAIN, IN_VALIDATION, IN_TEST) if self.recipe.data.test_source is None else (IN_TRAIN, IN_VALIDATION)
         )
@@ -188,7 +188,18 @@ class Preparer:
         trained = decision.rows_of(IN_TRAIN)
         targets = targets.fitted(targets.read([*trained], work.config), [*trained.values()])
         targets.save(folder)
-        return targets
+        return replace(work, targets=targets, table=self._table(work.config, columns.categories))
+
+    def _table(self, config: DataConfig, categories: Sequence[str]) -> RowColumns | None:
+        """Return the columns that shards of a table have: those of the first source. None for other samples."""
+        if self.kind.contents != "row":
+            return None
+        names = config.each_source()[0].columns.features
+        if not names:
+            raise DataError(f"data.source {config.source!r} has no column but that of the label: give it features")
+        return RowColumns(
+            tuple(name for name in names if name not in categories), tuple(name for name in names if name in categories)
+        )
 
     def _sample(self, work: UnitWork) -> Sample:
         """Return a sample of the training rows that are kept. Compressed files may have more text than they say."""
@@ -230,6 +241,7 @@ class Preparer:
             task=self.recipe.task,
             source=self.recipe.data.source,
             settings=settings,
+            table=work.table,
             splits={split: shards for split, shards in splits.items() if shards},
         )
         index.save(folder)

@@ -4,13 +4,13 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from upath import UPath
 
 from app.config import ColumnsConfig, DataConfig
 from app.data.conversations import MESSAGES, ChatEncoder, read_messages, write_messages
-from app.data.examples import Input, Modality, Reason
+from app.data.examples import Input, Modality, Natural, Reason
 from app.data.pairs import Pair, join_pair, split_pair
 from app.data.preparation.chats import ChatWriter
 from app.data.preparation.writers import BlockWriter, SplitWriter
@@ -21,6 +21,7 @@ from app.data.sources.labelled import (
     GROUP,
     INPUT,
     LABEL,
+    features_of,
     group_columns,
     inputs_of,
     labelled_columns,
@@ -81,7 +82,7 @@ class SampleKind(ABC):
     def columns(self, config: DataConfig) -> Columns:
         """Return the columns that are read of one source."""
 
-    def lengths(self, config: DataConfig, inputs: Sequence[Input]) -> Sequence[int]:  # noqa: ARG002
+    def lengths(self, config: DataConfig, inputs: Sequence[Any]) -> Sequence[int]:  # noqa: ARG002
         """Return the length of each input: batches of similar lengths need little padding. 0: all have one size."""
         return [len(item) for item in inputs] if self.is_text else [0] * len(inputs)
 
@@ -105,6 +106,10 @@ class SampleKind(ABC):
     def counted(self, label: str) -> str:
         """Return the label that a row with this label counts as."""
         return self.rule.counted(label) if label and self.rule else label
+
+    def written(self, rows: Rows, config: DataConfig) -> Iterator[Natural | None]:
+        """Yield what shards get of each row."""
+        return self.inputs(rows, config, verify=False)
 
 
 class TokenKind(SampleKind):
@@ -139,7 +144,7 @@ class Labelled(SampleKind):
     def columns(self, config: DataConfig) -> Columns:
         return labelled_columns(config.columns, self.contents, config.group_column, self.targets.rule.cell)
 
-    def lengths(self, config: DataConfig, inputs: Sequence[Input]) -> Sequence[int]:
+    def lengths(self, config: DataConfig, inputs: Sequence[Any]) -> Sequence[int]:
         if self.contents != "record":
             return super().lengths(config, inputs)
         from app.data.records import RecordProcessor  # other samples do not need every processor
@@ -152,6 +157,9 @@ class Labelled(SampleKind):
 
     def labels(self, rows: Rows, config: DataConfig) -> list[str]:  # noqa: ARG002
         return [label or "" for label in rows.cells[LABEL].to_pylist()]
+
+    def written(self, rows: Rows, config: DataConfig) -> Iterator[Natural | None]:
+        return features_of(rows, self.columns(config)) if self.contents == "row" else super().written(rows, config)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -114,7 +114,7 @@ class Cleaner:
     config: CleanConfig
     kind: SampleKind
 
-    def convert(self, item: Input | None) -> Input | None:
+    def convert(self, item: Any) -> Any:
         """Return an input as training sees it; None stays None."""
         return item.strip() if self.kind.strips and isinstance(item, str) else item
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from upath import UPath
 
 from app.config import DataConfig
-from app.data.examples import MAX_EXAMPLES, REASONS, Input, Reason
+from app.data.examples import MAX_EXAMPLES, REASONS, Natural, Reason
 from app.data.kinds import ColumnKind, merge_kinds
 from app.data.preparation.digest import RowsDigest
 from app.data.preparation.sample import SampleBuilder
@@ -19,6 +19,7 @@ from app.data.preparation.samples import SampleKind, TokenKind, groups_in
 from app.data.preparation.signatures import SignatureFiles
 from app.data.preparation.survey import ALL_TEST, ALL_TRAIN, KEPT, SPLITS, Cleaner, Rule, SplitRule, Survey, Surveyor
 from app.data.preparation.writers import LabelledWriter, SplitWriter, labelled_schema
+from app.data.rows import RowColumns
 from app.data.shards import Shard
 from app.data.sources.cells import Rows
 from app.data.sources.formats.base import PAIRS
@@ -63,6 +64,8 @@ class UnitWork:
     targets: Targets | None
     """What the labels mean, once all is decided. None: not yet, or there are no labels."""
     sample_fraction: float
+    table: RowColumns | None = None
+    """The columns of a table, once their kinds are decided."""
 
     @property
     def deduplicates(self) -> bool:
@@ -188,13 +191,13 @@ class UnitWork:
         write_atomically(self.result_file(number), result.model_dump_json().encode())
         return number
 
-    def converted(self, number: int) -> Iterator[tuple[int, list[Input | None], Rows]]:
+    def converted(self, number: int) -> Iterator[tuple[int, list[Natural | None], Rows]]:
         """Yield the first row of each batch of a unit, its converted inputs, and the batch."""
         start, cleaner, digest = 0, Cleaner(self.config.clean, self.kind), RowsDigest()
         config = self._config_of(number)
         for rows in self._rows(number):
             digest.add(rows)
-            yield start, [cleaner.convert(item) for item in self.kind.inputs(rows, config, verify=False)], rows
+            yield start, [cleaner.convert(item) for item in self.kind.written(rows, config)], rows
             start += len(rows)
         if digest.digest() != self.digest_file(number).read_bytes():
             raise self._changed(number)
@@ -207,7 +210,7 @@ class UnitWork:
     @staticmethod
     def _add(
         writers: dict[str, SplitWriter],
-        inputs: list[Input | None],
+        inputs: list[Natural | None],
         labels: list[str],
         codes: NDArray[np.uint8],
         splits: NDArray[np.uint8],
@@ -224,8 +227,8 @@ class UnitWork:
             return self.kind.writer(folder, prefix, size, LanguageTokenizer.load(folder))
         key = "test_source" if self.units[number].is_test else "source"
         read = partial(self.targets.read, config=self.config, key=key) if self.targets else None
-        schema = labelled_schema(self.kind.contents, self.kind.rule)
-        return LabelledWriter(folder, prefix, size, schema, read, partial(self.kind.lengths, self.config))
+        schema = labelled_schema(self.kind.contents, self.kind.rule, self.table)
+        return LabelledWriter(folder, prefix, size, schema, read, partial(self.kind.lengths, self.config), self.table)
 
     def _rows(self, number: int) -> Iterator[Rows]:
         return read_unit(self.units[number], self.kind.columns(self._config_of(number)))
@@ -236,7 +239,7 @@ class UnitWork:
 
 
 def _collect(
-    examples: dict[Reason, list[str]], inputs: list[Input | None], rows: Rows, codes: NDArray[np.uint8]
+    examples: dict[Reason, list[str]], inputs: list[Natural | None], rows: Rows, codes: NDArray[np.uint8]
 ) -> None:
     """Keep the first few rows that are dropped for each reason: their texts, or else where they lie."""
     for row in np.flatnonzero(codes != KEPT).tolist():

@@ -9,7 +9,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from upath import UPath
 
-from app.data.examples import Input
+from app.data.examples import Natural
+from app.data.rows import CATEGORIES, NUMBERS, RowColumns, TableRows
 from app.data.sharded import INPUT, TOKENS
 from app.data.shards import LENGTH, VALUE, Shard, ShardWriter
 from app.data.targets import LabelRule
@@ -22,7 +23,7 @@ UNIT_SHARDS = 8
 class SplitWriter(Protocol):
     """Writes the rows of one split of a unit."""
 
-    def add(self, inputs: Sequence[Input], labels: Sequence[str]) -> None:
+    def add(self, inputs: Sequence[Natural], labels: Sequence[str]) -> None:
         """Add cleaned rows. Documents have no labels."""
         ...
 
@@ -31,16 +32,26 @@ class SplitWriter(Protocol):
         ...
 
 
-Measure = Callable[[Sequence[Input]], Sequence[int]]
+Measure = Callable[[Sequence[Any]], Sequence[int]]
 ReadLabels = Callable[[Sequence[str]], Sequence[Any]]
 _VALUES = {"class": pa.int32(), "classes": pa.list_(pa.int32()), "number": pa.float64(), "json": pa.string()}
 
 
-def labelled_schema(contents: str, rule: LabelRule | None) -> pa.Schema:
-    """Return the columns of inputs, with the values of labels if they have any."""
-    kind = pa.binary() if contents in ("image", "audio") else pa.string()
+def labelled_schema(contents: str, rule: LabelRule | None, table: RowColumns | None = None) -> pa.Schema:
+    """Return the columns of inputs, with the values of labels if they have any.
+
+    Args:
+        contents: what the source holds.
+        rule: how labels are read; None if there are none.
+        table: the columns of rows of a table, which are read as numbers and texts.
+    """
+    inputs = {INPUT: pa.binary() if contents in ("image", "audio") else pa.string()}
+    if table:
+        # The cells of a row lie side by side, so that a batch takes each row at once.
+        kinds = {NUMBERS: (pa.float64(), len(table.numbers)), CATEGORIES: (pa.string(), len(table.categories))}
+        inputs = {name: pa.list_(*kinds[name]) for name in table.kept}
     values = {VALUE: _VALUES[rule.kept_as]} if rule else {}
-    return pa.schema({INPUT: kind, **values, LENGTH: pa.int32()})
+    return pa.schema({**inputs, **values, LENGTH: pa.int32()})
 
 
 def token_type(tokenizer: LanguageTokenizer) -> pa.DataType:
@@ -52,7 +63,14 @@ class LabelledWriter:
     """Writes inputs and what their labels mean."""
 
     def __init__(
-        self, folder: UPath, prefix: str, size: int, schema: pa.Schema, read: ReadLabels | None, measure: Measure
+        self,
+        folder: UPath,
+        prefix: str,
+        size: int,
+        schema: pa.Schema,
+        read: ReadLabels | None,
+        measure: Measure,
+        table: RowColumns | None = None,
     ) -> None:
         """Write shards of about ``size`` bytes, named ``PREFIX-NUMBER.arrow``.
 
@@ -60,19 +78,31 @@ class LabelledWriter:
             schema: as ``labelled_schema`` returns it.
             read: returns the value of each label, as ``Targets.read`` does. None: there are no labels.
             measure: returns the length of each input.
+            table: the columns of inputs that are rows of a table.
         """
-        self._schema, self._read, self._measure = schema, read, measure
+        self._schema, self._read, self._measure, self._table = schema, read, measure, table
         self._shards = ShardWriter(folder, prefix, schema, size)
         self._is_json = read is not None and schema.field(VALUE).type == pa.string()
 
-    def add(self, inputs: Sequence[Input], labels: Sequence[str]) -> None:
-        """Add cleaned rows."""
-        columns: dict[str, Sequence[Any]] = {INPUT: inputs, LENGTH: self._measure(inputs)}
+    def add(self, inputs: Sequence[Natural], labels: Sequence[str]) -> None:
+        """Add cleaned rows. Raises DataError as ``TableRows.of``."""
+        columns: dict[str, Any] = {**self._inputs(inputs), LENGTH: self._measure(inputs)}
         if self._read:
             values = self._read(labels)
             columns[VALUE] = [json.dumps(value) for value in values] if self._is_json else values
         arrays = [pa.array(columns[field.name], field.type) for field in self._schema]
         self._shards.add(pa.record_batch(arrays, self._schema))
+
+    def _inputs(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """Return the columns of inputs."""
+        if self._table is None:
+            return {INPUT: inputs}
+        rows = TableRows.of(inputs, self._table)
+        cells = {NUMBERS: rows.numbers, CATEGORIES: rows.categories}
+        return {
+            name: pa.FixedSizeListArray.from_arrays(pa.array(cells[name].ravel()), type=self._schema.field(name).type)
+            for name in self._table.kept
+        }
 
     def close(self) -> list[Shard]:
         """Write what is left, and return all shards."""
@@ -90,7 +120,7 @@ class BlockWriter:
         self._shards = ShardWriter(folder, prefix, self._schema, size)
         self._rest = tokenizer.join([])
 
-    def add(self, inputs: Sequence[Input], labels: Sequence[str]) -> None:  # noqa: ARG002
+    def add(self, inputs: Sequence[Natural], labels: Sequence[str]) -> None:  # noqa: ARG002
         """Add cleaned documents."""
         self.add_tokens(self._tokenizer.join(cast(Sequence[str], inputs)))
 

@@ -13,6 +13,7 @@ from app.data.audio import require_recording
 from app.data.examples import Examples, Input, Modality, Reason
 from app.data.images import require_picture
 from app.data.kinds import ColumnKind, merge_kinds
+from app.data.rows import Row
 from app.data.sources.cells import Column, Columns, Kind, Rows
 from app.data.sources.formats import FORMATS, SourceFile
 from app.data.sources.formats.builtin import find_examples
@@ -140,8 +141,10 @@ def inputs_of(rows: Rows, columns: Columns, config: ColumnsConfig, verify: bool 
 
     ``verify``: decode pictures and recordings, to see whether they can be read.
     """
-    if columns.contents in ("row", "record"):
-        return _objects(rows, columns, config, verify)
+    if columns.contents == "row":
+        return (json.dumps(row, ensure_ascii=False) for row in features_of(rows, columns))
+    if columns.contents == "record":
+        return _records(rows, columns, config, verify)
     return _inputs(rows, columns, verify)
 
 
@@ -170,17 +173,19 @@ def _inputs(rows: Rows, columns: Columns, verify: bool) -> Iterator[Input | None
             yield item
 
 
-def _objects(rows: Rows, columns: Columns, config: ColumnsConfig, verify: bool) -> Iterator[str]:
-    """Yield the features or the fields of each row as a JSON object. A record without any field is an empty text."""
-    cells = {column.key: (column, rows.cells[column.key].to_pylist()) for column in columns.all if column.key != LABEL}
+def _records(rows: Rows, columns: Columns, config: ColumnsConfig, verify: bool) -> Iterator[str]:
+    """Yield the fields of each row as a JSON object. A record without any field is an empty text."""
+    cells = {column.key: (column, rows.cells[column.key].to_pylist()) for column in columns.all}
     for number in range(len(rows)):
-        row = {column.key: _json_cell(column, values[number], rows, number) for column, values in cells.values()}
-        if columns.contents == "row":
-            features = {column.name: row[column.key] for column, _ in cells.values()}
-            yield json.dumps(features, ensure_ascii=False)
-        else:
-            record = _record(row, config, rows if verify else None, number)
-            yield json.dumps(record, ensure_ascii=False) if record else ""
+        row = {key: _json_cell(column, values[number], rows, number) for key, (column, values) in cells.items()}
+        record = _record(row, config, rows if verify else None, number)
+        yield json.dumps(record, ensure_ascii=False) if record else ""
+
+
+def features_of(rows: Rows, columns: Columns) -> Iterator[Row]:
+    """Yield the features of each row of a table."""
+    cells = {column.name: rows.cells[column.key].to_pylist() for column in columns.all if column.kind == "value"}
+    return ({name: values[number] for name, values in cells.items()} for number in range(len(rows)))
 
 
 def _record(row: Mapping[str, Any], config: ColumnsConfig, rows: Rows | None, number: int) -> dict[str, Any]:

@@ -1,0 +1,132 @@
+"""Rows of a table by columns: what shards hold, what a processor encodes, and what a request becomes."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.data.written import name_of
+from app.errors import DataError
+
+Row = Mapping[str, Any]
+"""A row of a table: a value for each column, and None for one that is unknown."""
+NUMBERS, CATEGORIES = "numbers", "categories"
+"""The two kinds of columns: the names of their cells in shards, and of the tensors that they become."""
+
+
+@dataclass(frozen=True)
+class RowColumns:
+    """The names of a table's columns by their kind, once it is decided."""
+
+    numbers: tuple[str, ...]
+    categories: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return self.numbers + self.categories
+
+    @property
+    def kept(self) -> list[str]:
+        """The kinds that there are, which are the columns of shards that hold the cells."""
+        return [*([NUMBERS] if self.numbers else []), *([CATEGORIES] if self.categories else [])]
+
+
+class TableRows(Sequence[Row]):
+    """Rows of a table. They are alike wherever they come from: equal cells have equal bits."""
+
+    def __init__(self, columns: RowColumns, numbers: NDArray[np.float64], categories: NDArray[np.object_]) -> None:
+        """Both arrays have the shape (rows, columns). A number that is missing is NaN, and a category an empty text."""
+        self.columns, self.numbers, self.categories = columns, numbers, categories
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], columns: RowColumns) -> Self:
+        """Return rows with these columns.
+
+        Raises:
+            DataError: a row is no object, lacks a column, or has a word in a column of numbers.
+        """
+        if isinstance(rows, cls) and rows.columns == columns:
+            return rows
+        for row in rows:
+            _require(row, columns)
+        numbers = [[_number(row[name], name) for name in columns.numbers] for row in rows]
+        categories = [[category_of(row[name]) for name in columns.categories] for row in rows]
+        return cls(
+            columns,
+            np.array(numbers, np.float64).reshape(len(rows), len(columns.numbers)),
+            np.array(categories, object).reshape(len(rows), len(columns.categories)),
+        )
+
+    @classmethod
+    def of_arrays(cls, columns: RowColumns, arrays: Sequence[NDArray[Any]]) -> Self:
+        """Return rows whose cells are in an array for each of ``columns.kept``."""
+        cells = dict(zip(columns.kept, arrays, strict=True))
+        none = np.empty((len(arrays[0]), 0))
+        return cls(columns, cells.get(NUMBERS, none), cells.get(CATEGORIES, none))
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[place] for place in range(len(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> Row | Self:
+        if isinstance(index, slice):
+            return type(self)(self.columns, self.numbers[index], self.categories[index])
+        numbers = (None if math.isnan(number) else number for number in self.numbers[index].tolist())
+        categories = (category or None for category in self.categories[index].tolist())
+        return dict(zip(self.columns.names, (*numbers, *categories), strict=True))
+
+
+def _require(row: Row, columns: RowColumns) -> None:
+    if not isinstance(row, Mapping):
+        raise DataError(f"a row is {row!r}: expected an object with a value for each column")
+    if missing := [name for name in columns.names if name not in row]:
+        raise DataError(
+            f"a row has no {missing[0]!r}: expected {', '.join(columns.names)}, and null for a value that is unknown"
+        )
+
+
+def _number(value: Any, name: str) -> float:
+    """Return a cell of a column of numbers; NaN if it is missing."""
+    if (number := number_of(value)) is not None:
+        return number
+    if is_missing(value):
+        return math.nan
+    raise DataError(f"a row has {value!r} for {name!r}: expected a number, or null if it is unknown")
+
+
+def number_of(value: Any) -> float | None:
+    """Return a value as a finite number; None if it is none. ``1,234`` and ``1_000`` are none: nothing is guessed."""
+    if isinstance(value, bool) or (isinstance(value, str) and "_" in value):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+_MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "null", "none"})
+"""Words for a missing value, in lower case: those of pandas' readers, and that of the UCI repository."""
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a cell has no value."""
+    return value is None or (isinstance(value, str) and value.strip().lower() in _MISSING)
+
+
+def category_of(value: Any) -> str:
+    """Return the name of a cell's category, which csv and typed files have alike; an empty text if it is missing."""
+    if is_missing(value):
+        return ""
+    return json.dumps(value) if isinstance(value, list | dict) else name_of(value)
