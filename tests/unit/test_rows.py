@@ -1,0 +1,160 @@
+"""Rows of tables: equal cells have equal bits, in every format, in training and at the endpoint."""
+
+import json
+import math
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.config import Recipe
+from app.data.rows import RowColumns, TableRows
+from app.errors import DataError
+from app.serving.protocol.natural import PredictRequest
+from app.tasks import prepare
+from tests.preparing import write_table
+
+COUNT, LARGE = 60, 2**53 + 1
+AMOUNTS = [34.0, None, 0.1, -0.0, 1.25e3, 3e-310, 7.0, 0.1 + 0.2]
+IDS = [LARGE, LARGE + 2, None, LARGE, 3]
+SIZES = [1, 2, LARGE]
+FLAGS = [True, False, None]
+DAYS = [date(2020, 1, 2), None, date(2021, 12, 31)]
+CODES = ["1.0", "1", " x ", "n/a", "007", "1_000"]
+NAMES = ["amount", "id", "size", "flag", "day", "code", "price"]
+KNOWN = {
+    0: ("367ea5be4feb2fbf", [2, 6, 8, 12]),
+    1: ("000000004feb2fbf", [3, 5, 7, 12]),
+    3: ("a711cfbe4feb2fbf", [2, 6, 8, 10]),
+    4: ("ac2e25404feb2fbf", [1, 5, 7, 11]),
+    5: ("a711cfbe7244ba3f", [2, 4, 9, 13]),
+    6: ("5b82c6be4feb2fbf", [3, 6, 8, 12]),
+    7: ("bdb3cebe4feb2fbf", [0, 5, 7, 12]),
+    8: ("367ea5be7244ba3f", [2, 4, 9, 14]),
+    9: ("000000004feb2fbf", [1, 6, 8, 10]),
+    10: ("59f2cebe4feb2fbf", [2, 5, 7, 11]),
+}
+"""Some rows of the training split, as the bits of their numbers and the places of their categories."""
+
+
+def cells(number: int) -> tuple[Any, ...]:
+    """A row, whose label is its number."""
+    return (*(kind[number % len(kind)] for kind in (AMOUNTS, IDS, SIZES, FLAGS, DAYS, CODES)), number)
+
+
+def asked(number: int) -> Any:
+    """The same row, as the endpoint gets it."""
+    row = dict(zip(NAMES[:-1], cells(number)[:-1], strict=True))
+    (given,) = PredictRequest.model_validate_json(json.dumps({"inputs": [row]}, default=str)).listed
+    return given
+
+
+def prepared(source: Path, **data: Any) -> Any:
+    columns = {"label": "price", "categories": ["id"]} | data.pop("columns", {})
+    tree = {"name": "rows", "task": "tabular-regression", "data": {"source": str(source), "columns": columns, **data}}
+    return prepare(Recipe.model_validate(tree | {"model": {"factory": "a:b"}}))
+
+
+def table(folder: Path, suffix: str = "csv") -> Path:
+    path, rows = folder / f"rows.{suffix}", [cells(number) for number in range(COUNT)]
+    if suffix == "jsonl":
+        rows = json.loads(json.dumps(rows, default=str))
+    write_table(path, rows, NAMES)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "arrow", "jsonl"])
+def test_a_row_has_the_bits_of_its_cells_in_training_and_at_the_endpoint(tmp_path: Path, suffix: str) -> None:
+    data = prepared(table(tmp_path, suffix), shards={"size": "5KB", "window": "20KB"})
+    given = [int(value) for value in data.train.split.classes]
+    amounts, sizes = ([float(kind[row % len(kind)] or 0) for row in given] for kind in (AMOUNTS, SIZES))
+    known = [amount for amount, row in zip(amounts, given, strict=True) if AMOUNTS[row % len(AMOUNTS)] is not None]
+    mean, std = float(np.mean(known)), float(np.std(known))
+    places = {
+        "id": ["3", str(LARGE), str(LARGE + 2)],
+        "flag": ["False", "True"],
+        "day": ["2020-01-02", "2021-12-31"],
+        "code": ["007", "1", "1_000", "x"],
+    }
+    firsts = np.cumsum([0, *(1 + len(names) for names in places.values())]).tolist()
+    indices = np.random.default_rng(0).permutation(len(given)).tolist()
+    batch = data.train.batch(indices)
+    assert batch.inputs["numbers"].dtype == np.float32
+    for place, index in enumerate(indices):
+        row = given[index]
+        one = data.processor.encode([asked(row)])
+        assert all(one[name].tobytes() == found[place].tobytes() for name, found in batch.inputs.items())
+        amount, size = batch.inputs["numbers"][place].tolist()
+        if AMOUNTS[row % len(AMOUNTS)] is None:
+            assert math.copysign(1.0, amount) == 1.0
+            assert amount == 0.0
+        else:
+            assert amount == pytest.approx((amounts[index] - mean) / std, rel=1e-6, abs=1e-12)
+        assert size == pytest.approx((sizes[index] - np.mean(sizes)) / np.std(sizes), rel=1e-6)
+        words = [str(cell).strip().removesuffix(".0") for cell in cells(row)[:-1]]
+        for column, first in zip(places, firsts, strict=False):
+            word, found = words[NAMES.index(column)], batch.inputs["categories"][place, list(places).index(column)]
+            assert found == (first + 1 + places[column].index(word) if word in places[column] else first)
+    rows = [data.train.split.inputs[index] for index in range(len(given))]
+    assert rows == list(data.train.split.inputs)
+    assert rows[0]["id"] == (str(IDS[given[0] % len(IDS)]) if IDS[given[0] % len(IDS)] else None)
+    again = data.processor.encode(rows)
+    assert all(again[name][indices].tobytes() == found.tobytes() for name, found in batch.inputs.items())
+
+
+def test_encodings_have_known_bits(tmp_path: Path) -> None:
+    # Those of the processor that parsed each row from JSON.
+    data = prepared(table(tmp_path))
+    given = [int(value) for value in data.train.split.classes]
+    batch = data.train.batch([given.index(row) for row in KNOWN])
+    for (numbers, categories), row, places in zip(
+        KNOWN.values(), batch.inputs["numbers"], batch.inputs["categories"], strict=True
+    ):
+        assert row.tobytes().hex() == numbers
+        assert places.tolist() == categories
+
+
+def test_words_that_no_training_row_had_are_unknown(tmp_path: Path) -> None:
+    processor = prepared(table(tmp_path)).processor
+    new = {"amount": "?", "id": 5, "size": "1e0", "flag": "maybe", "day": "2022-01-01", "code": True}
+    old = dict.fromkeys(new) | {"size": 1}
+    assert [found.tolist() for found in processor.encode([new]).values()] == [
+        found.tolist() for found in processor.encode([old]).values()
+    ]
+
+
+def test_a_part_of_rows_is_rows() -> None:
+    columns = RowColumns(("n",), ("c",))
+    rows = TableRows.of([{"n": "1", "c": 2.0}, {"n": None, "c": "NA"}, {"n": 3, "c": "x"}], columns)
+    assert list(rows) == [{"n": 1.0, "c": "2"}, {"n": None, "c": None}, {"n": 3.0, "c": "x"}]
+    part = rows[1:]
+    assert isinstance(part, TableRows)
+    assert [*part] == [rows[1], rows[2]]
+    assert TableRows.of(rows, columns) is rows
+    (other,) = TableRows.of(rows[:1], RowColumns(("c",), ()))
+    assert other == {"c": 2.0}
+
+
+def test_a_column_whose_numbers_are_in_the_test_source_alone_says_nothing(tmp_path: Path) -> None:
+    lines = [f",{'ab'[number % 2]},{number}" for number in range(COUNT)]
+    for name, rows in (("rows", lines), ("tests", ["5,a,1", "6,b,2"])):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["n,c,price", *rows]), encoding="utf-8")
+    data = prepared(tmp_path / "rows.csv", columns={"categories": []}, test_source=str(tmp_path / "tests.csv"))
+    assert data.facts["num_category_columns"] == 2
+    for split in (data.train, data.test):
+        assert {*split.batch(range(len(split))).inputs["categories"][:, 0].tolist()} == {0}
+
+
+@pytest.mark.parametrize("features", [["size", "id"], ["size", "amount", "id"]])
+def test_a_group_is_a_feature_only_if_the_recipe_names_it(tmp_path: Path, features: list[str]) -> None:
+    columns = {"features": features}
+    data = prepared(table(tmp_path), columns=columns, group_column="amount", validation_fraction=0.4)
+    assert data.processor.columns == features
+
+
+def test_a_table_with_nothing_but_labels_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("\n".join(["price", *map(str, range(COUNT))]), encoding="utf-8")
+    with pytest.raises(DataError, match=r"rows.csv' has no column but that of the label: give it features"):
+        prepared(tmp_path / "rows.csv", columns={"categories": []})
