@@ -16,7 +16,7 @@ from app.config import ComputePrecision, EngineName, GatesConfig
 from app.engines.base import Engine, EngineSettings
 from app.engines.onnxruntime import OnnxRuntimeEngine, open_oracle
 from app.engines.registry import open_engine
-from app.errors import EngineError
+from app.errors import CompileError, EngineError
 
 
 class Evaluator:
@@ -52,6 +52,18 @@ class Evaluator:
         """Return a sentence for each failed gate."""
         source = self._source_model
         return failures(parity, precision, source.score_to_keep, source.reference.judge, self._gates)
+
+    def leave_out_engines(self, fp32: Path) -> None:
+        """Evaluate int8 files no more on engines that do not even run the float32 file. They get no variant."""
+        self._engines = [name for name in self._engines if self._runs(name, fp32)]
+
+    def _runs(self, name: EngineName, path: Path) -> bool:
+        try:
+            with closing(open_engine(name, path, EngineSettings("fp32", self._source_model.threads))) as engine:
+                check_signature(engine.signature, self._source_model.signature, path)
+        except (CompileError, EngineError):
+            return False
+        return True
 
     def verdict(self, path: Path) -> Verdict:
         """Evaluate an int8 file on all engines. Its failures are those of any engine, its loss is the largest.

@@ -187,6 +187,7 @@ class ModelFiles:
         fp32_path, samples = self._onnx_path("fp32"), self.source_model.calibration_batches(calibration.samples)
         if precision == "fp8":
             return quantize_fp8(fp32_path, samples, path)
+        self.evaluator.leave_out_engines(fp32_path)
         # Only int8 is searched for: fp8 has no clipping to choose, and no fine-tuning.
         finetune = None
         if (given := self._config.int8.finetune) is not None:

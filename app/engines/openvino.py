@@ -15,6 +15,9 @@ from app.tensors import Tensors, TensorSpec
 
 _DEVICE = "CPU"
 _HINTS: dict[ComputePrecision, str] = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "int8": "f32"}
+_OUTPUT_SUFFIX = "/sink_port_0"
+"""Ends the name of an output's node."""
+
 _CAPABILITIES = {"bf16": "BF16", "fp16": "FP16", "int8": "INT8"}
 _DTYPES = {
     "boolean": "bool",
@@ -106,7 +109,16 @@ def _specs(path: Path, ports: list[openvino.ConstOutput]) -> tuple[TensorSpec, .
     specs = []
     for port in ports:
         if (sizes := port.get_partial_shape()).rank.is_dynamic:
-            raise EngineError(f"{str(path)!r}: the rank of {port.get_any_name()!r} varies: export it with a fixed one")
+            raise EngineError(f"{str(path)!r}: the rank of {_name_of(port)!r} varies: export it with a fixed one")
         shape = tuple(size.get_length() if size.is_static else -1 for size in sizes)
-        specs.append(spec_of(path, port.get_any_name(), port.get_element_type().get_type_name(), _DTYPES, shape))
+        specs.append(spec_of(path, _name_of(port), port.get_element_type().get_type_name(), _DTYPES, shape))
     return tuple(specs)
+
+
+def _name_of(port: openvino.ConstOutput) -> str:
+    """Return the name of an input or output in the ONNX file.
+
+    OpenVINO removes a node that changes nothing, and then its port has the names of both sides.
+    """
+    named = str(port.get_node().get_friendly_name()).removesuffix(_OUTPUT_SUFFIX)
+    return named if named in port.get_names() else str(port.get_any_name())

@@ -26,6 +26,7 @@ from app.compile.reference import Judge, Reference
 from app.config import BatchingConfig, GatesConfig, ServeConfig
 from app.engines.onnxruntime import open_oracle
 from app.errors import RecipeError
+from app.published.loaded import load_model
 from app.repository.known_answers import KnownAnswers
 from app.repository.repository import Repository
 from tests.helpers import result_of
@@ -272,3 +273,40 @@ def test_the_rows_for_int8_are_of_every_class(tmp_path: Path) -> None:
     assert chosen.calibration.classes is not None
     assert (len(chosen.calibration), len(chosen.compared)) == (16, 48)
     assert set(chosen.calibration.classes) == set(range(4))
+
+
+@pytest.mark.parametrize("end", ["Identity", "Add", "Reshape", "Cast", "Dropout"])
+def test_openvino_runs_models_that_begin_and_end_in_nothing(end: str, tmp_path: Path) -> None:
+    begin = "Identity" if end == "Dropout" else end
+    more = {"Add": ["zero"], "Reshape": ["shape"]}
+    kept = {"Cast": {"to": Type.FLOAT}}
+    nodes = [
+        helper.make_node(begin, ["pixels", *more.get(begin, [])], ["a"], **kept.get(begin, {})),
+        helper.make_node("MatMul", ["a", "weight"], ["b"]),
+        helper.make_node(end, ["b", *more.get(end, [])], ["logits"], **kept.get(end, {})),
+    ]
+    info = (Type.FLOAT, ["n", WIDTH])
+    constants = {"zero": np.zeros(1, np.float32), "shape": np.array([-1, WIDTH])}
+    used = {name: constants[name] for name in more.get(end, [])} | {"weight": np.eye(WIDTH, dtype=np.float32)}
+    path = write(tmp_path / "model.onnx", nodes, {"pixels": info}, {"logits": info}, used)
+    np.savez(tmp_path / "rows.npz", pixels=labelled_rows(128)[0])
+    few = ["compile.engines=[openvino]", "compile.precisions=[fp32,int8]", "compile.batch_sizes=[1]", "--json"]
+    result = result_of(imported(tmp_path, "model", path, f"--samples={tmp_path / 'rows.npz'}", *few))
+    variants = {variant["precision"]: variant["passed"] for variant in result["metrics"]["variants"]}
+    assert variants == {"fp32": True, "int8": True}
+    loaded = load_model(UPath(tmp_path), "model", 1, 1)
+    assert set(loaded.engine.infer({"pixels": np.ones((2, WIDTH), np.float32)})) == {"logits"}
+    loaded.engine.close()
+
+
+def test_int8_is_made_for_the_engines_that_run_the_model(tmp_path: Path) -> None:
+    # OpenVINO loses the name of an input that a Dropout reads.
+    nodes = [helper.make_node("Dropout", ["pixels"], ["a"]), helper.make_node("MatMul", ["a", "weight"], ["logits"])]
+    info = (Type.FLOAT, ["n", WIDTH])
+    weight = {"weight": np.eye(WIDTH, dtype=np.float32)}
+    path = write(tmp_path / "model.onnx", nodes, {"pixels": info}, {"logits": info}, weight)
+    np.savez(tmp_path / "rows.npz", pixels=labelled_rows(128)[0])
+    few = ["compile.precisions=[fp32,int8]", "compile.batch_sizes=[1]", "--json"]
+    result = result_of(imported(tmp_path, "model", path, f"--samples={tmp_path / 'rows.npz'}", *few))
+    passed = [(record["engine"], record["precision"]) for record in result["metrics"]["variants"] if record["passed"]]
+    assert passed == [("onnxruntime", "fp32"), ("onnxruntime", "int8")]
