@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps
-from pydantic import BaseModel
 from upath import UPath
 
 from app.best_effort import warn
 from app.config import DataConfig, ImageConfig
 from app.data.examples import Input, Modality
+from app.data.pretrained_images import Preprocessing, read_preprocessing, require_same_pixels
 from app.errors import DataError, RecipeError
 from app.pretrained import IMAGE_FILE, PretrainedFolder
 from app.storage import write_atomically
@@ -181,19 +181,6 @@ def _tile_size(image: Image.Image) -> tuple[int, int]:
     return tags.get(_TILE_WIDTH, 0), tags.get(_TILE_HEIGHT, 0)
 
 
-class Preprocessing(BaseModel):
-    """How a pretrained model's images are resized and scaled."""
-
-    shortest_edge: int | None = None
-    """The image is resized to this shortest edge, and its center is cut out. None: it is resized to the square."""
-    resample: int = int(Image.Resampling.BICUBIC)
-    """Pillow's number of the filter."""
-    factor: float = 1.0 / 255.0
-    mean: list[float]
-    std: list[float]
-    """By channel, after ``factor``."""
-
-
 class _ImageSettings(ImageConfig):
     preprocessing: Preprocessing | None = None
 
@@ -220,15 +207,16 @@ class ImageProcessor:
     @classmethod
     def from_pretrained(cls, folder: PretrainedFolder, config: DataConfig) -> Self:
         """Return the folder's image processor. Raises RecipeError if it has none, or none that Rayloom can follow."""
-        given = folder.read_json(IMAGE_FILE)
-        if given is None:
+        if folder.read_json(IMAGE_FILE) is None:
             raise RecipeError(
                 f"{folder} has no image processor: expected {IMAGE_FILE}; write it with save_pretrained of the model's "
                 "image processor"
             )
-        shape, preprocessing = _read_preprocessing(folder, given)
+        shape, preprocessing, theirs = read_preprocessing(folder)
         shape = shape.model_copy(update={"background": config.image.background})
-        return cls(shape, preprocessing, folder.companions[IMAGE_FILE])
+        processor = cls(shape, preprocessing, folder.companions[IMAGE_FILE])
+        require_same_pixels(theirs, processor._pixels, shape, folder)
+        return processor
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -265,32 +253,15 @@ class ImageProcessor:
 
     def _decode(self, item: Input, change: ImageChange | None = None) -> NDArray[np.float32]:
         """Return one image, float32 of shape (channels, size, size)."""
-        size = (self._config.size, self._config.size)
         picture = read_picture(item, self._config)
-        pixels = self._resized(change(picture) if change else picture)
-        values = np.asarray(pixels, np.float32).reshape(*size, self._config.channels)
-        return self._scaled(values).transpose(2, 0, 1)
+        return self._pixels(change(picture) if change else picture)
 
-    def _resized(self, image: Image.Image) -> Image.Image:
+    def _pixels(self, picture: Image.Image) -> NDArray[np.float32]:
+        """Return the tensor of a picture, float32 of shape (channels, size, size)."""
         size, how = self._config.size, self._preprocessing
-        if how is None:
-            return image.resize((size, size))
-        if how.shortest_edge is None:
-            return image.resize((size, size), how.resample)
-        short, long = sorted(image.size)
-        other = int(how.shortest_edge * long / short)
-        wide = image.width >= image.height
-        resized = image.resize((other, how.shortest_edge) if wide else (how.shortest_edge, other), how.resample)
-        left, top = (resized.width - size) // 2, (resized.height - size) // 2
-        return resized.crop((left, top, left + size, top + size))
-
-    def _scaled(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        how = self._preprocessing
-        if how is None:
-            return values / 127.5 - 1.0
-        mean, std = np.array(how.mean, np.float32), np.array(how.std, np.float32)
-        scaled: NDArray[np.float32] = (values * np.float32(how.factor) - mean) / std
-        return scaled
+        resized = how.resize(picture, size) if how else picture.resize((size, size))
+        values = np.asarray(resized, np.float32).reshape(size, size, self._config.channels)
+        return (how.scale(values) if how else values / 127.5 - 1.0).transpose(2, 0, 1)
 
     def save(self, folder: UPath) -> None:
         settings = _ImageSettings(**self._config.model_dump(), preprocessing=self._preprocessing)
@@ -304,46 +275,3 @@ class ImageProcessor:
         given = (folder / IMAGE_FILE).read_bytes() if settings.preprocessing else None
         shape = ImageConfig.model_validate(settings.model_dump(include=set(ImageConfig.model_fields)))
         return cls(shape, settings.preprocessing, given)
-
-
-def _sizes(given: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the size that an image is resized to, and the size that is cut out of it; empty where there is none."""
-
-    def as_square(size: Any) -> dict[str, int]:
-        return {"height": size, "width": size} if isinstance(size, int) else size or {}
-
-    kind = str(given.get("image_processor_type") or given.get("feature_extractor_type"))
-    if not kind.startswith("ConvNext"):
-        return as_square(given.get("size")), as_square(given.get("crop_size")) if given.get("do_center_crop") else {}
-    # ResNets have this processor too. Below 384 it cuts a share of each side, ``crop_pct``.
-    size = given.get("size")
-    edge = size if isinstance(size, int) else (size or {}).get("shortest_edge", 384)
-    if edge >= 384:
-        return as_square(edge), {}
-    return {"shortest_edge": int(edge / given.get("crop_pct", 224 / 256))}, as_square(edge)
-
-
-def _read_preprocessing(folder: PretrainedFolder, given: Mapping[str, Any]) -> tuple[ImageConfig, Preprocessing]:
-    """Return the shape and the scale of ``preprocessor_config.json``. Raises RecipeError if images are not square."""
-    resized, cut = _sizes(given)
-    final = cut or resized
-    edge = resized.get("shortest_edge")
-    if final.get("height") is None or final.get("height") != final.get("width") or not given.get("do_resize", True):
-        raise RecipeError(
-            f"{folder}: {IMAGE_FILE} makes images of size {given.get('size')}, crop_size {given.get('crop_size')}: "
-            "expected do_resize, and a square of one height and width"
-        )
-    mean, std = given.get("image_mean") or [0.0], given.get("image_std") or [1.0]
-    if not given.get("do_normalize", True):
-        mean, std = [0.0] * len(mean), [1.0] * len(mean)
-    if len(std) != len(mean) or not all(0.0 < value < math.inf for value in std):
-        raise RecipeError(
-            f"{folder}: {IMAGE_FILE} has image_std {std}: expected a positive number for each of image_mean {mean}"
-        )
-    return ImageConfig(size=final["height"], channels=1 if len(mean) == 1 else 3), Preprocessing(
-        shortest_edge=edge,
-        resample=given.get("resample", int(Image.Resampling.BILINEAR)),
-        factor=given.get("rescale_factor", 1.0 / 255.0) if given.get("do_rescale", True) else 1.0,
-        mean=mean,
-        std=std,
-    )

@@ -225,7 +225,8 @@ def test_a_ppm_that_would_be_read_slowly_is_refused(content: bytes) -> None:
 
 @pytest.mark.parametrize("std", [[0.5, 0.0, 0.5], [0.5, float("nan"), 0.5], [0.5, 0.5], [-1.0, 1.0, 1.0]])
 def test_a_pretrained_deviation_that_cannot_divide_is_refused(std: list[float], tmp_path: Path) -> None:
-    given = {"size": {"height": 4, "width": 4}, "image_mean": [0.5] * 3, "image_std": std}
+    given = {"image_processor_type": "ViTImageProcessor", "size": {"height": 4, "width": 4}}
+    given |= {"image_mean": [0.5] * 3, "image_std": std}
     (tmp_path / IMAGE_FILE).write_text(json.dumps(given))
     with pytest.raises(RecipeError, match=r"image_std \[.*\]: expected a positive number for each of image_mean"):
         ImageProcessor.from_pretrained(PretrainedFolder(str(tmp_path), tmp_path), DataConfig(source="-"))
