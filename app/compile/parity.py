@@ -31,6 +31,8 @@ class Parity(Scored):
 
     max_difference: float
     """The largest absolute difference of a number in a float output, such as a logit."""
+    scaled_difference: float = 0.0
+    """The same as a share of the output's magnitude: the root mean square of the right numbers."""
     cosine: float
     """The mean cosine similarity of a row's outputs. With several float outputs, that of the least similar counts.
 
@@ -53,9 +55,9 @@ class Parity(Scored):
 
 def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Parity:
     """Run every row of the reference in batches of at most ``max_rows``, with one batch in memory at a time."""
-    done, differing, cosine, worst_cosine, max_difference = 0, 0, 0.0, np.inf, 0.0
+    done, differing, cosine, worst_cosine = 0, 0, 0.0, np.inf
     tally = Tally(reference.judge)
-    squares: defaultdict[str, _Squares] = defaultdict(_Squares)
+    sums: defaultdict[str, _Sums] = defaultdict(_Sums)
     for batch, expected in reference.batches(max_rows):
         given = engine.run(batch.inputs)
         tally.add(given, batch)
@@ -63,51 +65,62 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
         # Without a float output of several numbers, all rows count as similar.
         cosines = np.ones(rows)
         for name, ours, theirs in _float_outputs(given, expected):
-            squares[name].add(ours, theirs)
-            if not squares[name].is_single:
+            sums[name].add(ours, theirs)
+            if not sums[name].is_single:
                 # Unlike ``min``, this propagates NaN.
                 cosines = np.minimum(cosines, _cosines(ours, theirs))
-            max_difference = np.maximum(max_difference, np.abs(ours - theirs).max(initial=0.0))
         differing += int(_differing(given, expected, rows).sum())
         cosine += float(cosines.sum())
         worst_cosine = np.minimum(worst_cosine, cosines.min())
         done += rows
     return Parity(
         score=tally.score,
-        max_difference=float(max_difference),
+        max_difference=_largest([output.largest for output in sums.values()]),
+        scaled_difference=_largest([output.scaled_difference for output in sums.values()]),
         cosine=cosine / done,
         worst_cosine=float(worst_cosine),
         differing_rows=differing / done,
-        relative_error=_largest(list(squares.values())),
-        single_error=_largest([sums for sums in squares.values() if sums.is_single]),
+        relative_error=_largest([output.relative_error for output in sums.values()]),
+        single_error=_largest([output.relative_error for output in sums.values() if output.is_single]),
     )
 
 
 @dataclass
-class _Squares:
-    """Sums of squares over all rows of an output."""
+class _Sums:
+    """The errors of an output over all rows, and the squares of the right numbers."""
 
     errors: float = 0.0
     right: float = 0.0
+    numbers: int = 0
+    largest: float = 0.0
+    """The largest error; NaN if any is."""
     is_single: bool = True
     """Whether a row has one number."""
 
     def add(self, given: NDArray[np.float64], expected: NDArray[np.float64]) -> None:
         self.errors += float(np.square(given - expected).sum())
+        self.largest = float(np.maximum(self.largest, np.abs(given - expected).max(initial=0.0)))
+        self.numbers += expected.size
         self.right += float(np.square(expected).sum())
         self.is_single &= expected.shape[1] == 1
 
     @property
     def relative_error(self) -> float:
-        # Relative to zeros, any error is infinite.
-        if not self.right:
-            return math.inf if self.errors else 0.0
-        return math.sqrt(self.errors / self.right)
+        return _share(math.sqrt(self.errors), math.sqrt(self.right))
+
+    @property
+    def scaled_difference(self) -> float:
+        return _share(self.largest, math.sqrt(self.right / self.numbers) if self.numbers else 0.0)
 
 
-def _largest(outputs: Sequence[_Squares]) -> float:
-    """Return the largest relative error; NaN if any is NaN."""
-    return float(np.max([sums.relative_error for sums in outputs], initial=0.0))
+def _share(error: float, of: float) -> float:
+    # Relative to zeros, any error is infinite.
+    return error / of if of else math.inf if error else 0.0
+
+
+def _largest(errors: Sequence[float]) -> float:
+    """Return the largest error; NaN if any is NaN."""
+    return float(np.max(errors, initial=0.0))
 
 
 def _float_outputs(given: Tensors, expected: Tensors) -> Iterator[tuple[str, NDArray[np.float64], NDArray[np.float64]]]:
@@ -147,10 +160,10 @@ def failures(
     """
     found = []
     # Each condition is negated, because every comparison with NaN is false.
-    if precision == "fp32" and not parity.max_difference <= gates.max_difference:
+    if precision == "fp32" and not parity.scaled_difference <= gates.max_difference:
         found.append(
-            f"the largest difference is {parity.max_difference:.1e}: compile.gates.max_difference is "
-            f"{gates.max_difference}"
+            f"the largest difference is {parity.max_difference:.1e}, which is {parity.scaled_difference:.1e} of the "
+            f"output's magnitude: compile.gates.max_difference is {gates.max_difference}"
         )
     if to_keep and parity.score and not judge.drop(to_keep, parity.score) <= gates.max_accuracy_drop + _ROUNDING:
         found.append(_drop_refused(to_keep, parity.score, gates))
@@ -161,7 +174,7 @@ def failures(
         )
     if not parity.cosine >= gates.min_cosine:
         found.append(f"the mean cosine is {parity.cosine:.4f}: compile.gates.min_cosine is {gates.min_cosine}")
-    # In fp32, the absolute difference is stricter. With an accuracy, logits may be scaled without harm.
+    # In fp32, the largest difference is stricter. With an accuracy, logits may be scaled without harm.
     is_whole = parity.score is None and precision != "fp32"
     error = parity.relative_error if is_whole else parity.single_error
     # An error at right angles to the right numbers gives just this cosine.

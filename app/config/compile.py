@@ -47,7 +47,8 @@ class GatesConfig(Section):
     """The limits that a variant must keep to be published."""
 
     max_difference: PositiveFloat = Field(
-        default=1.0e-4, description="for fp32: maximum absolute difference of a logit from PyTorch's"
+        default=1.0e-4,
+        description="for fp32: maximum difference of a number from PyTorch's, as a share of the output's magnitude",
     )
     max_accuracy_drop: Fraction = Field(
         default=0.01,

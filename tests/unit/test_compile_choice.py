@@ -37,8 +37,12 @@ GOOD = Parity(score=TO_KEEP, max_difference=1e-6, cosine=1.0, worst_cosine=1.0)
 @pytest.mark.parametrize(
     ("precision", "change", "words"),
     [
-        ("fp32", {"max_difference": 2e-4}, "the largest difference is 2.0e-04: compile.gates.max_difference is 0.0001"),
-        ("fp32", {"max_difference": nan}, "compile.gates.max_difference"),
+        (
+            "fp32",
+            {"max_difference": 3.0, "scaled_difference": 2e-4},
+            "the largest difference is 3.0e+00, which is 2.0e-04 of the output's magnitude: compile.gates.max_diff",
+        ),
+        ("fp32", {"scaled_difference": nan}, "compile.gates.max_difference"),
         ("int8", {"score": Score(value=0.889)}, "falls from 0.9000 to 0.8890: compile.gates.max_accuracy_drop is 0.01"),
         ("bf16", {"cosine": 0.98}, "the mean cosine is 0.9800: compile.gates.min_cosine is 0.99"),
         ("bf16", {"cosine": nan}, "compile.gates.min_cosine"),
