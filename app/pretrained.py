@@ -77,13 +77,16 @@ class PretrainedFolder:
         return None
 
     @property
+    def max_positions(self) -> int | None:
+        """The number of tokens that have a position in the model; None if nothing limits it."""
+        limits = [self.config.get("max_position_embeddings"), self.config.get("n_positions")]
+        found = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+        return None if found is None else found - _positions_of_padding(self.path)
+
+    @property
     def max_tokens(self) -> int | None:
-        """The number of tokens that the model reads at most; None if nothing limits it."""
-        limits = [
-            self.config.get("max_position_embeddings"),
-            self.config.get("n_positions"),
-            (self.read_json("tokenizer_config.json") or {}).get("model_max_length"),
-        ]
+        """The number of tokens that the model and its tokenizer read at most; None if nothing limits it."""
+        limits = [self.max_positions, (self.read_json("tokenizer_config.json") or {}).get("model_max_length")]
         return min(
             (int(limit) for limit in limits if isinstance(limit, int | float) and 0 < limit < 2**31), default=None
         )
@@ -126,6 +129,23 @@ class PretrainedFolder:
                 "without weights_sha256"
             )
         return found
+
+
+def _positions_of_padding(folder: Path) -> int:
+    """Return the number of positions that no token can have: in RoBERTa's family, those up to that of padding."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    try:
+        configuration = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        # The configuration does not say it. The model does, and without weights it is built at once.
+        with torch.device("meta"):
+            model = AutoModel.from_config(configuration)
+    except Exception:  # of many classes. A model that cannot be built is refused where it is built
+        return 0
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    padding = (getattr(table, "padding_idx", None) for table in tables)
+    return max((index + 1 for index in padding if index is not None), default=0)
 
 
 def open_pretrained(location: str) -> PretrainedFolder:

@@ -198,22 +198,38 @@ def read_tokenizer(folder: PretrainedFolder) -> Tokenizer:
     """
     file = folder.path / TOKENIZER_FILE
     others = [name for name in _OTHER_TOKENIZERS if (folder.path / name).exists()]
-    if not file.exists() and not others:
-        raise RecipeError(
-            f"{folder} has no tokenizer: expected {TOKENIZER_FILE}; write it with save_pretrained of the model's "
-            "tokenizer"
-        )
     try:
         if file.exists():
             return Tokenizer.from_file(str(file))
-        from transformers import AutoTokenizer  # converts older files
-
-        converted: Tokenizer = AutoTokenizer.from_pretrained(folder.path).backend_tokenizer
-        return converted
+        if others:
+            return _converted(folder)
+        if (folder.path / "tokenizer_config.json").exists():
+            _converted(folder)  # without files, a fast one would be empty
+    except RecipeError:
+        raise
     except Exception as error:  # the library raises Exception itself
+        if file.exists() or others:
+            raise RecipeError(
+                f"{folder}: {file.name if file.exists() else others[0]} cannot be read ({error}): download the folder "
+                "again"
+            ) from error
+    raise RecipeError(
+        f"{folder} has no tokenizer: expected {TOKENIZER_FILE}; write it with save_pretrained of the model's tokenizer"
+    )
+
+
+def _converted(folder: PretrainedFolder) -> Tokenizer:
+    """Return a tokenizer that transformers makes of older files. Raises RecipeError if it cannot be made fast."""
+    from transformers import AutoTokenizer
+
+    read = AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+    if not read.is_fast:
         raise RecipeError(
-            f"{folder}: {file.name if file.exists() else others[0]} cannot be read ({error}): download the folder again"
-        ) from error
+            f"{folder}: its tokenizer, {type(read).__name__}, has no fast version in transformers, and Rayloom needs "
+            "one: give a model with another tokenizer, or a task with a processor of your own"
+        )
+    tokenizer: Tokenizer = read.backend_tokenizer
+    return tokenizer
 
 
 def _read_template(location: str) -> bytes:

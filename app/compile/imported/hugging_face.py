@@ -1,7 +1,9 @@
 """A folder in Hugging Face's layout, made into an ONNX file that is compared with the model in PyTorch."""
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,20 @@ from torch import Tensor, nn
 
 from app.checksums import sha256_of_file
 from app.compile.export import export_outputs
-from app.compile.imported.model import ImportedModel, import_onnx
-from app.compile.imported.natural import with_processor
+from app.compile.imported.model import Head, ImportedModel, import_onnx
+from app.compile.imported.natural import Natural, read_processor
 from app.compile.imported.program import ModuleEngine
 from app.engines.base import Engine
-from app.errors import CompileError
-from app.pretrained import CONFIG_FILE, IMAGE_FILE, TOKENIZER_FILE
+from app.errors import CompileError, RayloomError
+from app.pretrained import CONFIG_FILE, IMAGE_FILE, TOKENIZER_FILE, PretrainedFolder
 from app.repository.manifest import ImportedFrom
 from app.tensors import Tensors, TensorSpec
+from app.warnings import warn
 
 _WEIGHTS = "*.safetensors"
-_OUTPUTS = ("logits", "last_hidden_state", "pooler_output")
-"""Outputs of transformers' models that are kept, in this order."""
-
+_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
+_LOGITS, _POOLED = "logits", "pooler_output"
 _PROCESSORS = (TOKENIZER_FILE, IMAGE_FILE)
 _SAMPLE_LENGTH = 8
 _IMAGE_SIZE = 224
@@ -31,21 +34,26 @@ _IMAGE_SIZE = 224
 
 
 def import_hugging_face(given: Path, folder: Path) -> ImportedModel:
-    """Read a classifier or an encoder, and write it into ``folder`` as an ONNX file.
+    """Read a classifier, an encoder or another model that does not generate, and write it into ``folder`` as ONNX.
 
-    A classifier has the output ``logits`` and the labels of its configuration, another model its last hidden state.
+    A classifier has the output ``logits`` and the labels of its configuration. Another model has the outputs of its
+    class, as transformers names them.
 
     Raises:
-        CompileError: transformers does not know the model, or it generates text, or it cannot be exported.
+        CompileError: transformers does not know the model, weights are missing, it generates text, or it cannot be run
+            or exported.
     """
-    model, max_length = _load(given)
-    specs = _inputs(model, given, max_length)
+    model, lost = _load(given)
+    head = _head_of(model)
+    natural = read_processor(given) if head and any((given / name).is_file() for name in _PROCESSORS) else None
+    _set_padding(model, natural)
+    specs = _inputs(model, given, natural)
     # Two rows, because the exporter treats a size of 1 as a constant.
     sample = {
         spec.name: np.ones([2, *(_SAMPLE_LENGTH if size == -1 else size for size in spec.shape[1:])], spec.dtype)
         for spec in specs
     }
-    outputs = _output_names(model, sample)
+    outputs = _give_outputs(model, sample, given, [_LOGITS] if head else None, lost)
     converted = folder / "converted.onnx"
     export_outputs(model, specs, sample, outputs, converted)
     read = sorted(file for file in given.iterdir() if file.name == CONFIG_FILE or file.match(_WEIGHTS))
@@ -60,20 +68,115 @@ def import_hugging_face(given: Path, folder: Path) -> ImportedModel:
         return ModuleEngine(call, imported.signature, threads)
 
     # PyTorch is the reference, so that errors of the export itself are found.
-    imported = import_onnx(converted, folder, source, open_reference, max_length)
-    # Only a classifier's logits have labels.
-    if outputs != ["logits"]:
+    imported = import_onnx(converted, folder, source, open_reference, specs[0].max_length)
+    if head is None:
         return imported
+    headed = replace(imported, head=head, scores=_LOGITS)
+    labelled = headed if head == "regression" else headed.labelled(_labels_of(model), _LOGITS)
+    return labelled if natural is None else labelled.answering(natural.processor, natural.lengths, str(given))
+
+
+def _load(given: Path) -> tuple[nn.Module, bool]:
+    """Return the model, and whether the folder lacks the weights of its pooler."""
+    from transformers import AutoConfig, AutoModel
+
+    with _told(given, "cannot be read by transformers", "give a folder that save_pretrained wrote"):
+        configuration: Any = AutoConfig.from_pretrained(given, local_files_only=True, trust_remote_code=False)
+        # The saved class says which head the model has.
+        name = next(iter(configuration.architectures or []), None)
+        if name is not None and name.endswith(_GENERATORS):
+            raise CompileError(f"{str(given)!r} is a {name}, which generates text: expected a classifier or an encoder")
+        kind: Any = AutoModel if name is None else _class_of(name, configuration, given)
+        # Only safetensors, because other weights are pickles, which run code when they are read.
+        model, found = kind.from_pretrained(
+            given, local_files_only=True, use_safetensors=True, dtype="float32", output_loading_info=True
+        )
+    _tell_of_unused(sorted(found["unexpected_keys"]), name, type(model).__name__, given)
+    return model.eval(), _lacks_pooler(model, sorted(found["missing_keys"]), given)
+
+
+def _class_of(name: str, configuration: Any, given: Path) -> type[nn.Module]:
+    """Return the class of transformers with this name. Raises CompileError if there is none of this configuration."""
+    import transformers
+
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise CompileError(
+            f"{str(given)!r} is a {name}, which transformers {transformers.__version__} does not have, so its head is "
+            "unknown: correct architectures in config.json, or give an ONNX file"
+        )
+    if kind.config_class is not type(configuration):
+        raise CompileError(
+            f"{str(given)!r}: config.json has the architecture {name} and the model_type {configuration.model_type!r}, "
+            "which are of different models: correct one of them"
+        )
+    return kind
+
+
+def _tell_of_unused(unused: Sequence[str], name: str | None, kind: str, given: Path) -> None:
+    """Say which weights the model does not have. Raises CompileError if they may be a head without a name."""
+    if not unused:
+        return
+    listed = f"{unused[0]}{f' and {len(unused) - 1} others' * (len(unused) > 1)}"
+    if name is None:
+        raise CompileError(
+            f"{str(given)!r} has the weights {listed}, which a {kind} does not have, and no architectures in "
+            "config.json: name the class of the model there"
+        )
+    warn(f"{str(given)!r} has the weights {listed}, which a {name} does not have: they are left out")
+
+
+def _lacks_pooler(model: Any, missing: Sequence[str], given: Path) -> bool:
+    """Return whether only the pooler of a model without a head is missing. Raises CompileError if more is."""
+    if not missing:
+        return False
+    if model.base_model is not model or not all("pooler" in name.split(".") for name in missing):
+        raise CompileError(
+            f"{str(given)!r} lacks {len(missing)} of the weights of a {type(model).__name__}, such as {missing[0]}, "
+            "which would be random: give a folder with all weights, or correct architectures in config.json"
+        )
+    warn(f"{str(given)!r} lacks the weights of the pooler, so the output {_POOLED} is left out")
+    return True
+
+
+def _head_of(model: nn.Module) -> Head | None:
+    """Return what a classifier answers; None for another model, and for a classifier that gives several numbers."""
     configuration: Any = model.config
-    names = configuration.id2label
-    labelled = imported.labelled([str(names[index]) for index in sorted(names)], "logits")
-    return with_processor(labelled, given) if any((given / name).is_file() for name in _PROCESSORS) else labelled
+    if not any(kind in type(model).__name__ for kind in _CLASSIFIERS):
+        return None
+    if configuration.problem_type == "multi_label_classification":
+        return "multilabel"
+    if configuration.num_labels == 1:
+        return "regression"
+    return None if configuration.problem_type == "regression" else "classification"
 
 
-def _output_names(model: nn.Module, sample: Tensors) -> list[str]:
-    """Have the model return its tensors in order, in place of an output class, and return their names."""
-    output = model(**{name: torch.from_numpy(array) for name, array in sample.items()})
-    names = [name for name in _OUTPUTS if getattr(output, name, None) is not None]
+def _labels_of(model: nn.Module) -> list[str]:
+    configuration: Any = model.config
+    return [str(configuration.id2label[index]) for index in sorted(configuration.id2label)]
+
+
+def _set_padding(model: nn.Module, natural: Natural | None) -> None:
+    """Tell a model which token its tokenizer pads with. A decoder finds the last token of a text by it."""
+    configuration: Any = model.config
+    if natural is not None and "pad_id" in natural.processor.facts:
+        configuration.pad_token_id = natural.processor.facts["pad_id"]
+
+
+def _give_outputs(
+    model: nn.Module, sample: Tensors, given: Path, wanted: Sequence[str] | None, without_pooler: bool
+) -> list[str]:
+    """Have the model return its tensors in order, in place of an output class, and return their names.
+
+    Args:
+        wanted: the outputs to keep; None keeps all.
+    """
+    with _told(
+        given, f"cannot be run on {' and '.join(sample)}", "expected a classifier or an encoder that takes them alone"
+    ):
+        output = model(**{name: torch.from_numpy(array) for name, array in sample.items()})
+        tensors = [name for name, value in output.items() if isinstance(value, Tensor)]
+    names = [name for name in tensors if name in (wanted or tensors) and not (without_pooler and name == _POOLED)]
 
     def in_order(_: nn.Module, __: object, output: object) -> tuple[Tensor, ...]:
         return tuple(getattr(output, name) for name in names)
@@ -83,48 +186,53 @@ def _output_names(model: nn.Module, sample: Tensors) -> list[str]:
     return names
 
 
-def _load(given: Path) -> tuple[nn.Module, int | None]:
-    """Return the model, and the number of tokens that it reads at most."""
-    from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, AutoModelForSequenceClassification
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    try:
-        configuration: Any = AutoConfig.from_pretrained(given, local_files_only=True, trust_remote_code=False)
-        # The saved class says whether the model has a head.
-        kind = next(iter(configuration.architectures or []), "")
-        if kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
-            raise CompileError(f"{str(given)!r} is a {kind}, which generates text: expected a classifier or an encoder")
-        auto: Any = AutoModel
-        if kind.endswith("ForSequenceClassification"):
-            auto = AutoModelForSequenceClassification
-        elif kind.endswith("ForImageClassification"):
-            auto = AutoModelForImageClassification
-        # Only safetensors, because other weights are pickles, which run code when they are read.
-        model: nn.Module = auto.from_pretrained(given, local_files_only=True, use_safetensors=True, dtype="float32")
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise CompileError(
-            f"{str(given)!r} cannot be read by transformers ({str(error).splitlines()[0]}): give a folder that "
-            "save_pretrained wrote"
-        ) from error
-    return model.eval(), getattr(configuration, "max_position_embeddings", None)
-
-
-def _inputs(model: nn.Module, given: Path, max_length: int | None) -> tuple[TensorSpec, ...]:
+def _inputs(model: nn.Module, given: Path, natural: Natural | None) -> tuple[TensorSpec, ...]:
     """Return the inputs: pixels of one size, or tokens and their mask."""
+    takes = signature(model.forward).parameters
     configuration: Any = model.config
-    if "pixel_values" in inspect.signature(model.forward).parameters:
-        size, channels = (
-            getattr(configuration, "image_size", None) or _IMAGE_SIZE,
-            getattr(configuration, "num_channels", 3),
+    if ("pixel_values" in takes) == ("input_ids" in takes):
+        both = "takes texts and images together" if "pixel_values" in takes else "takes neither texts nor images"
+        raise CompileError(
+            f"{str(given)!r} is a {type(model).__name__}, which {both}: give a model of texts or one of images, such "
+            "as one tower that was saved alone"
         )
-        # Some configurations have one number, others a pair.
-        height, width = (size, size) if isinstance(size, int) else size
-        return (TensorSpec("pixel_values", np.dtype(np.float32), (-1, channels, height, width)),)
-    if "input_ids" not in inspect.signature(model.forward).parameters:
-        raise CompileError(f"{str(given)!r} is a {type(model).__name__}: expected a model of texts or images")
-    limits = {"input_ids": configuration.vocab_size, "attention_mask": 2}
+    if "pixel_values" in takes:
+        return (TensorSpec("pixel_values", np.dtype(np.float32), _image_shape(configuration, natural)),)
+    limits = {"input_ids": configuration.get_text_config().vocab_size, "attention_mask": 2}
+    max_length = PretrainedFolder(str(given), given).max_positions
     return tuple(
         TensorSpec(name, np.dtype(np.int64), (-1, -1), max_length=max_length, values_below=limit)
         for name, limit in limits.items()
     )
+
+
+def _image_shape(configuration: Any, natural: Natural | None) -> tuple[int, ...]:
+    """Return the shape of the images that the configuration names, else of those that the image processor makes."""
+    # A model of texts and images describes its tower of images apart.
+    described = getattr(configuration, "vision_config", configuration)
+    size = getattr(described, "image_size", None)
+    if size is None and natural is not None:
+        return natural.processor.inputs[0].shape
+    size = size or _IMAGE_SIZE
+    # Some configurations have one number, others a pair.
+    height, width = (size, size) if isinstance(size, int) else size
+    return (-1, getattr(described, "num_channels", 3), height, width)
+
+
+@contextmanager
+def _told(given: Path, what: str, advice: str) -> Iterator[None]:
+    """Turn any error of transformers, which raises many kinds, into a CompileError. Hold back its log."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    except RayloomError:
+        raise
+    except Exception as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CompileError(f"{str(given)!r} {what} ({reason}): {advice}") from error
+    finally:
+        logging.set_verbosity(verbosity)

@@ -3,17 +3,25 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from app.checksums import sha256_of_file
 from app.compile.imported.onnx_file import external_files, read_onnx, values_below, with_sizes, write_one_file
 from app.data.processor import Processor
+from app.data.targets import Classes, LabelSets, Numbers, Scale, Targets
 from app.engines.base import Engine, EngineSettings, Signature
 from app.engines.onnxruntime import OnnxRuntimeEngine, open_oracle
 from app.errors import CompileError, EngineError
 from app.repository.manifest import ImportedFrom
+from app.tasks import ServedTask, find_served_task
+from app.tasks.registry import TASKS
+from app.warnings import warn
 
 OpenReference = Callable[[int], Engine]
 """Opens the engine whose answers are right, with so many threads."""
+
+Head = Literal["classification", "multilabel", "regression"]
+"""What a row is answered with: one of the labels, any number of them, or a number. It is the end of a task's name."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +36,44 @@ class ImportedModel:
     open_reference: OpenReference
     labels: tuple[str, ...] = ()
     scores: str | None = None
-    """The output whose columns are the labels."""
+    """The output whose columns are the labels, or which is a number for each row."""
 
+    head: Head = "classification"
     processor: Processor | None = None
     """Turns texts or images into the inputs."""
 
     lengths: tuple[int, ...] = ()
     """The lengths to which the processor pads texts."""
+
+    @property
+    def targets(self) -> Targets | None:
+        """What the scores mean; None without labels."""
+        if self.head == "regression":
+            return Numbers(Scale())
+        if not self.labels:
+            return None
+        return (LabelSets if self.head == "multilabel" else Classes)(list(self.labels))
+
+    @property
+    def task(self) -> ServedTask | None:
+        """The task that answers texts or images; None if the model takes tensors only."""
+        if self.processor is None or self.targets is None:
+            return None
+        return find_served_task(f"{self.processor.modality}-{self.head}")
+
+    def answering(self, processor: Processor, lengths: Sequence[int], folder: str) -> "ImportedModel":
+        """Return the model with a processor, which was read from ``folder``.
+
+        Raises:
+            CompileError: the model takes other tensors than the processor makes.
+        """
+        # Outputs are left out: only what the processor makes has to fit.
+        if difference := Signature(self.signature.inputs, ()).difference(Signature(processor.inputs, ())):
+            raise CompileError(f"the model {difference}, which the processor of {folder!r} makes: give its own")
+        if (name := f"{processor.modality}-{self.head}") not in TASKS:
+            warn(f"there is no task {name}, so the model will not answer {processor.modality}s: send it tensors")
+            return self
+        return replace(self, processor=processor, lengths=tuple(lengths))
 
     def labelled(self, labels: Sequence[str], scores: str | None) -> "ImportedModel":
         """Return the model with labels, if there are any, and with the output that has a column for each.
@@ -42,11 +81,11 @@ class ImportedModel:
         Raises:
             CompileError: no output, or more than one, can have the scores; or it has another number of columns.
         """
-        # Scores are floats with the rows first, and more than one column.
+        # Scores are floats with the rows first. Only sets of labels may have a single one.
         columns = {
             spec.name: spec.shape[1]
             for spec in self.signature.outputs
-            if spec.dtype.kind == "f" and len(spec.shape) == 2 and spec.shape[1] != 1
+            if spec.dtype.kind == "f" and len(spec.shape) == 2 and (spec.shape[1] != 1 or self.head == "multilabel")
         }
         fitting = [name for name, size in columns.items() if size in (-1, len(labels)) or not labels]
         if scores is None:

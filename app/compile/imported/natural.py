@@ -2,18 +2,17 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from app.compile.imported.model import ImportedModel
 from app.config import DataConfig
 from app.data.images import ImageProcessor
 from app.data.labelled import LabelledDataset, Split
 from app.data.processor import Processor
 from app.data.sources.labelled import load_examples
-from app.data.targets import Classes
+from app.data.targets import Targets
 from app.data.text import TextProcessor
-from app.engines.base import Signature
 from app.errors import CompileError, DataError, RecipeError
 from app.pretrained import IMAGE_FILE, PretrainedFolder
 
@@ -21,47 +20,65 @@ _SOURCE = "none"
 """Imported models have no data of their own."""
 
 
-def with_processor(model: ImportedModel, folder: Path) -> ImportedModel:
-    """Return the model with the tokenizer or image processor of a folder in Hugging Face's layout.
+@dataclass(frozen=True)
+class Natural:
+    """What turns texts or images into a model's inputs."""
+
+    processor: Processor
+    lengths: tuple[int, ...] = ()
+    """The lengths to which the processor pads texts."""
+
+
+def read_processor(folder: Path) -> Natural:
+    """Return the tokenizer or image processor of a folder in Hugging Face's layout.
 
     Raises:
-        CompileError: the folder has none that Rayloom can follow, or the model takes other tensors than it makes.
+        CompileError: the folder has none that Rayloom can follow.
     """
     try:
-        processor, lengths = _read(PretrainedFolder(str(folder), folder))
+        return _read(PretrainedFolder(str(folder), folder))
     except RecipeError as error:
         raise CompileError(str(error).replace("model.pretrained", "--processor")) from error
-    # Outputs are left out: only what the processor makes has to fit.
-    if difference := Signature(model.signature.inputs, ()).difference(Signature(processor.inputs, ())):
-        raise CompileError(f"the model {difference}, which the processor of {str(folder)!r} makes: give its own")
-    return replace(model, processor=processor, lengths=lengths)
 
 
-def _read(folder: PretrainedFolder) -> tuple[Processor, tuple[int, ...]]:
-    """Return the processor, and the lengths to which it pads texts."""
+def _read(folder: PretrainedFolder) -> Natural:
     config = DataConfig(source=_SOURCE)
     if (folder.path / IMAGE_FILE).is_file():
-        return ImageProcessor.from_pretrained(folder, config), ()
+        return Natural(ImageProcessor.from_pretrained(folder, config))
     # The folder may not give the maximum input length.
     limit = folder.max_tokens or config.buckets[-1]
     buckets = [length for length in config.buckets if length <= limit] or [limit]
-    return TextProcessor.from_pretrained(folder, config.model_copy(update={"buckets": buckets})), tuple(buckets)
+    processor = TextProcessor.from_pretrained(folder, config.model_copy(update={"buckets": buckets}))
+    return Natural(processor, tuple(buckets))
 
 
-def read_natural(path: Path, processor: Processor, labels: Sequence[str]) -> LabelledDataset:
+def read_natural(path: Path, processor: Processor, targets: Targets) -> LabelledDataset:
     """Read texts from a table with the columns ``text`` and ``label``, or images from a folder with one folder a label.
 
     Raises:
-        DataError: the rows cannot be read, are of another kind than the processor's, or have an unknown label.
+        DataError: a row cannot be read, is of another kind than the processor's, or has a label that the model lacks.
     """
-    examples = load_examples(DataConfig(source=str(path)), processor.modality)
+    config = DataConfig(source=str(path))
+    examples = load_examples(config, processor.modality, label_kind=targets.rule.cell)
     if examples.modality != processor.modality:
         raise DataError(f"--samples {str(path)!r} holds {examples.modality}s, the model takes {processor.modality}s")
-    classes = {label: index for index, label in enumerate(labels)}
-    if unknown := sorted(set(examples.labels) - set(classes)):
-        raise DataError(f"{str(path)!r} has the label {unknown[0]!r}, and the labels are {', '.join(labels)}")
-    split = Split(examples.inputs, [classes[label] for label in examples.labels])
-    return LabelledDataset(split, processor, Classes(list(labels)))
+    if examples.left_out:
+        reason, places = next(iter(examples.left_out.items()))
+        raise DataError(
+            f"--samples {str(path)!r} has rows that cannot be compared: {places[0]} is {reason}; correct or remove them"
+        )
+    values = {label: _value_of(label, targets, config, path) for label in set(examples.labels)}
+    split = Split(examples.inputs, [values[label] for label in examples.labels])
+    return LabelledDataset(split, processor, targets)
+
+
+def _value_of(label: str, targets: Targets, config: DataConfig, path: Path) -> Any:
+    try:
+        (value,) = targets.read([label], config)
+    except DataError as error:
+        expected = f"the labels are {', '.join(targets.labels)}" if targets.labels else "the model answers a number"
+        raise DataError(f"{str(path)!r} has the label {label!r}, and {expected}") from error
+    return value
 
 
 def select(rows: LabelledDataset, indices: Sequence[int]) -> LabelledDataset:

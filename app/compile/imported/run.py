@@ -10,7 +10,7 @@ from app.compile.compilation import Compilation
 from app.compile.files import Log
 from app.compile.imported.formats import open_model
 from app.compile.imported.model import ImportedModel
-from app.compile.imported.natural import with_processor
+from app.compile.imported.natural import read_processor
 from app.compile.imported.source import ImportRows, imported_source, made_up_rows, own_rows
 from app.compile.run import choose_and_publish, print_line
 from app.compile.variants import RequestedVariants, requested_variants
@@ -59,7 +59,8 @@ def import_model(run: Run, given: Given, log: Log = print_line) -> Outcome:
         folder = Path(temporary)
         model = _labelled(open_model(given.model, folder), given)
         if given.processor:
-            model = with_processor(model, given.processor.absolute())
+            natural = read_processor(given.processor.absolute())
+            model = model.answering(natural.processor, natural.lengths, str(given.processor))
         rows = own_rows(given.samples.absolute(), model) if given.samples else made_up_rows(model, given.sizes)
         config = _config(run.recipe.compile, model.signature, rows, log)
         requested = _without_module(requested_variants(config))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.checksums import code_revision, sha256_of
-from app.compile.imported.model import ImportedModel
+from app.compile.imported.model import Head, ImportedModel
 from app.compile.imported.natural import fingerprint_of, read_natural, select
 from app.compile.imported.samples import TensorRows, random_rows, read_rows, varying_sizes
 from app.compile.quantization.finetune import Rounding
@@ -22,11 +22,10 @@ from app.compile.source import CALIBRATION_BATCH, Source, spread
 from app.config import TENSORS, Int8FinetuneConfig, Precision, Recipe
 from app.data.labelled import LabelledDataset
 from app.data.prepared import Dataset
-from app.data.targets import save_labels
 from app.engines.base import Engine, EngineSettings, Signature
-from app.errors import CompileError, EngineError, RecipeError
+from app.errors import CompileError, DataError, EngineError, RecipeError
 from app.repository.manifest import Lineage, Split
-from app.tasks.metrics import Accuracy
+from app.tasks.metrics import Accuracy, Metric
 from app.tensors import concat_rows, is_finite, slice_rows
 
 AnyRows = TypeVar("AnyRows", TensorRows, LabelledDataset)
@@ -35,6 +34,8 @@ _RANDOM_ROWS = 64
 _DEFAULT_SIZE = 64
 _MIN_ROWS_FOR_INT8 = 64
 """A quarter of the rows is for int8's ranges, and no fewer than 16 are enough for them."""
+
+_ANSWERS: dict[Head, str] = {"multilabel": "any number of labels", "regression": "a number"}
 
 _MAX_INFLUENCE = 0.05
 """The largest relative difference of outputs that other rows may make.
@@ -52,7 +53,9 @@ class ImportRows:
     """None: int8 is not made, because the rows are random or too few."""
 
     fingerprint: str
-    has_classes: bool
+    metric: Metric | None
+    """What judges the answers; None if the rows have no labels."""
+
     source: str | None
     """The file they came from; None if they are random."""
 
@@ -82,8 +85,7 @@ class ImportedSource(Source):
 
     @property
     def task(self) -> str:
-        processor = self.model.processor
-        return f"{processor.modality}-classification" if processor and self.model.labels else TENSORS
+        return self.model.task.name if self.model.task else TENSORS
 
     @property
     def baseline(self) -> str:
@@ -91,7 +93,7 @@ class ImportedSource(Source):
 
     @property
     def scores(self) -> str | None:
-        return self.model.scores if self.model.labels else None
+        return self.model.scores if self.model.targets else None
 
     def export(self, path: Path, precision: Precision) -> None:
         if precision != "fp32":
@@ -142,8 +144,8 @@ class ImportedSource(Source):
     def save_codec(self, folder: UPath) -> None:
         if self.task != TENSORS and self.model.processor:
             self.model.processor.save(folder)
-        if self.model.labels:
-            save_labels(list(self.model.labels), folder)
+        if self.model.targets:
+            self.model.targets.save(folder)
 
     def lineage(self, compile_run: str) -> Lineage:
         return Lineage(
@@ -158,24 +160,30 @@ class ImportedSource(Source):
 def own_rows(path: Path, model: ImportedModel) -> ImportRows:
     """Read a person's rows. If there are enough, a quarter is for int8's ranges. Raises DataError.
 
-    A model with a processor and labels takes texts or images, another one tensors.
+    A model that answers texts or images takes them, another one tensors.
     """
-    if model.processor and model.labels:
-        natural = read_natural(path, model.processor, model.labels)
-        return _split(natural, partial(select, natural), fingerprint_of(natural), True, path)
+    if model.task and model.targets and model.processor:
+        natural = read_natural(path, model.processor, model.targets)
+        metric = model.task.gate_of(model.targets)
+        return _split(natural, partial(select, natural), fingerprint_of(natural), metric, path)
     rows = read_rows(path, model.signature, model.labels)
-    return _split(rows, rows.select, rows.fingerprint, rows.classes is not None, path)
+    if rows.classes is not None and model.head != "classification":
+        raise DataError(
+            f"{str(path)!r} has a class for each row, and the model answers {_ANSWERS[model.head]}: leave them out, or "
+            "give texts or images with --processor"
+        )
+    return _split(rows, rows.select, rows.fingerprint, None if rows.classes is None else Accuracy(), path)
 
 
 def _split(
-    rows: AnyRows, choose: Callable[[Sequence[int]], AnyRows], fingerprint: str, has_classes: bool, path: Path
+    rows: AnyRows, choose: Callable[[Sequence[int]], AnyRows], fingerprint: str, metric: Metric | None, path: Path
 ) -> ImportRows:
     if len(rows) < _MIN_ROWS_FOR_INT8:
-        return ImportRows(rows, None, fingerprint, has_classes, str(path))
+        return ImportRows(rows, None, fingerprint, metric, str(path))
     # In rows whose classes take turns, every fourth could have the same.
     order = np.random.default_rng(0).permutation(len(rows))
     held_out, compared = (sorted(part.tolist()) for part in np.split(order, [(len(rows) + 3) // 4]))
-    return ImportRows(choose(compared), choose(held_out), fingerprint, has_classes, str(path))
+    return ImportRows(choose(compared), choose(held_out), fingerprint, metric, str(path))
 
 
 def made_up_rows(model: ImportedModel, sizes: Mapping[str, Sequence[int]]) -> ImportRows:
@@ -192,7 +200,7 @@ def made_up_rows(model: ImportedModel, sizes: Mapping[str, Sequence[int]]) -> Im
         )
     chosen = {name: sizes.get(name, model.lengths or [_DEFAULT_SIZE]) for name in names}
     rows = random_rows(model.signature, chosen, _RANDOM_ROWS)
-    return ImportRows(rows, None, rows.fingerprint, False, None)
+    return ImportRows(rows, None, rows.fingerprint, None, None)
 
 
 def imported_source(model: ImportedModel, rows: ImportRows, recipe: Recipe, threads: int) -> ImportedSource:
@@ -202,11 +210,11 @@ def imported_source(model: ImportedModel, rows: ImportRows, recipe: Recipe, thre
         CompileError: the model cannot run them, its outputs do not have a row for each, or none can have the scores.
     """
     # Without classes there is nothing to score.
-    scores = (model.scores or model.labelled((), None).scores) if rows.has_classes else None
+    scores = (model.scores or model.labelled((), None).scores) if rows.metric else None
     with closing(model.open_reference(threads)) as engine:
         try:
             _check_outputs(engine, rows)
-            judge = Judge(Accuracy(), scores) if scores else Judge(None)
+            judge = Judge(rows.metric, scores) if scores else Judge(None)
             reference = Reference.of(engine, rows.compared, judge)
             # After the run, because a file may not say how many columns the scores have.
             _check_classes(reference, rows)

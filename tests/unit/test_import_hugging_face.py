@@ -1,0 +1,263 @@
+"""Heads of Hugging Face's models: kept as their class has them and answered as they were trained, or refused."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from PIL import Image
+from transformers import AutoImageProcessor, AutoTokenizer
+from upath import UPath
+
+from app.published.loaded import LoadedModel, load_model
+from app.repository.repository import Repository
+from tests.importing import EXACT, imported
+from tests.pretrained import BERT, TEXTS, write_tokenizer
+
+SMALL = {**BERT, "max_position_embeddings": 64}
+
+
+def written(folder: Path, name: str, **config: Any) -> Any:
+    """A small model of a class of transformers with fresh weights, saved with a tokenizer of words."""
+    size = write_tokenizer(folder)
+    kind = getattr(transformers, name)
+    torch.manual_seed(3)
+    given = {"vocab_size": size, **SMALL, **config}
+    model = kind(kind.config_class(**given)).eval()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.mul_(5.0)  # answers that differ between inputs
+    model.save_pretrained(folder)
+    return model
+
+
+def published(storage: Path, folder: Path, *options: str) -> LoadedModel:
+    imported(storage, "model", folder, *EXACT, *options)
+    return load_model(UPath(storage), "model", 1, 1)
+
+
+def answers(model: LoadedModel, inputs: Any) -> list[Mapping[str, Any]]:
+    found: dict[int, Mapping[str, Any]] = {}
+    for group in model.encode(inputs):
+        for index, answer in zip(group.indices, model.decode(model.engine.run(group.tensors), group), strict=True):
+            found[index] = answer.model_dump(exclude_none=True)
+    return [found[index] for index in range(len(inputs))]
+
+
+def logits_of(model: Any, folder: Path) -> torch.Tensor:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        # One by one, as a person who tries the model: without padding.
+        rows = [model(**tokenizer(text, return_tensors="pt", return_token_type_ids=False)).logits for text in TEXTS]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs"),
+    [
+        ("BertForTokenClassification", ["logits"]),
+        ("BertForQuestionAnswering", ["start_logits", "end_logits"]),
+        ("BertForMaskedLM", ["logits"]),
+        ("BertForPreTraining", ["prediction_logits", "seq_relationship_logits"]),
+        ("DistilBertForTokenClassification", ["logits"]),
+        ("BertModel", ["last_hidden_state", "pooler_output"]),
+    ],
+)
+def test_a_head_is_kept_as_its_class_has_it(name: str, outputs: list[str], tmp_path: Path) -> None:
+    model = written(tmp_path / "model", name, **{"dim": 32, "n_heads": 4, "n_layers": 1} if "Distil" in name else {})
+    loaded = published(tmp_path / "storage", tmp_path / "model")
+    inputs = {"input_ids": np.arange(14).reshape(2, 7), "attention_mask": np.ones((2, 7), np.int64)}
+    given = loaded.engine.run(inputs)
+    loaded.engine.close()
+    assert [spec.name for spec in loaded.engine.signature.outputs] == outputs
+    with torch.no_grad():
+        expected = model(**{key: torch.from_numpy(value) for key, value in inputs.items()})
+    for output in outputs:
+        np.testing.assert_allclose(given[output], getattr(expected, output), atol=1e-4, rtol=1e-4)
+
+
+def test_weights_of_a_pooler_are_not_made_up(tmp_path: Path) -> None:
+    written(tmp_path / "model", "BertModel")
+    without(tmp_path / "model", "pooler")
+    told = imported(tmp_path / "storage", "model", tmp_path / "model", *EXACT)
+    assert "lacks the weights of the pooler, so the output pooler_output is left out" in told
+    (output,) = Repository(UPath(tmp_path / "storage")).manifest("model", 1).outputs
+    assert output.name == "last_hidden_state"
+
+
+def without(folder: Path, part: str) -> None:
+    file = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    kept = {name: tensor for name, tensor in tensors.items() if part not in name}
+    assert len(kept) < len(tensors)
+    safetensors.torch.save_file(kept, file, {"format": "pt"})
+
+
+def test_any_number_of_labels_are_answered_each_by_its_own_probability(tmp_path: Path) -> None:
+    labels = {"id2label": {0: "toxic", 1: "insult", 2: "threat"}, "problem_type": "multi_label_classification"}
+    model = written(tmp_path / "model", "BertForSequenceClassification", **labels)
+    expected = logits_of(model, tmp_path / "model").sigmoid()
+    names = list(labels["id2label"].values())  # type: ignore[attr-defined]
+    rows = [
+        {"text": text, "label": [name for name, score in zip(names, row, strict=True) if score >= 0.5]}
+        for text, row in zip(TEXTS, expected, strict=True)
+    ]
+    samples = tmp_path / "rows.jsonl"
+    samples.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    loaded = published(tmp_path / "storage", tmp_path / "model", f"--samples={samples}")
+    given = answers(loaded, TEXTS)
+    loaded.engine.close()
+    np.testing.assert_allclose([[answer["scores"][name] for name in names] for answer in given], expected, atol=1e-5)
+    assert [answer["labels"] for answer in given] == [row["label"] for row in rows]
+    manifest = loaded.manifest
+    assert (manifest.task, manifest.score.metric, manifest.score.value) == ("text-multilabel", "f1", 1.0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "RobertaForSequenceClassification"])
+def test_a_head_of_one_label_answers_a_number(name: str, tmp_path: Path) -> None:
+    model = written(tmp_path / "model", name, num_labels=1, pad_token_id=1)
+    expected = logits_of(model, tmp_path / "model")[:, 0].tolist()
+    samples = tmp_path / "rows.csv"
+    rows = [f'"{text}",{number + 0.5}' for text, number in zip(TEXTS, expected, strict=True)]
+    samples.write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+    loaded = published(tmp_path / "storage", tmp_path / "model", f"--samples={samples}")
+    given = answers(loaded, TEXTS)
+    loaded.engine.close()
+    assert [answer["value"] for answer in given] == pytest.approx(expected, abs=1e-4)
+    assert len({round(value, 3) for value in expected}) == len(TEXTS)
+    manifest = loaded.manifest
+    assert (manifest.task, manifest.score.metric) == ("text-regression", "mae")  # type: ignore[union-attr]
+    assert manifest.score.value == pytest.approx(0.5, abs=1e-4)  # type: ignore[union-attr]
+
+
+def test_a_head_of_several_numbers_takes_tensors_only(tmp_path: Path) -> None:
+    written(tmp_path / "model", "BertForSequenceClassification", num_labels=3, problem_type="regression")
+    loaded = published(tmp_path / "storage", tmp_path / "model")
+    loaded.engine.close()
+    assert (loaded.manifest.task, loaded.labels, loaded.processor) == ("tensors", [], None)
+
+
+@pytest.mark.parametrize("pad", [None, 7])
+def test_a_decoder_finds_the_end_of_a_text_by_the_token_that_its_tokenizer_pads_with(
+    pad: int | None, tmp_path: Path
+) -> None:
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    model = written(tmp_path / "model", "GPT2ForSequenceClassification", pad_token_id=pad, num_labels=3, **sizes)
+    model.config.pad_token_id = 1
+    expected = logits_of(model, tmp_path / "model").softmax(1)
+    loaded = published(tmp_path / "storage", tmp_path / "model")
+    given = answers(loaded, TEXTS)
+    loaded.engine.close()
+    np.testing.assert_allclose([list(answer["scores"].values()) for answer in given], expected, atol=1e-5)
+
+
+def test_positions_that_roberta_keeps_for_padding_are_no_room_for_tokens(tmp_path: Path) -> None:
+    written(tmp_path / "model", "RobertaForSequenceClassification", pad_token_id=1, max_position_embeddings=34)
+    loaded = published(tmp_path / "storage", tmp_path / "model")
+    ones = np.full((1, 32), 5)
+    assert loaded.engine.infer({"input_ids": ones, "attention_mask": np.ones_like(ones)})["logits"].shape == (1, 2)
+    loaded.engine.close()
+    assert [tensor.max_length for tensor in loaded.manifest.inputs] == [32, 32]
+
+
+def image_model(folder: Path, name: str, processor: str, sizes: Mapping[str, Any], **config: Any) -> Any:
+    torch.manual_seed(3)
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**config)).eval()
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": processor, **sizes}))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "processor", "sizes", "config"),
+    [
+        (
+            "SiglipForImageClassification",
+            "SiglipImageProcessor",
+            {"size": {"height": 32, "width": 32}},
+            {"text_config": {**SMALL, "vocab_size": 64}, "vision_config": {**BERT, "image_size": 32, "patch_size": 8}},
+        ),
+        # It has no size of its own.
+        (
+            "ResNetForImageClassification",
+            "ConvNextImageProcessor",
+            {"size": {"shortest_edge": 64}, "crop_pct": 0.875},
+            {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+        ),
+    ],
+)
+def test_images_have_the_size_that_the_tower_or_the_processor_names(
+    name: str, processor: str, sizes: Mapping[str, Any], config: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    model = image_model(folder, name, processor, sizes, num_labels=3, **config)
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (70, 90, 3), dtype=np.uint8))
+    picture.save(tmp_path / "picture.png")
+    pixels = AutoImageProcessor.from_pretrained(folder, backend="pil")(picture, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        expected = model(pixels).logits.softmax(1)[0]
+    loaded = published(tmp_path / "storage", folder)
+    (given,) = answers(loaded, [(tmp_path / "picture.png").read_bytes()])
+    loaded.engine.close()
+    np.testing.assert_allclose(list(given["scores"].values()), expected, atol=1e-5)
+
+
+def _config(**changes: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes), encoding="utf-8")
+
+    return change
+
+
+def _nothing(_: Path) -> None:
+    pass
+
+
+TOWERS = {
+    "text_config": {**SMALL, "vocab_size": 64},
+    "vision_config": {**BERT, "image_size": 32, "patch_size": 8},
+}
+SEQUENCE = "BertForSequenceClassification"
+BART = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}  # fmt: skip
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "damage", "words"),
+    [
+        (SEQUENCE, {}, lambda folder: without(folder, "classifier"), "lacks 2 of the weights of a BertForSequenceCla"),
+        (SEQUENCE, {}, lambda folder: without(folder, "layer.1."), "which would be random: give a folder with all"),
+        (SEQUENCE, {}, _config(architectures=None), "which a BertModel does not have, and no architectures"),
+        (SEQUENCE, {}, _config(architectures=["BertForFun"]), "is a BertForFun, which transformers"),
+        (SEQUENCE, {}, _config(architectures=["Trainer"]), "is a Trainer, which transformers"),
+        (SEQUENCE, {}, _config(architectures=["ViTModel"]), "has the architecture ViTModel and the model_type 'bert'"),
+        (SEQUENCE, {}, _config(hidden_size=16), "cannot be read by transformers"),
+        (SEQUENCE, {}, _config(num_attention_heads=5), "cannot be read by transformers"),
+        (SEQUENCE, {}, lambda folder: (folder / "model.safetensors").write_bytes(b"1"), "cannot be read by transf"),
+        ("BertForMultipleChoice", {}, _nothing, "cannot be run on input_ids and attention_mask"),
+        ("CLIPModel", TOWERS, _nothing, "is a CLIPModel, which takes texts and images together"),
+        ("SiglipModel", TOWERS, _nothing, "is a SiglipModel, which takes texts and images together"),
+        ("BartForSequenceClassification", BART, _nothing, "cannot be run on input_ids and attention_mask"),
+        ("BartModel", BART, _nothing, "BartModel cannot be exported"),
+        ("T5ForSequenceClassification", T5, _nothing, "T5ForSequenceClassification cannot be exported to ONNX"),
+        ("T5Model", T5, _nothing, "cannot be run on input_ids and attention_mask"),
+        ("T5ForConditionalGeneration", T5, _nothing, "which generates text"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_kept_is_refused_in_a_sentence(
+    name: str, config: dict[str, Any], damage: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
+    written(tmp_path / "model", name, **config)
+    damage(tmp_path / "model")
+    told = imported(tmp_path / "storage", "model", tmp_path / "model", *EXACT, succeeds=False)
+    assert words in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "storage").exists()
