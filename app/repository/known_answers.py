@@ -38,6 +38,12 @@ class KnownAnswers:
         arrays |= {f"{_OUTPUT}{name}": _plain(array) for name, array in self.outputs.items()}
         np.savez(folder / ANSWERS_FILE, **arrays)
 
+    @property
+    def magnitude(self) -> float:
+        """The root mean square of the right numbers of a float output, of the largest one."""
+        floats = [right.astype(np.float64) for right in self.outputs.values() if right.dtype.kind == "f" and right.size]
+        return max((math.sqrt(np.square(right).mean()) for right in floats), default=0.0)
+
     def difference(self, engine: Engine, differing_rows: float = 0.0) -> float:
         """Return the largest absolute difference of a float output from the right one; NaN if any is NaN.
 

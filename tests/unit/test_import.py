@@ -188,6 +188,27 @@ def test_outputs_of_one_number_are_compared_by_relative_error(tmp_path: Path) ->
         assert bool(failures(parity, "int8", None, Judge(None), GatesConfig())) is (error == 0.5)
 
 
+@pytest.mark.parametrize("magnitude", [3e5, 1.0, 1e-6])
+def test_fp32_is_held_to_a_share_of_the_outputs_magnitude(magnitude: float, tmp_path: Path) -> None:
+    path, (pixels, _) = dense(tmp_path / "model.onnx"), labelled_rows(128)
+    model = onnx.load(path)
+    weight = numpy_helper.to_array(model.graph.initializer[0])
+
+    def scaled(error: float) -> Path:
+        changed = (weight * magnitude * (1 + error)).astype(np.float32)
+        model.graph.initializer[0].CopyFrom(numpy_helper.from_array(changed, "weight"))
+        onnx.save(model, tmp_path / "scaled.onnx")
+        return tmp_path / "scaled.onnx"
+
+    rows = TensorRows({"pixels": list(pixels)}, [0] * len(pixels))
+    with closing(open_oracle(scaled(0.0))) as engine:
+        reference = Reference.of(engine, rows, Judge(None))
+    for error in (1e-6, 1e-3):
+        with closing(open_oracle(scaled(error))) as engine:
+            refused = failures(compare(engine, reference), "fp32", None, Judge(None), GatesConfig())
+        assert bool(refused) is (error == 1e-3), refused
+
+
 def test_int8_takes_its_ranges_from_rows_of_several_lengths(tmp_path: Path) -> None:
     generator = np.random.default_rng(6)
     table = [{"values": generator.standard_normal((3 + index % 3, WIDTH)).tolist()} for index in range(66)]
