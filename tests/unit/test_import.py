@@ -331,3 +331,26 @@ def test_int8_is_made_for_the_engines_that_run_the_model(tmp_path: Path) -> None
     result = result_of(imported(tmp_path, "model", path, f"--samples={tmp_path / 'rows.npz'}", *few))
     passed = [(record["engine"], record["precision"]) for record in result["metrics"]["variants"] if record["passed"]]
     assert passed == [("onnxruntime", "fp32"), ("onnxruntime", "int8")]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_texts_of_a_table_stay_as_they_are_written(kind: str, tmp_path: Path) -> None:
+    codes = ["00501", "501", "NA", "null", "2024-01-05", "1e3", "True", " x"]
+    node = helper.make_node(
+        "LabelEncoder", ["code"], ["class"], domain="ai.onnx.ml",
+        keys_strings=codes, values_int64s=list(range(len(codes))), default_int64=99,
+    )  # fmt: skip
+    names = {"depth": np.array(len(codes)), "on_off": np.array([0.0, 1.0], np.float32)}
+    scores = helper.make_node("OneHot", ["class", "depth", "on_off"], ["scores"], axis=-1)
+    info = {"code": (Type.STRING, ["n"])}
+    path = write(tmp_path / "m.onnx", [node, scores], info, {"scores": (Type.FLOAT, ["n", len(codes)])}, names)
+    (tmp_path / "labels.txt").write_text("\n".join(codes), encoding="utf-8")
+    table = pd.DataFrame({"code": codes, "label": codes})
+    samples = tmp_path / f"rows.{kind}"
+    if kind == "csv":
+        table.to_csv(samples, index=False)
+    else:
+        table.to_parquet(samples) if kind == "parquet" else table.to_json(samples, orient="records", lines=True)
+    imported(tmp_path, "codes", path, *EXACT, f"--samples={samples}", f"--labels={tmp_path / 'labels.txt'}")
+    manifest = Repository(UPath(tmp_path)).manifest("codes", 1)
+    assert (manifest.accuracy, manifest.accuracy_rows) == (1.0, len(codes))

@@ -16,7 +16,7 @@ from app.compile.imported.samples import read_rows
 from app.engines.base import Signature
 from app.errors import DataError
 from app.tensors import TensorSpec
-from tests.importing import TRITON, WIDTH, dense, external, imported, labelled_rows, lengthwise, triton_model
+from tests.importing import EXACT, TRITON, WIDTH, dense, external, imported, labelled_rows, lengthwise, triton_model
 
 
 def with_cut_weights(folder: Path) -> Path:
@@ -126,7 +126,7 @@ def test_what_cannot_be_imported_is_refused_before_anything_is_written(
                 (-1, r"has the label .*-1.*: expected the number of a column"),
                 (1.7, r"has the label .*1\.7.*: expected the number of a column"),
                 (np.nan, r"has the label .*nan.*: expected the number of a column"),
-                (b"x", r"has the label .*b'0'.*: expected the number of a column"),
+                (b"x", r"has the label .*b'x'.*: expected the number of a column"),
             ]
         ],
     ],
@@ -149,7 +149,10 @@ def test_rows_that_do_not_fit_are_refused(
         (Type.BOOL, "2", "has the value 2, expected whole numbers from 0 to 1"),
         (Type.INT64, "1.5", "has the value 1.5, expected whole numbers from"),
         (Type.INT64, "[1 2 3]", "cannot be read: Expecting ',' delimiter"),
-        (Type.FLOAT, "word", "it holds <U4, expected float32"),
+        (Type.FLOAT, "word", "could not convert string to float: 'word'"),
+        (Type.FLOAT, '""', "could not convert string to float: ''"),
+        (Type.FLOAT, "NA", "could not convert string to float: 'NA'"),
+        (Type.INT64, "1_000", "it holds '1_000', expected a number"),
         (Type.UINT16, "7\n9.0", None),
     ],
 )
@@ -177,3 +180,24 @@ def test_an_npz_file_that_was_cut_off_or_is_an_array_is_refused(tmp_path: Path, 
         path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(DataError, match=r"cannot be read as npz"):
         read_rows(path, Signature((TensorSpec("pixels", np.dtype(np.float32), (-1, WIDTH)),), ()), [])
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        ("a\nb\n\nc\nd\ne\nf\ng\n", "label 3 of 8 is blank: expected a name of its own for each column"),
+        ("a\nb\nc\nb\nd\ne\nf\ng", "label 4 of 8 is 'b', as number 2: expected a name of its own"),
+        ("a\nb\nc\nd\ne\nf\ng", "0 of the outputs logits float32 [-1, 8] can have a score for each of 7 labels: give"),
+    ],
+)
+def test_labels_that_do_not_name_each_column_are_refused(labels: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "labels.txt").write_text(labels, encoding="utf-8")
+    options = [*EXACT, f"--labels={tmp_path / 'labels.txt'}"]
+    assert words in imported(tmp_path / "storage", "dense", dense(tmp_path / "model.onnx"), *options, succeeds=False)
+
+
+def test_a_label_that_means_two_columns_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("given,label\n1,1\n", encoding="utf-8")
+    signature = Signature((TensorSpec("given", np.dtype(np.float32), (-1,)),), ())
+    with pytest.raises(DataError, match="expected a word that is not the number of another column"):
+        read_rows(tmp_path / "rows.csv", signature, ["1", "0"])

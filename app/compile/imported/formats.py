@@ -8,7 +8,7 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from app.checksums import sha256_of_file
-from app.compile.imported.model import ImportedModel, import_onnx
+from app.compile.imported.model import ImportedModel, import_onnx, lines_of
 from app.compile.imported.onnx_file import file_in
 from app.errors import CompileError
 from app.repository.manifest import ImportedFrom
@@ -109,7 +109,7 @@ def _import_triton(model: Path, folder: Path) -> ImportedModel:
     if not labels_of:
         return imported
     # They are compared with the output once --labels and --scores have had their say.
-    labels = label_files[0].read_text(encoding="utf-8").splitlines()
+    labels = lines_of(label_files[0].read_text(encoding="utf-8-sig"))
     return replace(imported, labels=tuple(labels), scores=next(iter(labels_of)))
 
 

@@ -15,6 +15,7 @@ from app.errors import CompileError, EngineError
 from app.repository.manifest import ImportedFrom
 from app.tasks import ServedTask, find_served_task
 from app.tasks.registry import TASKS
+from app.tensors import Tensor
 from app.warnings import warn
 
 OpenReference = Callable[[int], Engine]
@@ -79,8 +80,15 @@ class ImportedModel:
         """Return the model with labels, if there are any, and with the output that has a column for each.
 
         Raises:
-            CompileError: no output, or more than one, can have the scores; or it has another number of columns.
+            CompileError: no output, or more than one, can have the scores; or it has another number of columns; or a
+                label is blank or there twice.
         """
+        for number, label in enumerate(labels, start=1):
+            if not label.strip() or labels.index(label) + 1 != number:
+                fault = f"is {label!r}, as number {labels.index(label) + 1}" if label.strip() else "is blank"
+                raise CompileError(
+                    f"label {number} of {len(labels)} {fault}: expected a name of its own for each column of the scores"
+                )
         # Scores are floats with the rows first. Only sets of labels may have a single one.
         columns = {
             spec.name: spec.shape[1]
@@ -90,9 +98,11 @@ class ImportedModel:
         fitting = [name for name, size in columns.items() if size in (-1, len(labels)) or not labels]
         if scores is None:
             if len(fitting) != 1:
+                outputs = ", ".join(str(Tensor.of(spec)) for spec in self.signature.outputs)
+                advice = "name the right one with --scores" if fitting else "give a label for each column with --labels"
                 raise CompileError(
-                    f"{len(fitting)} of the outputs {', '.join(spec.name for spec in self.signature.outputs)} can have "
-                    f"a score for each of {len(labels) or 'the'} labels: name the right one with --scores"
+                    f"{len(fitting)} of the outputs {outputs} can have a score for each of {len(labels) or 'the'} "
+                    f"labels: {advice}"
                 )
             (scores,) = fitting
         if scores not in fitting:
@@ -102,6 +112,11 @@ class ImportedModel:
                 f"of {len(labels) or 'the'} labels; name another with --scores, or give all labels with --labels"
             )
         return replace(self, labels=tuple(labels), scores=scores)
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the labels of a file with one a line. Unlike ``splitlines``, it cuts at no other character."""
+    return text.removesuffix("\n").split("\n")
 
 
 def import_onnx(

@@ -9,7 +9,7 @@ from pathlib import Path
 from app.compile.compilation import Compilation
 from app.compile.files import Log
 from app.compile.imported.formats import open_model
-from app.compile.imported.model import ImportedModel
+from app.compile.imported.model import ImportedModel, lines_of
 from app.compile.imported.natural import read_processor
 from app.compile.imported.source import ImportRows, imported_source, made_up_rows, own_rows
 from app.compile.run import choose_and_publish, print_line
@@ -82,8 +82,8 @@ def _labelled(model: ImportedModel, given: Given) -> ImportedModel:
 def _read_labels(path: Path) -> list[str]:
     """Return the labels of a JSON list, or of a file with one a line. Raises CompileError."""
     try:
-        text = path.read_text(encoding="utf-8")
-        labels = json.loads(text) if path.suffix == ".json" else text.splitlines()
+        text = path.read_text(encoding="utf-8-sig")
+        labels = json.loads(text) if path.suffix == ".json" else lines_of(text)
     except (OSError, ValueError) as error:
         raise CompileError(
             f"--labels {str(path)!r} cannot be read ({error}): give one label a line, or JSON"

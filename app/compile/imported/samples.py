@@ -1,7 +1,9 @@
 """The rows on which an imported model is compared: a person's own, or random ones in the range of the model."""
 
+import csv
 import hashlib
 import json
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.data.prepared import IGNORED, Batch, Dataset
+from app.data.sources.lines import parse_json
 from app.engines.base import Signature
 from app.errors import DataError
 from app.tensors import Tensor, TensorSpec
@@ -101,23 +104,53 @@ def _read_npz(path: Path) -> Mapping[str, Any]:
 
 
 def _read_table(path: Path) -> Mapping[str, Sequence[Any]]:
-    import pandas as pd
-
-    readers = {".csv": pd.read_csv, ".parquet": pd.read_parquet, ".jsonl": lambda file: pd.read_json(file, lines=True)}
+    readers = {".csv": _read_csv, ".parquet": _read_parquet, ".jsonl": _read_json_lines}
     if path.suffix not in readers:
         raise DataError(f"--samples {str(path)!r} ends in {path.suffix!r}: expected .npz, {', '.join(readers)}")
     try:
-        table = readers[path.suffix](path)
-    except (OSError, ValueError) as error:
+        return readers[path.suffix](path)
+    except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"{str(path)!r} is not a {path.suffix[1:]} table ({error})") from error
+
+
+def _read_csv(path: Path) -> Mapping[str, Sequence[str]]:
+    """Return the cells as they are written: only an input's type says whether 00501 is a number."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        names, *rows = [*csv.reader(file, strict=True)] or [[]]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two columns are called {twice[0]!r}")
+    # An empty line is no row.
+    rows = [row for row in rows if row]
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(names):
+            raise ValueError(f"row {number} has {len(row)} cells, the first line {len(names)}")
+    return dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(names, ())
+
+
+def _read_json_lines(path: Path) -> Mapping[str, Sequence[Any]]:
+    lines = path.read_bytes().split(b"\n")
+    rows = [
+        parse_json(line, lambda number=number: f"line {number} of {str(path)!r}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _read_parquet(path: Path) -> Mapping[str, Sequence[Any]]:
+    from pyarrow.parquet import ParquetFile
+
+    # Without pandas' notes, which may make a column an index.
+    table = ParquetFile(path).read().to_pandas(ignore_metadata=True)
     return {str(name): table[name].tolist() for name in table.columns}
 
 
 def _row(spec: TensorSpec, given: Any, path: Path) -> NDArray[Any]:
-    """Return one row of an input. A list in a csv cell is JSON."""
+    """Return one row of an input. A number or a list in a csv cell is text."""
     try:
-        if isinstance(given, str) and given.lstrip().startswith("[") and not spec.dtype.hasobject:
-            given = json.loads(given)
+        if isinstance(given, str) and not spec.dtype.hasobject:
+            given = _number_or_list(given)
         # A parquet table has nested lists as arrays of arrays.
         raw = np.asarray(given.tolist() if isinstance(given, np.ndarray) and given.dtype == object else given)
         row = _cast(raw, spec.dtype)
@@ -135,9 +168,26 @@ def _row(spec: TensorSpec, given: Any, path: Path) -> NDArray[Any]:
     return row
 
 
+def _number_or_list(cell: str) -> Any:
+    """Return what a cell means for an input of numbers. Raises ValueError if it is neither."""
+    if (text := cell.strip()).startswith("["):
+        return json.loads(text)
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if "_" in text:  # Python's own way to write a number
+        raise ValueError(f"it holds {cell!r}, expected a number")
+    try:
+        # A large whole number is no float.
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
 def _cast(raw: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Convert an array. Raises ValueError if it holds texts for numbers, or numbers that the type does not have."""
     if dtype.hasobject:
+        if odd := [item for item in raw.ravel().tolist() if not isinstance(item, str | bytes)]:
+            raise ValueError(f"it holds {odd[0]!r}, expected a text")
         return raw.astype(dtype)
     if raw.dtype.kind not in "biuf":
         raise ValueError(f"it holds {raw.dtype}, expected {dtype}")
@@ -157,20 +207,26 @@ def _classes(given: Sequence[Any], labels: Sequence[str], path: Path) -> NDArray
     for label in given:
         try:
             classes.append(_class(label.decode() if isinstance(label, bytes) else label, labels))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise DataError(
-                f"{str(path)!r} has the label {label!r}: expected the number of a column or a word, and {known}"
-            ) from error
+        except ValueError as error:
+            raise DataError(f"{str(path)!r} has the label {label!r}: {error}, and {known}") from error
     return np.array(classes, np.int64)
 
 
 def _class(label: Any, labels: Sequence[str]) -> int:
-    if isinstance(label, str):
-        return labels.index(label)
-    number = int(label)
-    if number != label or number < 0 or (labels and number >= len(labels)):
-        raise ValueError
-    return number
+    """Return the class that a word or a number means. Raises ValueError if it means none, or two."""
+    named = labels.index(str(label)) if str(label) in labels else None
+    number = _column(label, len(labels) or sys.maxsize)
+    if named is None and number is None:
+        raise ValueError("expected the number of a column or a word")
+    if None not in (named, number) and named != number:
+        raise ValueError("expected a word that is not the number of another column")
+    return number if named is None else named  # type: ignore[return-value]
+
+
+def _column(label: Any, count: int) -> int | None:
+    """Return the number of a column; None if it is none. 1.0 is one, and 01 is not."""
+    text = str(int(label) if isinstance(label, bool | np.bool_) else label).removesuffix(".0")
+    return int(text) if text.isdecimal() and str(int(text)) == text and int(text) < count else None
 
 
 def random_rows(signature: Signature, sizes: Mapping[str, Sequence[int]], count: int) -> TensorRows:
