@@ -58,6 +58,20 @@ def of_a_later_format(folder: Path) -> Path:
     return path
 
 
+def with_a_map_for_each_row(folder: Path) -> Path:
+    """What skl2onnx writes by default."""
+    path = dense(folder / "m.onnx")
+    model = onnx.load(path)
+    zipped = helper.make_node(
+        "ZipMap", ["logits"], ["maps"], domain="ai.onnx.ml", classlabels_int64s=list(range(WIDTH))
+    )
+    model.graph.node.append(zipped)
+    row = helper.make_map_type_proto(Type.INT64, helper.make_tensor_type_proto(Type.FLOAT, []))
+    model.graph.output.append(helper.make_value_info("maps", helper.make_sequence_type_proto(row)))
+    onnx.save(model, path)
+    return path
+
+
 REFUSED: list[tuple[Callable[[Path], Path], str]] = [
     (lambda folder: dense(folder / "m.onnx", operator="Frob"), "operator 'Frob' at node 'last', which is unknown"),
     (lambda folder: dense(folder / "m.onnx", None), "'pixels' has a rank that varies: export it with a fixed rank"),
@@ -85,6 +99,10 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
     ),
     (of_a_later_format, "ONNX Runtime cannot load '[^']*/later.onnx': .*IR version"),
     (text_file, "is not an ONNX file"),
+    (
+        with_a_map_for_each_row,
+        "'maps' is a sequence, .*: export it with the probabilities as a tensor, in skl2onnx by options={'zipmap': Fa",
+    ),
     (
         lambda folder: lengthwise(folder / "m.onnx", "Softmax", axis=0),
         "output 'hidden' of a row depends on the other rows .*: rows influence each other; put the batch first",

@@ -23,6 +23,7 @@ _RUNTIME = ("com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc", "ai.
 """Domains whose operators ONNX Runtime checks itself."""
 
 _SHAPE_ONLY = {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+_WITHOUT_ZIPMAP = "with the probabilities as a tensor, in skl2onnx by options={'zipmap': False}"
 ROWS = "rows"
 
 
@@ -30,7 +31,8 @@ def read_onnx(path: Path) -> onnx.ModelProto:
     """Read a file without its external data, and check that it can be run here.
 
     Raises:
-        CompileError: it is no ONNX file, a file with weights is missing, or an operator is unknown.
+        CompileError: it is no ONNX file, a file with weights is missing, an operator is unknown, or an input or output
+            is no tensor.
     """
     try:
         # The graph is small. Its weights may take gigabytes.
@@ -40,6 +42,7 @@ def read_onnx(path: Path) -> onnx.ModelProto:
     if not model.graph.output:
         raise CompileError(f"{str(path)!r} is not an ONNX file, or has no outputs: give one that an exporter wrote")
     _check_operators(model, path)
+    _check_types(model, path)
     external_files(model, path)
     return model
 
@@ -144,6 +147,19 @@ def _check_operators(model: onnx.ModelProto, path: Path) -> None:
             raise CompileError(
                 f"{str(path)!r} has the operator {node.op_type!r}{domain} at node {node.name!r}, which is unknown: "
                 "expected operators of ONNX or of ONNX Runtime; replace it, or export it as a function of the model"
+            )
+
+
+def _check_types(model: onnx.ModelProto, path: Path) -> None:
+    """Raise CompileError for an input or output that is no tensor, such as a map for each row."""
+    makers = {name: node.op_type for node in model.graph.node for name in node.output}
+    for info in (*model.graph.input, *model.graph.output):
+        kind = info.type.WhichOneof("value")
+        if kind not in (None, "tensor_type"):
+            is_zipped = makers.get(info.name) == "ZipMap"
+            raise CompileError(
+                f"{str(path)!r}: {info.name!r} is a {str(kind).removesuffix('_type')}, and engines take and give "
+                f"tensors: export it {_WITHOUT_ZIPMAP if is_zipped else 'as a tensor'}"
             )
 
 
