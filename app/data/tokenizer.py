@@ -19,7 +19,8 @@ from app.storage import to_path, write_atomically
 END = "<|endoftext|>"
 SETTINGS_FILE = "language.json"
 TEMPLATE_FILE = "chat_template.jinja"
-_OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
+OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
+"""Files of tokenizers that transformers makes fast ones of."""
 _BYTES = pre_tokenizers.ByteLevel.alphabet()  # a printable character for each byte
 # The library needs much memory for each token.
 _DOCUMENTS_PER_CALL, _MAX_CHARACTERS = 64, 2**20
@@ -197,7 +198,7 @@ def read_tokenizer(folder: PretrainedFolder) -> Tokenizer:
         RecipeError: the folder has none, or it cannot be read.
     """
     file = folder.path / TOKENIZER_FILE
-    others = [name for name in _OTHER_TOKENIZERS if (folder.path / name).exists()]
+    others = [name for name in OTHER_TOKENIZERS if (folder.path / name).exists()]
     try:
         if file.exists():
             return Tokenizer.from_file(str(file))

@@ -142,6 +142,16 @@ def test_a_head_of_several_numbers_takes_tensors_only(tmp_path: Path) -> None:
     assert (loaded.manifest.task, loaded.labels, loaded.processor) == ("tensors", [], None)
 
 
+def test_a_tokenizer_that_cannot_be_read_leaves_a_model_of_tensors(tmp_path: Path) -> None:
+    written(tmp_path / "model", "BertForSequenceClassification")
+    (tmp_path / "model/tokenizer.json").unlink()
+    (tmp_path / "model/tokenizer_config.json").write_text('{"tokenizer_class": "CanineTokenizer"}', encoding="utf-8")
+    told = imported(tmp_path / "storage", "model", tmp_path / "model", *EXACT)
+    assert "its tokenizer, CanineTokenizer, has no fast version in transformers" in told
+    assert "the model is imported without it, and takes tensors only" in told
+    assert Repository(UPath(tmp_path / "storage")).manifest("model", 1).task == "tensors"
+
+
 @pytest.mark.parametrize("pad", [None, 7])
 def test_a_decoder_finds_the_end_of_a_text_by_the_token_that_its_tokenizer_pads_with(
     pad: int | None, tmp_path: Path

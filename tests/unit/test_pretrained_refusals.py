@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 from upath import UPath
 
 from app.config import load_recipe
@@ -22,6 +23,7 @@ from tests.pretrained import (
     BERT,
     recipe_of,
     write_encoder,
+    write_tokenizer,
 )
 
 
@@ -84,6 +86,28 @@ def test_a_folder_that_does_not_fit_is_refused(
         prepare_run(Run.start("train", recipe))
     assert words in str(refused.value)
     assert not (tmp_path / "storage" / "runs").exists()
+
+
+@pytest.mark.parametrize("kind", ["EsmTokenizer", "CanineTokenizer", "ByT5Tokenizer"])
+def test_a_tokenizer_without_a_fast_version_is_refused_by_its_name(kind: str, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "bert")
+    recipe = recipe_of(tmp_path, folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}), encoding="utf-8")
+    if kind == "EsmTokenizer":
+        (folder / "vocab.txt").write_text("\n".join(["<cls>", "<pad>", "<eos>", "<unk>", "<mask>", *"ACDE"]))
+    with pytest.raises(RecipeError, match=f"its tokenizer, {kind}, has no fast version in transformers"):
+        prepare_run(Run.start("train", recipe))
+
+
+def test_positions_that_roberta_keeps_for_padding_are_no_room_for_tokens(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, max_length=1000)
+    config = AutoConfig.for_model("roberta", vocab_size=30, pad_token_id=1, max_position_embeddings=34, **BERT)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    folder = open_pretrained(str(tmp_path))
+    assert folder.max_tokens == 32
+    with pytest.raises(RecipeError, match="reads 32 tokens at most"):
+        folder.require_length(33, "data.buckets")
 
 
 @pytest.mark.parametrize(

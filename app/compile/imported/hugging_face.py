@@ -16,6 +16,7 @@ from app.compile.export import export_outputs
 from app.compile.imported.model import Head, ImportedModel, import_onnx
 from app.compile.imported.natural import Natural, read_processor
 from app.compile.imported.program import ModuleEngine
+from app.data.tokenizer import OTHER_TOKENIZERS
 from app.engines.base import Engine
 from app.errors import CompileError, RayloomError
 from app.pretrained import CONFIG_FILE, IMAGE_FILE, TOKENIZER_FILE, PretrainedFolder
@@ -27,7 +28,7 @@ _WEIGHTS = "*.safetensors"
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
 _LOGITS, _POOLED = "logits", "pooler_output"
-_PROCESSORS = (TOKENIZER_FILE, IMAGE_FILE)
+_PROCESSORS, _TOKENIZER_SETTINGS = (TOKENIZER_FILE, IMAGE_FILE), "tokenizer_config.json"
 _SAMPLE_LENGTH = 8
 _IMAGE_SIZE = 224
 """Pixels of an image if neither the model nor its image processor says so."""
@@ -45,7 +46,7 @@ def import_hugging_face(given: Path, folder: Path) -> ImportedModel:
     """
     model, lost = _load(given)
     head = _head_of(model)
-    natural = read_processor(given) if head and any((given / name).is_file() for name in _PROCESSORS) else None
+    natural = _natural_of(given) if head else None
     _set_padding(model, natural)
     specs = _inputs(model, given, natural)
     # Two rows, because the exporter treats a size of 1 as a constant.
@@ -74,6 +75,19 @@ def import_hugging_face(given: Path, folder: Path) -> ImportedModel:
     headed = replace(imported, head=head, scores=_LOGITS)
     labelled = headed if head == "regression" else headed.labelled(_labels_of(model), _LOGITS)
     return labelled if natural is None else labelled.answering(natural.processor, natural.lengths, str(given))
+
+
+def _natural_of(given: Path) -> Natural | None:
+    """Return the processor of a folder; None if it has none, or only a tokenizer that cannot be read here."""
+    if any((given / name).is_file() for name in _PROCESSORS):
+        return read_processor(given)
+    if not any((given / name).is_file() for name in (*OTHER_TOKENIZERS, _TOKENIZER_SETTINGS)):
+        return None
+    try:
+        return read_processor(given)
+    except CompileError as error:
+        warn(f"{error}; the model is imported without it, and takes tensors only")
+        return None
 
 
 def _load(given: Path) -> tuple[nn.Module, bool]:
