@@ -186,7 +186,7 @@ class ModelFiles:
             raise CompileError(f"it is made from the fp32 file, in which {'; '.join(fp32.failures)}")
         fp32_path, samples = self._onnx_path("fp32"), self.source_model.calibration_batches(calibration.samples)
         if precision == "fp8":
-            return quantize_fp8(fp32_path, samples, path)
+            return quantize_fp8(fp32_path, samples, path, self._log)
         self.evaluator.leave_out_engines(fp32_path)
         # Only int8 is searched for: fp8 has no clipping to choose, and no fine-tuning.
         finetune = None

@@ -97,7 +97,7 @@ class TestTensorRt(EngineContract):
         torch.manual_seed(0)
         subject, onnx = digits(tmp_path), tmp_path / f"{precision}.onnx"
         if precision == "fp8":
-            quantize_fp8(subject.file, subject.samples, onnx)
+            quantize_fp8(subject.file, subject.samples, onnx, print)
         else:
             subject.quantized()
         plan = build(self.flavour, onnx, precision, ShapeProfile(batch_sizes=(1, 64)))

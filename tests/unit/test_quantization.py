@@ -177,7 +177,7 @@ def test_tensorrt_builds_the_file(quantized: tuple[Subject, Path], tmp_path: Pat
     subject, file = quantized
     profile = ShapeProfile(batch_sizes=(8,), lengths=(24,) if subject.specs == TEXT else ())
     fp8, weights_only = tmp_path / "fp8.onnx", tmp_path / "weights_only.onnx"
-    quantize_fp8(subject.file, subject.samples, fp8)
+    quantize_fp8(subject.file, subject.samples, fp8, print)
     layers = [replace(layer, activations=()) for layer in find_layers(load_model(subject.file))]
     write_quantized(subject.file, layers, {}, INT8, weights_only)
     for precision, model in (("int8", file), ("int8", weights_only), ("fp8", fp8)):
@@ -187,7 +187,7 @@ def test_tensorrt_builds_the_file(quantized: tuple[Subject, Path], tmp_path: Pat
 
 def test_fp8_answers_as_pytorch_does(tmp_path: Path) -> None:
     subject = digits(tmp_path)
-    found = quantize_fp8(subject.file, subject.samples, tmp_path / "fp8.onnx")
+    found = quantize_fp8(subject.file, subject.samples, tmp_path / "fp8.onnx", print)
     assert found == Quantization(method="minmax", smoothing=0.0, exempt=())
     assert subject.evaluate(tmp_path / "fp8.onnx", at_least=0.98).passed
 

@@ -7,7 +7,7 @@ import onnx
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from app.compile.quantization.observe import observe
@@ -129,5 +129,56 @@ def test_operators_from_before_scales_had_an_axis_are_refused(tmp_path: Path) ->
     model = onnx.load(tmp_path / "model.onnx")
     model.opset_import[0].version = 12
     onnx.save(model, tmp_path / "model.onnx")
-    with pytest.raises(CompileError, match=r"model\.onnx' has operators of opset 12: expected 13 or later"):
-        quantize_fp8(tmp_path / "model.onnx", [{"given": np.ones((16, 2), np.float32)}], tmp_path / "fp8.onnx")
+    with pytest.raises(CompileError, match="the model has operators of opset 12: int8 and fp8 need 13 or later"):
+        quantize_fp8(tmp_path / "model.onnx", [{"given": np.ones((16, 2), np.float32)}], tmp_path / "fp8.onnx", print)
+
+
+KERNEL = helper.make_node("MatMul", ["given", "kernel"], [OUTPUT])
+CONSTANT = helper.make_node("Constant", [], ["kernel"], value=numpy_helper.from_array(np.eye(2, dtype=np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_input"),
+    [
+        ([CONSTANT, KERNEL], False),
+        ([helper.make_node("Transpose", ["weight"], ["kernel"]), KERNEL], False),
+        ([helper.make_node("Identity", ["weight"], ["kernel"]), KERNEL], False),
+        (PRODUCT, True),  # in a file of 2018
+    ],
+)
+def test_weights_are_found_however_an_exporter_writes_them(
+    nodes: list[onnx.NodeProto], is_input: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.onnx"
+    save_onnx(path, nodes, {} if nodes[0] is CONSTANT else {"weight": np.eye(2, dtype=np.float32)})
+    if is_input:
+        model = onnx.load(path)
+        model.ir_version = 3
+        model.graph.input.append(helper.make_tensor_value_info("weight", onnx.TensorProto.FLOAT, [2, 2]))
+        onnx.save(model, path)
+    rows = [{"given": np.random.default_rng(0).standard_normal((16, 2)).astype(np.float32)}]
+    find_quantization(path, rows, MINMAX, lambda file: Verdict((), 0.0), tmp_path / "int8.onnx", print)
+    written = onnx.load(tmp_path / "int8.onnx")
+    assert [node.op_type for node in written.graph.node].count("DequantizeLinear") == 2
+    assert onnx.TensorProto.INT8 in [tensor.data_type for tensor in written.graph.initializer]
+
+
+def test_a_layer_whose_input_is_always_0_stays_in_float(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Clip", ["given", "zero", "zero"], ["dead"]),
+        helper.make_node("MatMul", ["dead", "weight"], ["left"], name="of_the_dead"),
+        helper.make_node("MatMul", ["given", "weight"], ["right"], name="of_the_living"),
+        helper.make_node("Add", ["left", "right"], [OUTPUT]),
+    ]
+    save_onnx(
+        tmp_path / "model.onnx", nodes, {"weight": np.eye(2, dtype=np.float32), "zero": np.array(0.0, np.float32)}
+    )
+    told: list[str] = []
+    rows = [{"given": np.random.default_rng(0).standard_normal((16, 2)).astype(np.float32)}]
+    find_quantization(
+        tmp_path / "model.onnx", rows, MINMAX, lambda file: Verdict((), 0.0), tmp_path / "int8.onnx", told.append
+    )
+    assert "1 of 2 layers stay in float, of_the_dead: their inputs are 0 in all calibration samples" in told[0]
+    written = {node.name: node for node in onnx.load(tmp_path / "int8.onnx").graph.node}
+    assert written["of_the_dead"].input[0] == "dead"
+    assert written["of_the_living"].input[0] == "given_dequantized"

@@ -20,7 +20,7 @@ def observe(source: Path, layers: Sequence[Layer], samples: Iterable[Tensors]) -
     """Return a histogram of the magnitudes of each value that the layers quantize, by the value's name.
 
     Raises:
-        CompileError: a value is not finite, or always 0. The message names a node that reads it.
+        CompileError: a value is not finite. The message names a node that reads it.
     """
     readers = _readers(load_model(source), layers)
     # Counts, because the values of all samples would not fit in memory.
@@ -34,13 +34,31 @@ def observe(source: Path, layers: Sequence[Layer], samples: Iterable[Tensors]) -
                 f"the input {name!r} of node {readers[name]!r} is {histogram.largest} on a calibration sample: no "
                 "int8 range holds it; look for samples or weights that are not finite"
             )
-        if histogram.largest == 0.0:
-            raise CompileError(
-                f"the input {name!r} of node {readers[name]!r} is 0 in all calibration samples, so its range is "
-                "unknown: give samples in which it is not 0, give more of them (compile.calibration.samples), or leave "
-                "int8 out of compile.precisions"
-            )
     return histograms
+
+
+def with_range(source: Path, layers: Sequence[Layer], histograms: Mapping[str, Histogram]) -> tuple[Layer, ...]:
+    """Return the layers whose values are not always 0, so that their ranges are known.
+
+    Raises:
+        CompileError: there is none. The message names a node.
+    """
+    readers = {node.name: node for node in load_model(source).graph}
+
+    def dead(layer: Layer) -> list[str]:
+        values = (readers[port.node].inputs[port.index] for port in layer.activations)
+        return [str(value.name) for value in values if value and histograms[str(value.name)].largest == 0.0]
+
+    lost = {layer.name: values for layer in layers if (values := dead(layer))}
+    alive = tuple(layer for layer in layers if layer.name not in lost)
+    if lost and not any(layer.activations for layer in alive):
+        node, values = next(iter(lost.items()))
+        raise CompileError(
+            f"the input {values[0]!r} of node {node!r} is 0 in all calibration samples, so its range is unknown, and "
+            "no other layer has one: give samples in which it is not 0, give more of them "
+            "(compile.calibration.samples), or leave int8 out of compile.precisions"
+        )
+    return alive
 
 
 def largest_by_channel(

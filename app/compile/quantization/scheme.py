@@ -6,6 +6,7 @@ input of a maximum pooling before one. Attention's own products stay in float, t
 OpenVINO, which then runs a kernel for each step, and further from PyTorch.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,18 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveInitializersFromInputsPass
+from onnxscript.optimizer import fold_constants
 
 from app.errors import CompileError
 
 MIN_OPSET = 13
 """The first opset in which scales have an axis."""
 
+_MIN_IR_VERSION = 4
+"""The first version in which an initializer is no input."""
+
+_FOLDED = ("Identity", "Transpose")
 _FUSED_INTO_REDUCTIONS = {
     *("Add", "Clip", "Div", "Gelu", "Mul", "Relu", "Sigmoid", "Sub", "Tanh"),
     *("Concat", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"),
@@ -63,7 +70,7 @@ def load_model(source: Path) -> ir.Model:
     opset = model.opset_imports.get("", 0)
     if opset < MIN_OPSET:
         raise CompileError(
-            f"{str(source)!r} has operators of opset {opset}: expected {MIN_OPSET} or later; export it again"
+            f"the model has operators of opset {opset}: int8 and fp8 need {MIN_OPSET} or later; export it again"
         )
     taken: set[str] = set()
     for index, node in enumerate(model.graph):
@@ -72,6 +79,25 @@ def load_model(source: Path) -> ir.Model:
             node.name = f"{node.name or node.op_type}_{index}"
         taken.add(node.name)
     return model
+
+
+def fold_weights(source: Path, target: Path) -> None:
+    """Write a model whose constant weights are all initializers.
+
+    Exporters also write a weight as a Constant, behind an Identity or a Transpose, and in old files as an input.
+    """
+    model = ir.load(source)
+    lift = LiftConstantsToInitializersPass(size_limit=0)
+    ir.passes.Sequential(lift, RemoveInitializersFromInputsPass())(model)
+    fold_constants(
+        model,
+        input_size_limit=sys.maxsize,
+        output_size_limit=sys.maxsize,
+        should_fold=lambda node: node.op_type in _FOLDED,
+    )
+    lift(model)
+    model.ir_version = max(model.ir_version, _MIN_IR_VERSION)
+    ir.save(model, target)
 
 
 def find_layers(model: ir.Model) -> list[Layer]:

@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.compile.quantization.finetune import Finetune, roundings_of
-from app.compile.quantization.observe import observe, values_of
+from app.compile.quantization.observe import observe, values_of, with_range
 from app.compile.quantization.qdq import FP8, INT8, write_quantized
 from app.compile.quantization.ranges import Histogram, threshold
-from app.compile.quantization.scheme import Layer, find_layers, load_model
+from app.compile.quantization.scheme import Layer, find_layers, fold_weights, load_model
 from app.compile.quantization.smoothing import STRENGTH, Factors, find_factors, smooth
 from app.config import CalibrationConfig, CalibrationMethod
 from app.engines.onnxruntime import open_oracle
 from app.errors import CompileError
 from app.repository.manifest import Quantization
-from app.tensors import Tensors
+from app.tensors import Tensors, slice_rows
 
 _AUTO: tuple[CalibrationMethod, ...] = ("percentile", "minmax", "entropy")
 """The methods that ``auto`` tries, most promising first: clip only the rarest values, then none, then more."""
@@ -28,8 +28,8 @@ _AUTO: tuple[CalibrationMethod, ...] = ("percentile", "minmax", "entropy")
 _MIN_ROWS = 16
 """Minimum number of samples. Recipes cannot ask for fewer, but a training split may have fewer."""
 
-_RANKING_ROWS = 16
-"""Number of samples by which layers are ranked."""
+_RANKING_ROWS, _RANKING_BATCHES = 16, 4
+"""Number of samples by which layers are ranked, and of the batches that they are from."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ def find_quantization(
         finetune: writes the float model trained with the rounding of an attempt.
 
     Raises:
-        CompileError: there are too few samples, the model has nothing to quantize, or a value is not finite or always
-            0. Then there is no file at ``target``.
+        CompileError: there are too few samples, the model has nothing to quantize, a value is not finite, or all are
+            always 0. Then there is no file at ``target``.
     """
-    with _prepared(source, samples, target) as prepared:
+    with _prepared(source, samples, target, log) as prepared:
         search = _Search(prepared, evaluate, log)
         # In this order, because only the last step gives up layers in int8.
         methods = _AUTO if config.method == "auto" else (config.method,)
         attempt = (
             search.by_method(methods)
             or (search.by_finetuning(finetune) if finetune else None)
-            or search.by_exemption(next(iter(samples)))
+            or search.by_exemption(_ranking_rows(samples))
         )
         # Renamed, so that ``target`` is either complete or absent.
         attempt.write(prepared.file.with_name("passed.onnx")).replace(target)
@@ -101,7 +101,7 @@ def find_quantization(
     )
 
 
-def quantize_fp8(source: Path, samples: Iterable[Tensors], target: Path) -> Quantization:
+def quantize_fp8(source: Path, samples: Iterable[Tensors], target: Path, log: Callable[[str], None]) -> Quantization:
     """Write ``source`` in float8 (e4m3) for TensorRT, without clipping.
 
     Clipping gains nothing in a floating-point type: small values have as many bits of mantissa as large ones.
@@ -109,7 +109,7 @@ def quantize_fp8(source: Path, samples: Iterable[Tensors], target: Path) -> Quan
     Raises:
         CompileError: as for ``find_quantization``.
     """
-    with _prepared(source, samples, target) as prepared:
+    with _prepared(source, samples, target, log) as prepared:
         whole = prepared.file.with_name("whole.onnx")
         write_quantized(prepared.file, prepared.layers, prepared.thresholds("minmax"), FP8, whole)
         whole.replace(target)
@@ -137,20 +137,35 @@ class _Prepared:
 
 
 @contextmanager
-def _prepared(source: Path, samples: Iterable[Tensors], target: Path) -> Iterator[_Prepared]:
+def _prepared(
+    source: Path, samples: Iterable[Tensors], target: Path, log: Callable[[str], None]
+) -> Iterator[_Prepared]:
     """Smooth and observe the model, in a folder beside ``target``, from which a rename is atomic."""
     _check_samples(samples)
-    if not find_layers(load_model(source)):
-        raise CompileError(
-            f"{str(source)!r} has no Conv, Gemm or MatMul with constant weights, so nothing can be quantized: leave "
-            "int8 and fp8 out of compile.precisions"
-        )
     with TemporaryDirectory(prefix=".quantization-", dir=target.parent) as folder:
-        file, factors = Path(folder) / "float.onnx", find_factors(source, samples)
-        smooth(source, factors, file)
+        file, folded = Path(folder) / "float.onnx", Path(folder) / "folded.onnx"
+        fold_weights(source, folded)
+        if not find_layers(load_model(folded)):
+            raise CompileError(
+                "the model has no Conv, Gemm or MatMul with constant weights in float32, so nothing can be quantized: "
+                "leave int8 and fp8 out of compile.precisions"
+            )
+        factors = find_factors(folded, samples)
+        smooth(folded, factors, file)
         # Smoothing renames weights, so the layers are found anew.
         layers = tuple(find_layers(load_model(file)))
-        yield _Prepared(file, layers, observe(file, layers, samples), factors)
+        histograms = observe(file, layers, samples)
+        alive = with_range(file, layers, histograms)
+        if lost := [layer.name for layer in layers if layer not in alive]:
+            log(
+                f"{len(lost)} of {len(layers)} layers stay in float, {_shortened(lost)}: their inputs are 0 in all "
+                "calibration samples"
+            )
+        yield _Prepared(file, alive, histograms, factors)
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
 def _check_samples(samples: Iterable[Tensors]) -> None:
@@ -185,11 +200,13 @@ class _Attempt:
     def finetuned(self, finetune: Finetune) -> "_Attempt":
         """Train with the rounding of this attempt, and return one with the trained weights and the same scales."""
         before, smoothed = self.prepared, self.prepared.file.with_name("finetuned.onnx")
-        trained = smoothed.with_name("trained.onnx")
+        trained, folded = smoothed.with_name("trained.onnx"), smoothed.with_name("trained_folded.onnx")
         finetune(roundings_of(before.file, before.layers, self.thresholds), trained)
+        fold_weights(trained, folded)
         # Training began from the unsmoothed model, and the thresholds are those of the smoothed one.
-        smooth(trained, before.factors, smoothed)
-        layers = tuple(find_layers(load_model(smoothed)))
+        smooth(folded, before.factors, smoothed)
+        pairs = zip(find_layers(load_model(before.file)), find_layers(load_model(smoothed)), strict=True)
+        layers = tuple(new for old, new in pairs if old in before.layers)
         # Another export of the model has other names in the same order.
         names = [list(values_of(file, found)) for file, found in ((before.file, before.layers), (smoothed, layers))]
         thresholds = {new: self.thresholds[old] for old, new in zip(*names, strict=True)}
@@ -226,7 +243,7 @@ class _Search:
         attempt = closest.finetuned(finetune)
         return attempt if self._passes(attempt) else None
 
-    def by_exemption(self, samples: Tensors) -> _Attempt:
+    def by_exemption(self, samples: Sequence[Tensors]) -> _Attempt:
         """Return the closest method with as few of the most sensitive layers in float as pass.
 
         Double their number until the file passes, then bisect. This finds the fewest layers of one ranking. If half of
@@ -271,15 +288,22 @@ class _Search:
         return verdict.passed
 
 
+def _ranking_rows(samples: Iterable[Tensors]) -> list[Tensors]:
+    """Return a few rows of several lengths, by which layers are ranked. Batches are sorted by length."""
+    available = sum(1 for _ in samples)
+    places = set(np.linspace(0, available - 1, min(_RANKING_BATCHES, available), dtype=int).tolist())
+    rows = -(-_RANKING_ROWS // len(places))
+    return [slice_rows(batch, 0, rows) for place, batch in enumerate(samples) if place in places]
+
+
 def _most_sensitive_first(
-    source: Path, layers: Sequence[Layer], thresholds: Mapping[str, float], samples: Tensors
+    source: Path, layers: Sequence[Layer], thresholds: Mapping[str, float], samples: Sequence[Tensors]
 ) -> list[Layer]:
     """Sort layers by the mean squared error of the outputs when only this layer is quantized, largest first.
 
     The errors of layers are small and nearly additive. So the first ones are those to leave in float. A few rows are
     enough for a ranking.
     """
-    samples = {name: array[:_RANKING_ROWS] for name, array in samples.items()}
     expected = _answers(source, samples)
     with TemporaryDirectory(prefix="rayloom-") as folder:
         file = Path(folder) / "one_layer.onnx"
@@ -287,12 +311,13 @@ def _most_sensitive_first(
         def error(layer: Layer) -> float:
             write_quantized(source, [layer], thresholds, INT8, file)
             given = _answers(file, samples)
-            return sum(float(np.square(given[name] - values).mean()) for name, values in expected.items())
+            return sum(float(np.square(one - right).mean()) for one, right in zip(given, expected, strict=True))
 
         return sorted(layers, key=error, reverse=True)
 
 
-def _answers(path: Path, samples: Tensors) -> dict[str, NDArray[np.floating]]:
-    """Return the float outputs by name."""
+def _answers(path: Path, samples: Sequence[Tensors]) -> list[NDArray[np.floating]]:
+    """Return each float output of each batch."""
     with closing(open_oracle(path)) as engine:
-        return {name: output for name, output in engine.run(samples).items() if output.dtype.kind == "f"}
+        outputs = (output for batch in samples for output in engine.run(batch).values())
+        return [output for output in outputs if output.dtype.kind == "f"]
