@@ -30,6 +30,9 @@ from app.repository.score import Score
 _FINALISTS = 2
 """Number of variants that are measured in every setting. The others are measured with all cores for one batch."""
 
+_MIN_ROWS = 100
+"""Rows below which the gates say little."""
+
 _MIN_CALLS, _MIN_CALLS_FOR_PERCENTILE = 3, 20
 """Minimum number of calls of each stream in each setting, for a median alone and for a 95th percentile."""
 
@@ -62,6 +65,12 @@ class Compilation:
         Raises:
             CompileError: the model cannot be exported, or the file has other inputs than the model.
         """
+        reference = self.source_model.reference
+        if reference.score and (rows := len(reference.rows)) < _MIN_ROWS:
+            self._log(
+                f"warning: {rows} rows are few for gates: one of them is {1 / rows:.1%} of the "
+                f"{reference.score.metric.replace('_', ' ')}; give {_MIN_ROWS} or more"
+            )
         # A model that cannot be exported fails here, instead of once for each variant.
         if self._requested.exported:
             self._files_of(sparse=False).get("fp32")

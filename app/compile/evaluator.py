@@ -51,6 +51,9 @@ class Evaluator:
     def failures(self, parity: Parity, precision: ComputePrecision) -> tuple[str, ...]:
         """Return a sentence for each failed gate."""
         source = self._source_model
+        if source.score_to_keep != source.reference.score:
+            # Targets are compared with the pruned model, and the drop is from the whole one.
+            parity = parity.model_copy(update={"lost": None, "gained": None})
         return failures(parity, precision, source.score_to_keep, source.reference.judge, self._gates)
 
     def leave_out_engines(self, fp32: Path) -> None:

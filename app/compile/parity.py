@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import ConfigDict
+from scipy.stats import binomtest
 
 from app.compile.reference import BATCH, Judge, Reference, Tally
 from app.config import ComputePrecision, GatesConfig
@@ -21,6 +22,10 @@ from app.tensors import Tensors
 
 _ROUNDING = 1e-9
 """Tolerance for rounding: 0.90 - 0.89 is slightly above 0.01 in floating point."""
+
+
+_MAX_CHANCE = 0.05
+"""The chance of as large a drop in a variant that is no worse, above which it is no reason to refuse."""
 
 
 class Parity(Scored):
@@ -46,6 +51,10 @@ class Parity(Scored):
     """The largest norm of a float output's differences over all rows, divided by the norm of the right numbers."""
     single_error: float = 0.0
     """The same among the outputs of one number a row."""
+    lost: int | None = None
+    """The number of targets that the right answers meet and the engine's do not; None if they are not counted."""
+    gained: int | None = None
+    """The number of targets that only the engine's answers meet."""
 
     def __str__(self) -> str:
         known = f"{self.score}, " if self.score else f"error {self.relative_error:.2%}, "
@@ -58,9 +67,14 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
     done, differing, cosine, worst_cosine = 0, 0, 0.0, np.inf
     tally = Tally(reference.judge)
     sums: defaultdict[str, _Sums] = defaultdict(_Sums)
+    lost = gained = 0
+    is_counted = False
     for batch, expected in reference.batches(max_rows):
         given = engine.run(batch.inputs)
         tally.add(given, batch)
+        before, after = reference.judge.hits(expected, batch), reference.judge.hits(given, batch)
+        if is_counted := before is not None and after is not None:
+            lost, gained = lost + int((before & ~after).sum()), gained + int((after & ~before).sum())
         rows = len(next(iter(expected.values())))
         # Without a float output of several numbers, all rows count as similar.
         cosines = np.ones(rows)
@@ -82,6 +96,8 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
         differing_rows=differing / done,
         relative_error=_largest([output.relative_error for output in sums.values()]),
         single_error=_largest([output.relative_error for output in sums.values() if output.is_single]),
+        lost=lost if is_counted else None,
+        gained=gained if is_counted else None,
     )
 
 
@@ -165,7 +181,12 @@ def failures(
             f"the largest difference is {parity.max_difference:.1e}, which is {parity.scaled_difference:.1e} of the "
             f"output's magnitude: compile.gates.max_difference is {gates.max_difference}"
         )
-    if to_keep and parity.score and not judge.drop(to_keep, parity.score) <= gates.max_accuracy_drop + _ROUNDING:
+    if (
+        to_keep
+        and parity.score
+        and not judge.drop(to_keep, parity.score) <= gates.max_accuracy_drop + _ROUNDING
+        and not _is_chance(parity, gates)
+    ):
         found.append(_drop_refused(to_keep, parity.score, gates))
     if not parity.differing_rows <= gates.max_accuracy_drop + _ROUNDING:
         found.append(
@@ -184,6 +205,17 @@ def failures(
             f"{limit:.2%}"
         )
     return tuple(found)
+
+
+def _is_chance(parity: Parity, gates: GatesConfig) -> bool:
+    """Return whether a drop of the accuracy may be chance: few targets changed, or nearly as many for the better.
+
+    This is McNemar's test, as a sign test. A gate that allows no drop allows none by chance.
+    """
+    if parity.lost is None or parity.gained is None or not gates.max_accuracy_drop:
+        return False
+    changed = parity.lost + parity.gained
+    return bool(changed and binomtest(parity.lost, changed, alternative="greater").pvalue > _MAX_CHANCE)
 
 
 def _drop_refused(before: Score, after: Score, gates: GatesConfig) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from app.data.prepared import Batch, Dataset
@@ -122,6 +123,16 @@ class Judge:
         assert self.metric is not None
         return self.metric.drop(before.value, after.value)
 
+    def counted(self, outputs: Tensors, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the judged output and the targets of the rows that count."""
+        given = torch.from_numpy(outputs[self.output].astype(np.float32, copy=False))
+        return select_counted(given, torch.from_numpy(batch.targets))
+
+    def hits(self, outputs: Tensors, batch: Batch) -> NDArray[np.bool_] | None:
+        """Return whether each target is met; None without a metric, or if it is no share of targets."""
+        found = self.metric.hits(*self.counted(outputs, batch)) if self.metric else None
+        return None if found is None else found.numpy()
+
 
 class Tally:
     """Adds up the metric of a judge over batches."""
@@ -134,8 +145,7 @@ class Tally:
     def add(self, outputs: Tensors, batch: Batch) -> None:
         """Add the rows of a batch."""
         if (metric := self._judge.metric) is not None:
-            given = torch.from_numpy(outputs[self._judge.output].astype(np.float32, copy=False))
-            counted = select_counted(given, torch.from_numpy(batch.targets))
+            counted = self._judge.counted(outputs, batch)
             # Such a metric is no sum over rows: it is computed from all of them at the end.
             if isinstance(metric, SklearnMetric):
                 self._rows.append(metric.rows(*counted))

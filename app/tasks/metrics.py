@@ -50,6 +50,10 @@ class Metric(ABC):
             targets: the targets of these rows.
         """
 
+    def hits(self, outputs: "Tensor", targets: "Tensor") -> "Tensor | None":  # noqa: ARG002
+        """Return whether each target is met, of shape (targets,); None if the metric is no share of them."""
+        return None
+
     def value(self, sums: "Tensor") -> float:
         """Return the metric over all rows, from their ``sums``. NaN if there is no row.
 
@@ -84,6 +88,9 @@ class Accuracy(Metric):
 
         correct = (outputs.argmax(-1) == targets).sum()  # no class is ``IGNORED``
         return torch.stack([correct, (targets != IGNORED).sum()])
+
+    def hits(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
+        return (outputs.argmax(-1) == targets)[targets != IGNORED]
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,23 @@ def test_each_gate_refuses(precision: str, change: dict[str, Any], words: str) -
 
 
 @pytest.mark.parametrize(
+    ("lost", "gained", "limit", "is_refused"),
+    [
+        (1, 0, 0.01, False),  # one row of 48 is 2 %
+        (4, 0, 0.01, False),
+        (5, 0, 0.01, True),
+        (20, 12, 0.01, False),
+        (20, 6, 0.01, True),
+        (1, 0, 0.0, True),
+    ],
+)
+def test_a_drop_that_may_be_chance_does_not_refuse(lost: int, gained: int, limit: float, is_refused: bool) -> None:
+    given = {"score": Score(value=0.90 - (lost - gained) / 48), "lost": lost, "gained": gained}
+    refused = failures(GOOD.model_copy(update=given), "int8", TO_KEEP, JUDGE, GatesConfig(max_accuracy_drop=limit))
+    assert bool(refused) is is_refused
+
+
+@pytest.mark.parametrize(
     ("metric", "after", "words"),
     [
         (F1(), 0.88, "the f1 falls from 0.9000 to 0.8800: .* is 0.01, which limits the fall of f1"),

@@ -354,3 +354,19 @@ def test_texts_of_a_table_stay_as_they_are_written(kind: str, tmp_path: Path) ->
     imported(tmp_path, "codes", path, *EXACT, f"--samples={samples}", f"--labels={tmp_path / 'labels.txt'}")
     manifest = Repository(UPath(tmp_path)).manifest("codes", 1)
     assert (manifest.accuracy, manifest.accuracy_rows) == (1.0, len(codes))
+
+
+def test_one_row_of_few_does_not_refuse_int8(tmp_path: Path) -> None:
+    classes = np.arange(64) % WIDTH
+    pixels = np.eye(WIDTH, dtype=np.float32)[classes]
+    # One of the 48 rows that are compared is nearly a tie, which 8 bits cannot tell apart.
+    odd = int(np.random.default_rng(0).permutation(64)[-1])
+    pixels[odd], classes[odd] = [0.5, 0.5001, *[0.0] * (WIDTH - 2)], 1
+    np.savez(tmp_path / "rows.npz", pixels=pixels, labels=classes)
+    few = [f"--samples={tmp_path / 'rows.npz'}", "compile.precisions=[fp32,int8]", "compile.batch_sizes=[1]"]
+    told = imported(tmp_path, "dense", dense(tmp_path / "model.onnx"), *few, "--json")
+    accuracies = {
+        (record["precision"], record["accuracy"], record["passed"]) for record in result_of(told)["metrics"]["variants"]
+    }
+    assert accuracies == {("fp32", 1.0, True), ("int8", 47 / 48, True)}
+    assert "warning: 48 rows are few for gates: one of them is 2.1% of the accuracy; give 100 or more" in told
