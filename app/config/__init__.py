@@ -65,6 +65,7 @@ from app.config.train import (
     TrainConfig,
 )
 from app.config.tune import Objective, StopConfig, TuneConfig
+from app.config.yaml_text import parse_yaml, yaml_problem
 
 __all__ = [
     "ACCELERATOR",
@@ -143,6 +144,7 @@ __all__ = [
     "names_model",
     "of_kind",
     "parse_stored_recipe",
+    "parse_yaml",
     "read_text",
     "reads_files",
     "recipe_keys",
@@ -150,4 +152,5 @@ __all__ = [
     "refusal",
     "title_of",
     "with_values",
+    "yaml_problem",
 ]

@@ -11,10 +11,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from app.config.alert_rules import CLOCK_TIMES, TIMES
-from app.config.overrides import apply_overrides, parse_yaml, set_value, yaml_problem
+from app.config.overrides import apply_overrides, set_value
 from app.config.reading import read_text, title_of
 from app.config.recipe import BUILT_IN_TASKS, Recipe, texts
 from app.config.section import LOCATION, STORED
+from app.config.yaml_text import dump_yaml, parse_yaml, yaml_problem
 from app.errors import RecipeError
 from app.import_string import did_you_mean
 from app.uris import hide_secrets, shown
@@ -88,7 +89,7 @@ def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """Return the resolved recipe as YAML, with all defaults."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump_yaml(recipe.model_dump(mode="json"))
 
 
 def recipe_keys() -> list[str]:

@@ -1,39 +1,13 @@
 """Dotted overrides: ``train.optimizer.lr=1e-3`` sets one value in the YAML tree before it is validated."""
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
 import yaml
 
+from app.config.yaml_text import parse_yaml, yaml_problem
 from app.errors import RecipeError
 from app.uris import shown
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with the floats of YAML 1.2, so that ``1e-3`` is a number and not a text."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
-    # The characters that such a number may begin with.
-    list("-+0123456789."),
-)
-
-
-def parse_yaml(text: str) -> Any:
-    """Parse a YAML text. Raises ``yaml.YAMLError``."""
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-
-
-def yaml_problem(error: yaml.YAMLError) -> str:
-    """Return what is wrong with a YAML text, and where. Quote none of its lines, because they may hold a secret."""
-    match error:
-        case yaml.MarkedYAMLError(problem=problem, problem_mark=yaml.Mark(line=line, column=column)):
-            return f"line {line + 1}, column {column + 1}: {problem}"
-        case _:
-            return "it has a character that YAML does not allow"
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:

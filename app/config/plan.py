@@ -6,6 +6,7 @@ import yaml
 from pydantic import BeforeValidator, Field, PositiveInt, SerializerFunctionWrapHandler, WrapSerializer
 
 from app.config.section import Section
+from app.config.yaml_text import parse_yaml
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Device = Literal["cpu", "gpu"]
@@ -93,7 +94,10 @@ def _read_plan(given: object) -> object:
         return AutoPlan()
     if not isinstance(given, str):
         return given
-    keys = yaml.safe_load(given) if given.startswith("{") else None  # as ``tune.plans`` draws it
+    try:
+        keys = parse_yaml(given) if given.startswith("{") else None  # as ``tune.plans`` draws it
+    except yaml.YAMLError:
+        keys = None
     if not isinstance(keys, dict):
         raise ValueError(f"expected auto, or keys such as zero_stage, got {given!r}")
     return keys

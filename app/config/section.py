@@ -13,6 +13,8 @@ LOCATION = "location"
 """Marks a key whose value is the path or URI of what jobs read, or a name in place of one: Annotated[str, LOCATION]."""
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+"""The seeds that torch takes. NumPy takes them modulo 2**64."""
 
 
 def _read_range(given: object) -> object:
@@ -51,6 +53,6 @@ def is_stored(info: ValidationInfo) -> bool:
 
 
 class Section(BaseModel):
-    """A part of the recipe. Unknown keys and wrong types are refused; values cannot be changed."""
+    """A part of the recipe. Unknown keys, wrong types and infinite numbers are refused; values cannot be changed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

@@ -4,18 +4,17 @@ Bytes are bytes, rates are per second, and the rates of links are of one directi
 vendors' data sheets (dense, without sparsity) and describe what the hardware could do at most.
 """
 
-import json
 import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import psutil
 import yaml
 from pydantic import Field, PositiveInt, ValidationError
 
-from app.config import TrainConfig
+from app.config import TrainConfig, parse_yaml, yaml_problem
 from app.config.plan import Device as DeviceKind
 from app.config.plan import Precision
 from app.config.section import Section
@@ -289,13 +288,13 @@ class ClusterFile(Section):
 def _read_file(path: Path) -> Cluster:
     """Return the cluster of a file. Raises PlanError if it cannot be read, or a link is missing."""
     try:
-        text = path.read_text(encoding="utf-8")
-        given: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        file = ClusterFile.model_validate(given)
+        file = ClusterFile.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise PlanError(f"cluster file {str(path)!r} cannot be read ({error.strerror}): give another path") from error
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
-        raise PlanError(f"cluster file {str(path)!r} is neither YAML nor JSON: {error}") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"cluster file {str(path)!r} is not a text in UTF-8: give a YAML or JSON file") from error
+    except yaml.YAMLError as error:
+        raise PlanError(f"cluster file {str(path)!r} is neither YAML nor JSON: {yaml_problem(error)}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole"

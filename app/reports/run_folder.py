@@ -10,7 +10,8 @@ import yaml
 from pydantic import ValidationError
 from upath import UPath
 
-from app.best_effort import best_effort
+from app.shared_files import read
+from app.config import parse_yaml, yaml_problem
 from app.errors import StorageError
 from app.heartbeat import HEARTBEAT_FILE
 from app.pages.content import Link, Mood, State
@@ -72,10 +73,11 @@ class RunFolder:
     def recipe(self) -> dict[str, Any]:
         """The resolved recipe, not validated: it may be of an earlier version. Raises StorageError if damaged."""
         try:
-            loaded = yaml.safe_load(self.recipe_text)
-        except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: an impossible date
+            loaded = parse_yaml(self.recipe_text)
+        except yaml.YAMLError as error:
             raise StorageError(
-                f"{str(self.path / CONFIG_FILE)!r} is not YAML any more ({error}): delete the run, or restore the file"
+                f"{str(self.path / CONFIG_FILE)!r} is not YAML any more ({yaml_problem(error)}): delete the "
+                "run, or restore the file"
             ) from error
         return loaded if isinstance(loaded, dict) else {}
 

@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from upath import UPath
 
 from app.artifacts import TRIALS
 from app.shared_files import read
+from app.config import parse_yaml
 from app.storage import list_names, to_path
 from app.telemetry.record import flatten, numbers
 from app.tracking.copies import RunCopy, read_progress
@@ -151,7 +151,7 @@ class TrackedRun:
         return PublishedVersion(name, int(number), str(storage / "models" / name / number))
 
     def _recipe(self) -> dict[str, Any]:
-        loaded = yaml.safe_load(read(self._folder / "config.yaml") or b"")
+        loaded = parse_yaml((read(self._folder / "config.yaml") or b"").decode(errors="replace"))
         return loaded if isinstance(loaded, dict) else {}
 
     def _result(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The recipe: what is read, what is refused, and in which words."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
-from app.config import Recipe, load_recipe
+from app.config import Recipe, dump_recipe, load_recipe, parse_stored_recipe, parse_yaml, with_values
 from app.errors import RecipeError
 from tests.helpers import ROOT, run
 
@@ -59,7 +60,7 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("epochs=3", ["epochs", "'train.epochs'"]),
         ("train.Epochs=3", ["unknown key train.Epochs", "'epochs'"]),
         ("alerts.0.metrc=x", ["unknown key alerts.0.metrc", "'metric'"]),
-        ("compile.sparsity=2:4", ["compile.sparsity is 124", "'none' or '2-of-4'"]),
+        ("compile.sparsity=2:4", ["compile.sparsity is '2:4'", "'none' or '2-of-4'"]),
         ("train.prune={weights: /w, pattern: '2:4'}", ["train.prune.pattern is '2:4'", "'2-of-4'"]),
         ("train.epochs=three", ["train.epochs", "'three'", "integer"]),
         ("train.epochs=true", ["train.epochs", "True", "integer"]),
@@ -125,6 +126,66 @@ def test_broken_files_are_refused(tmp_path: Path, content: str, word: str) -> No
     (tmp_path / "broken.yaml").write_text(content, encoding="utf-8")
     with pytest.raises(RecipeError, match=word):
         load_recipe(tmp_path / "broken.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("010", 10), ("0o10", 8), ("0x1F", 31), ("1e3", 1000.0), ("2e-1", 0.2), (".5", 0.5), ("+1", 1),
+        ("1:30", "1:30"), ("1_000", "1_000"), ("0b11", "0b11"), ("yes", "yes"), ("NO", "NO"),
+        ("2026-01-02", "2026-01-02"),
+        ("True", True), ("~", None), ("'1e3'", "1e3"),
+    ],
+)  # fmt: skip
+def test_words_are_read_by_yaml_1_2_and_written_so_that_they_are_read_again(text: str, value: object) -> None:
+    recipe = load_recipe(REVIEWS, [f"model.args.given={text}"])
+    assert repr(recipe.model.args["given"]) == repr(value)
+    assert parse_stored_recipe(parse_yaml(dump_recipe(recipe))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train: {}\ndata: {}\ntrain: {}\n", ["line 3, column 1: key 'train' is given twice", "on line 1"]),
+        ("train: {epochs: 1, 'epochs': 2}", ["line 1, column 20: key 'epochs' is given twice"]),
+        ("model: {args: {1: a, 0x1: b}}", ["key 1 is given twice"]),
+        ("model: {args: {lr: .inf}}", ["line 1, column 20: this is not a finite number"]),
+        ("model: {args: {lr: -.INF}}", ["not a finite number"]),
+        ("model: {args: {lr: [.nan]}}", ["not a finite number"]),
+        ("model: {args: {lr: 1e999}}", ["not a finite number"]),
+        ("model: {args: {lr: !!int 1_0}}", ["not a whole number"]),
+        ("model: {args: {lr: !!timestamp x}}", ["could not determine a constructor"]),
+        ("[" * 5000, ["nested too deeply"]),
+    ],
+)  # fmt: skip
+def test_what_yaml_could_say_in_two_ways_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:
+    (tmp_path / "odd.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(tmp_path / "odd.yaml")
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_an_anchor_is_merged_and_the_own_key_wins(tmp_path: Path) -> None:
+    content = REVIEWS.read_text(encoding="utf-8") + "\nnotify: {}\n"
+    given = tmp_path / "merged.yaml"
+    given.write_text(content + "tracking: {wandb: null, <<: {wandb: null}}\n", encoding="utf-8")
+    assert load_recipe(given).tracking.wandb is None
+
+
+@pytest.mark.parametrize("override", ["train.optimizer.lr=.inf", "train.optimizer={lr: 0.1, lr: 0.2}"])
+def test_an_override_is_read_by_the_same_rules(override: str) -> None:
+    with pytest.raises(RecipeError, match=r"not a YAML value \(line 1, column"):
+        load_recipe(REVIEWS, [override])
+
+
+def test_a_number_that_is_computed_is_finite_too() -> None:
+    with pytest.raises(RecipeError, match=r"train.optimizer.lr is inf: expected a finite number"):
+        with_values(load_recipe(REVIEWS), {"train.optimizer.lr": math.inf})
+
+
+def test_a_plan_that_is_no_yaml_is_refused_by_its_key() -> None:
+    with pytest.raises(RecipeError, match=r"train.plan: expected auto, or keys such as zero_stage, got '{zero_stage"):
+        load_recipe(REVIEWS, ["train.plan='{zero_stage: 1'"])
 
 
 def test_a_missing_file_is_refused() -> None:

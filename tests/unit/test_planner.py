@@ -51,6 +51,24 @@ def test_measuring_leaves_the_model_and_random_state() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "device: h100\ndevices: 2\ndevices: 4\n", "line 3, column 1: key 'devices' is given twice"),
+        ("a.json", '{"device": "h100", "devices": 2, "devices": 4}', "key 'devices' is given twice"),
+        ("a.yaml", "device: h100\nhost_memory_gib: .inf\n", "line 2, column 18: this is not a finite number"),
+        ("a.json", '{"device": "h100", "devices": 2, "host_memory_gib": 1e999}', "not a finite number"),
+    ],
+)
+def test_a_cluster_file_is_read_by_the_rules_of_a_recipe(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(PlanError, match=re.escape(words)):
+        cluster_of(str(tmp_path / name))
+    (tmp_path / "cluster.yaml").write_text("device: h100\ndevices: 010\nhost_memory_gib: 2e3\n")
+    read = cluster_of(str(tmp_path / "cluster.yaml"))
+    assert (read.devices, read.host_memory) == (10, 2000 * 2**30)
+
+
 def test_pipeline_is_cut_as_deepspeed_cuts() -> None:
     from deepspeed.runtime.utils import partition_balanced
 
