@@ -7,7 +7,7 @@ from pathlib import Path
 from upath import UPath
 
 from app.errors import StorageError
-from app.storage import ProgressCallback, is_plain_name, no_op, write_atomically
+from app.storage import ProgressCallback, is_plain_name, no_op, sync_folder, write_atomically
 
 CHECKSUMS_FILE = "SHA256SUMS"
 _PIECE_BYTES = 2**22
@@ -45,10 +45,14 @@ def read_verified(file: UPath, sha256: str) -> bytes:
 
 
 def write_checksums(folder: UPath, sums: Mapping[str, str] | None = None) -> None:
-    """Write the checksums of all files of ``folder``, or the given ones, atomically."""
+    """Write the checksums of all files of ``folder``, or the given ones, atomically.
+
+    They make the folder whole, so its files are on the disk before them, and they are when this returns.
+    """
     if sums is None:
         sums = checksums_of(file for file in folder.iterdir() if file.is_file() and file.name != CHECKSUMS_FILE)
-    write_atomically(folder / CHECKSUMS_FILE, checksum_lines(sums))
+    sync_folder(folder)
+    write_atomically(folder / CHECKSUMS_FILE, checksum_lines(sums), durable=True)
 
 
 def checksum_lines(sums: Mapping[str, str]) -> bytes:

@@ -114,7 +114,7 @@ def change(path: UPath, changed: Callable[[bytes], bytes]) -> None:
             pass
         return
     with exclusive(path.parent):
-        write_atomically(path, changed(read(path) or b""))
+        write_atomically(path, changed(read(path) or b""), durable=True)
 
 
 def _changed_on_s3(path: UPath, changed: Callable[[bytes], bytes]) -> bool:

@@ -1,10 +1,11 @@
 """Storage: one root for runs and models, on a local disk or on any file system of fsspec."""
 
+import errno
 import os
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Self, cast
@@ -138,22 +139,63 @@ def upload(file: Path, target: UPath, on_progress: ProgressCallback = no_op) -> 
     target.fs.put(str(file), target.path, callback=_ProgressReporter(on_progress))
 
 
-def write_atomically(path: UPath, data: bytes) -> None:
+def sync_folder(folder: UPath) -> None:
+    """Wait until the files of a folder on a disk, and all names on the way to them, survive a power cut.
+
+    Object stores keep what they have acknowledged.
+    """
+    if is_local(folder):
+        sync_files(filter(Path.is_file, Path(folder.path).iterdir()))
+        sync_names(Path(folder.path))
+
+
+def sync_files(files: Iterable[Path]) -> None:
+    """Wait until the content of files on a disk survives a power cut."""
+    for file in files:
+        _sync(file)
+
+
+def sync_names(folder: Path) -> None:
+    """Wait until the names in a folder, and its own name in each folder above, survive a power cut."""
+    for place in (folder, *folder.parents):
+        try:
+            _sync(place)
+        except OSError as error:
+            # Some file systems sync no folders, and a folder of another user was there before.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+                raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: UPath, data: bytes, durable: bool = False) -> None:
     """Write ``data`` to ``path`` so that readers see the old or the new content, never a part.
 
     Object stores replace whole objects. A local file is written under a temporary name and renamed.
+
+    Args:
+        durable: return only when the content and its name survive a power cut.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if is_local(path):
-        with stream_atomically(path) as file:
+        with stream_atomically(path, durable) as file:
             file.write(data)
     else:
         path.write_bytes(data)
 
 
 @contextmanager
-def stream_atomically(path: UPath) -> Iterator[BinaryIO]:
-    """Yield a local file to write to. It becomes ``path`` when the block ends without an error."""
+def stream_atomically(path: UPath, durable: bool = False) -> Iterator[BinaryIO]:
+    """Yield a local file to write to. It becomes ``path`` when the block ends without an error.
+
+    ``durable`` is as in ``write_atomically``.
+    """
     if not is_local(path):
         with tempfile.NamedTemporaryFile(prefix="rayloom-") as temporary_file:
             yield cast(BinaryIO, temporary_file)
@@ -166,7 +208,12 @@ def stream_atomically(path: UPath) -> Iterator[BinaryIO]:
     try:
         with temporary.open("wb") as file:
             yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.rename(path.path)
+        if durable:
+            sync_names(temporary.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

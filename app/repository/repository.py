@@ -320,4 +320,4 @@ class Repository:
                 if expected is None:
                     path.unlink(missing_ok=True)
                 else:
-                    write_atomically(path, expected.encode())
+                    write_atomically(path, expected.encode(), durable=True)

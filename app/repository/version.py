@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from pathlib import Path
 
 from pydantic import ValidationError
 from upath import UPath
@@ -13,8 +14,7 @@ from upath import UPath
 from app.checksums import checksums_of, sha256_of
 from app.errors import StorageError
 from app.repository.manifest import Manifest, ModelCard
-from app.shared_files import claim, read
-from app.storage import is_local, write_atomically
+from app.storage import is_local, sync_folder, sync_names, write_atomically
 
 MANIFEST_FILE = "manifest.json"
 SEAL_FILE = "manifest.sha256"
@@ -57,8 +57,9 @@ def seal(folder: UPath, files: UPath, version: int, name: str, card: ModelCard) 
     )
     content = manifest.model_dump_json(indent=1).encode()
     write_atomically(folder / SEAL_FILE, _seal_of(content))
+    sync_folder(folder)
     # The manifest comes last, because a folder without it is no version.
-    write_atomically(folder / MANIFEST_FILE, content)
+    write_atomically(folder / MANIFEST_FILE, content, durable=True)
     return manifest.model_copy(update={"seal": sha256_of(content)})
 
 
@@ -198,6 +199,7 @@ def _add_by_rename(model: UPath, files: UPath, card: ModelCard, next_number: Cal
             # The manifest has the number, so each attempt seals the version again.
             manifest = seal(staged, files, next_number(), model.name, card)
             if _rename(staged, model / str(manifest.version)):
+                sync_names(Path(model.path))
                 return manifest
 
 

@@ -17,7 +17,7 @@ from app.best_effort import best_effort, warn
 from app.checksums import checksums_of, write_checksums
 from app.config import CheckpointConfig
 from app.errors import TrainingError
-from app.storage import ProgressCallback, is_local, local_folder, no_op, upload
+from app.storage import ProgressCallback, is_local, local_folder, no_op, sync_files, upload
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.verified_file import write_piece_sums
@@ -159,7 +159,10 @@ class CheckpointWriter:
             own = [file for file in local.new_files() if _is_own(file.name, is_first)]
             # Only the files of tensors are read in part.
             own += [write_piece_sums(file) for file in own if file.suffix == PARTS_SUFFIX]
-            if not is_local(folder):
+            if is_local(folder):
+                # On a shared disk, only the machine that wrote a file can wait for it.
+                sync_files(own)
+            else:
                 for file in own:
                     upload(file, folder / file.name, self._on_progress)
             return checksums_of(own, self._on_progress)
