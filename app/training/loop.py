@@ -139,7 +139,7 @@ class Loop:
             number
             for number in range(position.batches_done, self.feed.order.num_batches(position.epoch))
             if (position.epoch, number) not in position.left_out
-        ][: self._steps_left()]
+        ][: max(0, self._steps_left())]
         stream = self.feed.train(position.epoch, numbers)
         self.recorder.begin_epoch()
         for number in numbers:

@@ -98,6 +98,14 @@ def test_a_step_that_is_not_finite_stops_the_run_tells_and_can_be_left_out(
         assert len(receiver.requests) == 1 + EPOCHS
 
 
+def test_a_rollback_forgets_the_errors_that_powersgd_feeds_back(poison: str) -> None:
+    """They hold the gradient that was not finite, and would put it into every later step."""
+    plan = "train.plan={zero_stage: 0, powersgd: {rank: 2}}"
+    result, printed = train("PoisonedCnn", poison, "train.non_finite=rollback", plan)
+    assert result["status"] == "succeeded", printed
+    assert printed.count("without this batch") == EPOCHS
+
+
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_seen_where_its_gradient_is_and_the_fourth_batch_ends_the_run(
     poison: str, faults: Faults

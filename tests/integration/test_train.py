@@ -4,6 +4,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+import safetensors.torch
+import torch
 from upath import UPath
 
 from app.published.weights import load_weights
@@ -47,3 +49,25 @@ def test_the_best_weights_are_kept_and_checked() -> None:
     flip(folder / "model.safetensors")
     with pytest.raises(Exception, match=r"model\.safetensors.* was changed"):
         load_weights(UPath(folder))
+
+
+def test_a_run_that_goes_on_with_fewer_steps_than_it_made_validates_and_ends() -> None:
+    keys = ["train.early_stopping=null", "train.checkpoint.every_steps=4"]
+    stopped = train_alone(*keys, "alerts=[{metric: step, above: 6, do: [stop]}]")
+    made = stopped["metrics"]["steps"]
+    assert (stopped["status"], stopped["metrics"]["epochs"]) == ("stopped", 0)
+    ended = train_alone(*keys, "train.resume=latest", "train.max_steps=5")
+    assert (ended["status"], ended["metrics"]["steps"], ended["metrics"]["epochs"]) == ("succeeded", made, 1)
+    assert ended["metrics"]["val_loss"] > 0
+
+
+def test_each_rank_tracks_the_statistics_of_its_own_samples_under_powersgd() -> None:
+    """The first two steps of PowerSGD reduce in full, so they train the model that other plans do."""
+    keys = ["model={factory: tests.parity.numerics:NormalisedCnn}", *SGD, "train.max_steps=2"]
+    plans = ("{zero_stage: 0}", "{zero_stage: 0, powersgd: {rank: 2}}")
+    plain, reduced = (
+        safetensors.torch.load_file(Path(result["artifacts"]["weights"]) / "model.safetensors")
+        for result in (train_alone(*keys, f"train.plan={plan}", processes=2) for plan in plans)
+    )
+    for name in plain:
+        torch.testing.assert_close(reduced[name], plain[name], rtol=1e-5, atol=1e-6)

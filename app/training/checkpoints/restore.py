@@ -50,6 +50,7 @@ def destinations(engine: TrainingEngine, layout: Layout, state: TrainState, save
 def apply_state(engine: TrainingEngine, state: TrainState) -> None:
     """After the tensors are filled, set the model's weights from the optimizer's, and set the counters."""
     deepspeed = engine.deepspeed
+    engine.forget_gradients()
     refresh_weights(deepspeed)
     set_step(deepspeed, state.position.step)
     recall_cpu_adam_steps(deepspeed.basic_optimizer, state.optimizer_steps)

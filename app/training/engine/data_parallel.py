@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -27,14 +28,15 @@ class DataParallelEngine:
     names: Mapping[int, str]
     layout: Layout
     objective: Objective
+    powersgd: "PowerSgd | None" = None
 
     @classmethod
     def create(
         cls, model: nn.Module, config: TrainConfig, layout: Layout, keys: Keys, steps: int, objective: Objective
     ) -> Self:
         """Create the engine around ``model``, with DeepSpeed's ``keys`` for it."""
-        powersgd = config.plan.powersgd
-        wrapped = _with_powersgd(model, powersgd.rank) if powersgd else model
+        powersgd = PowerSgd(config.plan.powersgd.rank) if config.plan.powersgd else None
+        wrapped = powersgd.wrap(model) if powersgd else model
         engine = initialize(wrapped, config, keys, steps)
         if config.plan.zero_stage == 0:
             disable_reduction(engine)  # torch reduces, or ``train_step`` does
@@ -42,7 +44,12 @@ class DataParallelEngine:
         if config.torch_compile:
             engine.compile()
         engine.train()
-        return cls(engine, names_of(model), layout, objective)
+        return cls(engine, names_of(model), layout, objective, powersgd)
+
+    def forget_gradients(self) -> None:
+        """Drop what earlier gradients left behind, as in a new process."""
+        if self.powersgd:
+            self.powersgd.forget()
 
     def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
         """Do one optimizer step on this rank's micro-batches."""
@@ -121,15 +128,28 @@ def _fill_gradients(model: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _with_powersgd(model: nn.Module, rank: int) -> DistributedDataParallel:
-    """Return ``model`` with torch's reduction through PowerSGD (Vogels et al. 2019, arXiv:1905.13727).
+class PowerSgd:
+    """torch's reduction of gradients through PowerSGD (Vogels et al. 2019, arXiv:1905.13727)."""
 
-    It is moved to its device first. NCCL reduces only tensors on GPUs, and DeepSpeed moves the model later.
-    """
-    from deepspeed.accelerator import get_accelerator
+    def __init__(self, rank: int) -> None:
+        # torch demands that PowerSGD starts after two plain iterations.
+        self._begin = partial(powerSGD_hook.PowerSGDState, None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        self._state = self._begin()
 
-    wrapped = DistributedDataParallel(model.to(get_accelerator().current_device_name()))
-    # torch demands that PowerSGD starts after two plain iterations.
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return wrapped
+    def wrap(self, model: nn.Module) -> DistributedDataParallel:
+        """Return ``model`` with its gradients reduced so.
+
+        It is moved to its device first. NCCL reduces only tensors on GPUs, and DeepSpeed moves the model later.
+        """
+        from deepspeed.accelerator import get_accelerator
+
+        # Each rank tracks the statistics of its own samples, as without PowerSGD. torch would give it the first rank's.
+        wrapped = DistributedDataParallel(model.to(get_accelerator().current_device_name()), broadcast_buffers=False)
+        wrapped.register_comm_hook(self._state, powerSGD_hook.powerSGD_hook)
+        return wrapped
+
+    def forget(self) -> None:
+        """Begin again. The errors that it feeds back may be of a gradient that was not finite."""
+        begun = self._begin()
+        for name in powerSGD_hook.PowerSGDState.__slots__:
+            setattr(self._state, name, getattr(begun, name))

@@ -48,6 +48,10 @@ class TrainingEngine(Protocol):
         """Do one optimizer step on this rank's micro-batches. ``activity`` is told of each phase."""
         ...
 
+    def forget_gradients(self) -> None:
+        """Drop what earlier gradients left behind, as in a new process. Checkpoints do not hold it."""
+        ...
+
     def evaluate(self, batches: Iterable[MicroBatch]) -> Totals:
         """Return ``Objective.total`` of this rank's batches.
 

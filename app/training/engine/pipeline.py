@@ -58,6 +58,9 @@ class PipelineEngine:
             loss: Tensor = self.deepspeed.train_batch(_pairs(batches))
         return StepResult.of(self.deepspeed, factors, loss.float())
 
+    def forget_gradients(self) -> None:
+        """Do nothing: no part of an earlier gradient is left."""
+
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> Totals:
         """Return the sums of this rank's batches. Only the last stage computes any."""
