@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -132,6 +133,19 @@ def local_copy(folder: UPath, on_progress: ProgressCallback = no_op) -> Iterator
         if not is_local(folder):
             folder.fs.get(f"{folder.path}/", f"{local}/", recursive=True, callback=_ProgressReporter(on_progress))
         yield local
+
+
+def link(source: UPath, target: UPath) -> None:
+    """Give a file that never changes a second name in the same storage. Where that is impossible, copy it there."""
+    if is_local(source):
+        try:
+            os.link(source.path, target.path)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV):
+                raise
+            shutil.copyfile(source.path, target.path)
+    else:
+        source.fs.cp_file(source.path, target.path)
 
 
 def upload(file: Path, target: UPath, on_progress: ProgressCallback = no_op) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from upath import UPath
 
-from app.checksums import VerifiedFolder
+from app.checksums import VerifiedFolder, verify_checksums
 from app.config import ModelConfig
 from app.errors import RecipeError
 from app.models import factory
@@ -119,6 +119,36 @@ def test_only_the_adapter_has_optimizer_state(stage: int, tmp_path: Path, monkey
     assert {name.split(".")[4] for name in names} == {"q_proj", "v_proj"}
     assert len(names) == 2 * 2 * 2
     assert with_state == names
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_weights_are_written_once_however_often_the_run_is_saved_and_goes_on(stage: int, tmp_path: Path) -> None:
+    folder, source = write_decoder(tmp_path / "decoder"), documents(tmp_path / "documents")
+    keys = [*LANGUAGE, source, "train.early_stopping=null", "train.global_batch_size=4", "train.epochs=9"]
+    keys += ["train.checkpoint={every_steps: 1, num_to_keep: 99}", f"train.plan={{zero_stage: {stage}}}"]
+    keys += ["model.adapter={lora: {rank: 2, targets: [q_proj]}}", "train.optimizer.lr=0.01"]
+    runs = {name: Run.start("train", recipe_of(tmp_path, folder, *keys, "train.max_steps=6")) for name in ("a", "b")}
+    whole = train_alone(runs["a"])
+    runs["b"].recipe = recipe_of(tmp_path, folder, *keys, "train.max_steps=3")
+    train_alone(runs["b"])
+    runs["b"].until_result.close()
+    runs["b"].recipe = runs["a"].recipe
+    resumed = train_alone(runs["b"])
+    for run in runs.values():
+        checkpoints = sorted((Path(run.folder.path) / "checkpoints").glob("step_*"))
+        assert len(checkpoints) >= 6
+        frozen = {file.stat().st_ino for step in checkpoints for file in step.glob("*frozen*.distcp")}
+        trained = [file.stat().st_size for step in checkpoints for file in step.glob("__0_[0-9]*.distcp")]
+        (step, *_) = checkpoints
+        assert len(frozen) == len(list(step.glob("*frozen*.distcp"))) > 0
+        assert max(trained) < sum(file.stat().st_size for file in step.glob("*frozen*.distcp"))
+        # Each checkpoint is whole by itself.
+        verify_checksums(UPath(step))
+    given = safetensors.torch.load_file(folder / "model.safetensors")
+    for ended in (whole, resumed):
+        merged = safetensors.torch.load_file(Path(ended.artifacts["weights"]) / "model.safetensors")
+        changed = {name for name in given if not torch.equal(merged[name], given[name])}
+        assert {name.split(".")[-2] for name in changed} == {"q_proj"}
 
 
 def fresh_adapter(folder: str) -> str:

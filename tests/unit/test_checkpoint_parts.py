@@ -42,7 +42,7 @@ def test_a_run_of_elements_becomes_rectangles_of_the_whole(start: int, length: i
     whole = torch.arange(torch.Size(cut.whole_shape).numel(), dtype=torch.float32).reshape(cut.whole_shape)
     local = whole if cut.dim is None else whole.narrow(cut.dim, cut.start, (5, 7)[cut.dim])
     flat = torch.cat([torch.zeros(4), local.reshape(-1)[start : start + length]])
-    fragment = Fragment("weight", cut, (5, 7), start, length, flat, offset=4, is_owned=True)
+    fragment = Fragment("weight", cut, (5, 7), start, length, flat, offset=4, is_owned=True, is_trained=True)
     seen = 0
     for (row, column), part in boxes_of(fragment, flat):
         assert torch.equal(part, whole[row : row + part.shape[0], column : column + part.shape[1]])
@@ -145,6 +145,35 @@ def test_what_is_written_is_read_wherever_storage_is(place: str, tmp_path: Path)
     assert {*heard} == {"written", "read"}
     export_weights(store.folder_of(newest), tmp_path / "model.safetensors")
     assert torch.equal(safetensors.torch.load_file(tmp_path / "model.safetensors")["layer.weight"], weight)
+
+
+@pytest.mark.usefixtures("_process_group")
+@pytest.mark.parametrize("storage", ["local", "s3"], indirect=True)
+def test_frozen_weights_of_an_earlier_checkpoint_are_part_of_a_later_one(storage: str, tmp_path: Path) -> None:
+    store = CheckpointStore(to_path(storage) / "run" / "checkpoints")
+    writer = CheckpointWriter(store, CheckpointConfig(num_to_keep=1))
+    frozen, took = torch.rand(3, 4), []
+
+    def take(step: int) -> Snapshot:
+        took.append(writer.takes_frozen)
+        trained = {parameter("head", WEIGHT): Shards((1, 1), {(0, 0): torch.full((1, 1), float(step))})}
+        kept = {parameter("base", WEIGHT): Shards((3, 4), {(0, 0): frozen.clone()})}
+        return Snapshot(state_at(step), trained, kept if writer.takes_frozen else {})
+
+    for step in (1, 2, 3):
+        writer.save(partial(take, step), best=None)
+        writer.wait()
+    assert took == [True, False, False]
+    assert store.newest_intact() == Checkpoint(3)
+    export_weights(store.folder_of(Checkpoint(3)), tmp_path / "model.safetensors")
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert torch.equal(weights["base"], frozen)
+    assert weights["head"].item() == 3.0
+    # What cannot be taken from the earlier one is written again, by the next checkpoint.
+    (store.folder_of(Checkpoint(3)) / ".frozen.metadata").unlink()
+    writer.save(partial(take, 4), best=None)
+    writer.save(partial(take, 5), best=None)
+    assert (took[3:], store.newest_intact()) == ([False, True], Checkpoint(5))
 
 
 def test_slow_storage_is_heard_piece_by_piece(tmp_path: Path) -> None:

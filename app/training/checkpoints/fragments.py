@@ -44,6 +44,8 @@ class Fragment:
     offset: int
     is_owned: bool
     """Whether this process writes it. Of several replicas only one is written."""
+    is_trained: bool
+    """Whether training changes it. Frozen weights stay as they are."""
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the elements in ``flat``, which has the order of ``master``, as a view of shape (length,)."""
@@ -78,7 +80,17 @@ def _fragment(name: str, parameter: Any, part: HeldPart, layout: Layout, rank: i
     # A partition of ZeRO is held once. Without partitions, all data-parallel ranks hold the same.
     is_written_here = part.is_partition or layout.data_rank(rank) == 0
     is_owned = is_first_replica and is_written_here and not is_pipeline_replica(parameter)
-    return Fragment(name, tensor_slice, shape, part.start, part.length, part.master, part.offset, is_owned)
+    return Fragment(
+        name,
+        tensor_slice,
+        shape,
+        part.start,
+        part.length,
+        part.master,
+        part.offset,
+        is_owned,
+        is_trained=parameter.requires_grad,
+    )
 
 
 def boxes_of(fragment: Fragment, flat: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:

@@ -1,7 +1,6 @@
 """The checkpoints of a run, as its training loop saves and restores them."""
 
 from collections.abc import Callable
-from functools import partial
 
 from upath import UPath
 
@@ -11,7 +10,7 @@ from app.storage import no_op
 from app.training.activity import Activity
 from app.training.checkpoints.fragments import fragments_of
 from app.training.checkpoints.reader import load_checkpoint
-from app.training.checkpoints.snapshot import take_snapshot
+from app.training.checkpoints.snapshot import Snapshot, take_snapshot
 from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter, Commit
@@ -58,6 +57,8 @@ class CheckpointManager:
         # One process lists them, so that all try the same checkpoints in the same order.
         committed = on_first(self._store.committed)
         restored = self._store.newest_readable(committed, self._load)
+        if restored:
+            self._writer.reuse_frozen(self._store.folder_of(restored[0]))
         # Only now, because reading has shown which newer checkpoints are damaged.
         if self._worker.is_first:
             self._store.sweep(after=restored[0] if restored else None)
@@ -81,8 +82,11 @@ class CheckpointManager:
         if self._saved == (position.step, position.epoch) and not again:
             return
         self._activity.begin(f"the checkpoint of step {position.step}")
-        precision = self._config.precision
-        take = partial(take_snapshot, self._engine, self._layout, position, records, precision)
+
+        def take() -> Snapshot:
+            frozen = self._writer.takes_frozen
+            return take_snapshot(self._engine, self._layout, position, records, self._config.precision, frozen)
+
         self._writer.save(take, best_of(records, self._config).step if records else None)
         self._saved = position.step, position.epoch
 

@@ -4,10 +4,19 @@ NAME is the one in the whole model. The first word is the kind, so that no two n
 uses.
 """
 
+import re
 from collections.abc import Iterable
 
+FROZEN = "frozen"
+"""The word in the names of files with weights that training never changes."""
+FROZEN_METADATA = f".{FROZEN}.metadata"
 WEIGHT = "weight"
 """The KEY of a parameter itself. Other keys are of its optimizer state."""
+
+
+def is_frozen_file(name: str) -> bool:
+    """Return whether a file of a checkpoint has weights that training never changes, or belongs to one that has."""
+    return name == FROZEN_METADATA or re.match(rf"__\d+_{FROZEN}_", name) is not None
 
 
 def parameter(name: str, key: str) -> str:

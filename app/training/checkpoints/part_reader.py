@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from app.checksums import VerifiedFolder
 from app.storage import ProgressCallback
 from app.torch_internals import narrow, offset_in_file, view_of_file
+from app.training.checkpoints.names import FROZEN_METADATA
 from app.training.checkpoints.verified_file import PIECE_BYTES, Span, VerifiedFile, pieces_name
 
 _METADATA_FILE = ".metadata"
@@ -38,6 +39,10 @@ class PartReader(FileSystemReader):
         super().__init__("")
         self._folder, self._on_progress = folder, on_progress
         self.metadata: Metadata = pickle.loads(folder.read(_METADATA_FILE))  # noqa: S301 # verified, and ours
+        if FROZEN_METADATA in folder:
+            frozen: Metadata = pickle.loads(folder.read(FROZEN_METADATA))  # noqa: S301
+            self.metadata.state_dict_metadata |= frozen.state_dict_metadata
+            self.metadata.storage_data |= frozen.storage_data
         self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
         self._sums: dict[str, list[str]] = {}
         self._opened: tuple[str, VerifiedFile] | None = None

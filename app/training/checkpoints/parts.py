@@ -7,6 +7,7 @@ about a second, and the first step of a run need not wait for it.
 import io
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,15 +25,24 @@ from torch.distributed.checkpoint.storage import WriteResult
 from app.checksums import VerifiedFolder
 from app.models.safetensors_file import Form
 from app.storage import ProgressCallback, no_op
+from app.training.checkpoints import names
 from app.training.checkpoints.part_reader import PartReader
 
 
 def write_parts(
-    content: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup, on_progress: ProgressCallback = no_op
+    content: Mapping[str, Tensor],
+    folder: Path,
+    group: dist.ProcessGroup,
+    on_progress: ProgressCallback = no_op,
+    is_frozen: bool = False,
 ) -> None:
-    """Write this process's part of the tensors. Collective over ``group``: OSError is raised in all processes."""
+    """Write this process's part of the tensors. Collective over ``group``: OSError is raised in all processes.
+
+    Frozen weights go to files of their own, beside those of the other tensors.
+    """
+    writer = (_FrozenWriter if is_frozen else _PartWriter)(folder)
     try:
-        save(dict(content), storage_writer=_PartWriter(folder), planner=_SavePlanner(on_progress), process_group=group)
+        save(dict(content), storage_writer=writer, planner=_SavePlanner(on_progress), process_group=group)
     except CheckpointException as error:
         # A failure for each rank. One stands for all.
         first = next(iter(error.failures.values()))[0]
@@ -121,3 +131,17 @@ class _PartWriter(FileSystemWriter):
             while cause and not isinstance(cause, OSError):
                 cause = cause.__context__
             raise cause or error from None
+
+
+class _FrozenWriter(_PartWriter):
+    """Gives files the names of frozen weights."""
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        named = super().prepare_global_plan(plans)
+        return [replace(plan, storage_data=replace(plan.storage_data, prefix=self._prefix(plan))) for plan in named]
+
+    def _prefix(self, plan: SavePlan) -> str:
+        return f"{plan.storage_data.prefix}{names.FROZEN}_"
+
+    def _get_metadata_path(self, rank: int | None = None) -> Path:  # noqa: ARG002
+        return Path(self.path) / names.FROZEN_METADATA  # torch has no public way to name this file

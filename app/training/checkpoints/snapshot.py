@@ -1,6 +1,6 @@
 """A snapshot of a running engine: a checkpoint's content, in memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -28,11 +28,13 @@ class Snapshot:
     content: Content
     """Tensors by ``names``: trained parameters in float32 with their optimizer state, buffers, and this process's own
     view of the buffers and random states."""
+    frozen: Content = field(default_factory=dict)
+    """Parameters that training never changes, also in float32. Empty if an earlier checkpoint has them."""
 
     @property
     def nbytes(self) -> int:
         """Number of bytes of all tensors."""
-        items = self.content.values()
+        items = (self.content | self.frozen).values()
         tensors = [[*item.parts.values()] if isinstance(item, Shards) else [item] for item in items]
         return sum(tensor.nbytes for tensor in chain.from_iterable(tensors))
 
@@ -43,16 +45,19 @@ def take_snapshot(
     position: Position,
     records: list[EpochRecord],
     precision: Precision,
+    with_frozen: bool = True,
 ) -> Snapshot:
-    """Copy the part of the engine's state that this process writes. Collective."""
+    """Copy the part of the engine's state that this process writes, or only what training changes. Collective."""
     fragments = fragments_of(engine, layout)
     optimizer = engine.deepspeed.basic_optimizer
-    content: Content = {}
-    for group in by_master(fragment for fragment in fragments if fragment.is_owned):
+    content, frozen = Content(), Content()
+    copied = [fragment for fragment in fragments if fragment.is_owned and (fragment.is_trained or with_frozen)]
+    for group in by_master(copied):
         with read_from_nvme(engine.deepspeed, group[0].master):
             for fragment in group:
                 for key, flat in master_tensors(optimizer, fragment).items():
-                    content[names.parameter(fragment.name, key)] = shards_of(fragment, flat, copy=True)
+                    kind = content if fragment.is_trained else frozen
+                    kind[names.parameter(fragment.name, key)] = shards_of(fragment, flat, copy=True)
     rank = torch.distributed.get_rank()
 
     # Two views: the mean for the export and for other layouts, and this rank's own to resume with the same bits.
@@ -80,7 +85,7 @@ def take_snapshot(
         precision=precision,
         shapes=_shapes(fragments),
     )
-    return Snapshot(state, content)
+    return Snapshot(state, content, frozen)
 
 
 def master_tensors(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, Tensor]:

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch.distributed as dist
 from upath import UPath
 
-from app.best_effort import best_effort, warn
-from app.checksums import checksums_of, write_checksums
+from app.checksums import checksums_of, read_checksums, write_checksums
 from app.config import CheckpointConfig
 from app.errors import TrainingError
-from app.storage import ProgressCallback, is_local, local_folder, no_op, sync_files, upload
+from app.storage import ProgressCallback, is_local, link, local_folder, no_op, sync_files, upload
+from app.training.checkpoints.names import FROZEN_METADATA, is_frozen_file
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.verified_file import write_piece_sums
@@ -49,6 +49,9 @@ class CheckpointWriter:
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
+        self._frozen_in: UPath | None = None
+        self.takes_frozen = True
+        """Whether the next snapshot needs the frozen weights. Otherwise an earlier checkpoint has them."""
         self.last_commit: Commit | None = None
         """The newest checkpoint that this writer has stored."""
 
@@ -57,6 +60,11 @@ class CheckpointWriter:
         """Return whether this process knows that the last write failed. Other processes may not know yet."""
         pending = self._pending
         return pending is not None and pending.done() and pending.result() is not None
+
+    def reuse_frozen(self, folder: UPath) -> None:
+        """Take the frozen weights of later checkpoints from one that holds the engine's."""
+        if FROZEN_METADATA in read_checksums(folder):
+            self._frozen_in, self.takes_frozen = folder, False
 
     def save(self, take: Callable[[], Snapshot], best: int | None) -> None:
         """Store the snapshot that ``take`` returns, then remove old checkpoints, but never the one of step ``best``.
@@ -101,7 +109,9 @@ class CheckpointWriter:
         try:
             return self._try_write(snapshot, best) and self._try_write(snapshot, best)
         finally:
-            snapshot.content.clear()  # the executor drops its reference only later
+            # The executor drops its reference only later.
+            snapshot.content.clear()
+            snapshot.frozen.clear()
 
     def _try_write(self, snapshot: Snapshot, best: int | None) -> str | None:
         try:
@@ -114,16 +124,22 @@ class CheckpointWriter:
         first, began_s = dist.get_rank() == 0, time.monotonic()
         checkpoint = on_first(partial(self._next, snapshot.state.position.step), self._group)
         folder = self._store.folder_of(checkpoint)
-        write_part = partial(self._write_part, snapshot, folder, first)
+        has_frozen = any(gather(bool(snapshot.frozen), self._group))
+        write_part = partial(self._write_part, snapshot, folder, first, has_frozen)
         try:
             with ExitStack() as stack:
                 # All processes have a folder before any writes: the write waits for all of them.
                 local = run_on_all(partial(self._enter_folder, stack, snapshot, folder), self._group)
                 own_sums = run_on_all(partial(write_part, local), self._group)
             sums = {name: sha256 for part in gather(own_sums, self._group) for name, sha256 in part.items()}
-            on_first(partial(self._commit, folder, sums, snapshot), self._group)
+            source = None if has_frozen else self._frozen_in
+            on_first(partial(self._commit, folder, sums, snapshot, source), self._group)
             self.last_commit = Commit(time.time(), time.monotonic() - began_s)
+            if has_frozen or source:
+                self._frozen_in, self.takes_frozen = folder, False
         except TrainingError:
+            # The earlier checkpoint may be what cannot be read.
+            self.takes_frozen = True
             # This frees a full disk at once. On an object store, ``sweep`` does it at the next start.
             if first and is_local(folder):
                 shutil.rmtree(folder.path, ignore_errors=True)
@@ -148,12 +164,16 @@ class CheckpointWriter:
         except OSError as error:
             raise TrainingError(_cannot_write(folder, snapshot, error)) from error
 
-    def _write_part(self, snapshot: Snapshot, folder: UPath, is_first: bool, local: "_LocalFolder") -> dict[str, str]:
-        """Write this process's files, and return their checksums."""
+    def _write_part(
+        self, snapshot: Snapshot, folder: UPath, is_first: bool, has_frozen: bool, local: "_LocalFolder"
+    ) -> dict[str, str]:
+        """Write this process's files, and return their checksums. ``has_frozen``: whether any process has any."""
         from app.training.checkpoints.parts import write_parts
 
         try:
             write_parts(snapshot.content, local.path, self._group, self._on_progress)
+            if has_frozen:
+                write_parts(snapshot.frozen, local.path, self._group, self._on_progress, is_frozen=True)
             if is_first:
                 (local.path / STATE_FILE).write_text(snapshot.state.model_dump_json(indent=1), encoding="utf-8")
             own = [file for file in local.new_files() if _is_own(file.name, is_first)]
@@ -169,10 +189,10 @@ class CheckpointWriter:
         except Exception as error:  # each protocol's driver has errors of its own
             raise TrainingError(_cannot_write(folder, snapshot, error)) from error
 
-    def _commit(self, folder: UPath, sums: dict[str, str], snapshot: Snapshot) -> None:
+    def _commit(self, folder: UPath, sums: dict[str, str], snapshot: Snapshot, frozen_in: UPath | None) -> None:
         try:
             self._before_commit()
-            write_checksums(folder, sums)
+            write_checksums(folder, sums | (_link_frozen(frozen_in, folder) if frozen_in else {}))
         except Exception as error:
             raise TrainingError(_cannot_write(folder, snapshot, error)) from error
 
@@ -196,6 +216,14 @@ class _LocalFolder:
 
     def new_files(self) -> list[Path]:
         return [file for file in self.path.iterdir() if file not in self.before]
+
+
+def _link_frozen(source: UPath, folder: UPath) -> dict[str, str]:
+    """Give a checkpoint the frozen weights of an earlier one, without writing them again. Return their checksums."""
+    sums = {name: sha256 for name, sha256 in read_checksums(source).items() if is_frozen_file(name)}
+    for name in sums:
+        link(source / name, folder / name)
+    return sums
 
 
 def _is_own(name: str, is_first: bool) -> bool:
