@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, PositiveInt, field_validator, model_validator
 
-from app.config.section import LOCATION, Section
+from app.config.section import LOCATION, Section, Seed
 from app.config.sources import ColumnsConfig, SourceConfig, join_sources, require_consistent
 from app.config.stream import StreamAddress, StreamConfig, is_stream
 
@@ -186,7 +186,7 @@ class DataConfig(Section):
         "messages; a csv, jsonl, parquet or Arrow file with the same columns, and for language modelling also a text "
         "file or a folder; messages whose text is in it are not trained on",
     )
-    seed: int = Field(default=0, description="seed of the split")
+    seed: Seed = Field(default=0, description="seed of the split")
     sampling: Literal["natural", "balanced"] = Field(
         default="natural",
         description="for classes: how often training reads a row in an epoch. natural: once; balanced: so that all "

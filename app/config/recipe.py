@@ -48,6 +48,7 @@ _CONTRADICTIONS = {
     ("data.sampling", "data.sources"): "both say how often a row is read",
     ("train.curriculum", "data.stream"): "one knows how hard all rows are, the other has no end",
     ("train.teacher", "train.augment"): "a teacher gives its logits once for each sample, and augment changes samples",
+    ("train.prune", "model.adapter"): "one trains the weights that it leaves, the other freezes them",
     ("data.test_fraction", "data.stream"): "each micro-epoch has shards of its own",
     ("data.test_source", "data.stream"): "each micro-epoch has shards of its own",
     **{(f"data.clean.{key}", "data.stream"): _ENDLESS for key in ("near_duplicates", "label_noise")},

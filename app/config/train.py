@@ -19,6 +19,7 @@ from app.config.section import (
     Fraction,
     NumberOrRange,
     Section,
+    Seed,
     VersionReference,
     is_stored,
 )
@@ -180,7 +181,7 @@ class TrainConfig(Section):
         "samples in report.html; 0: none",
     )
     max_steps: PositiveInt | None = Field(default=None, description="stop after this many optimizer steps")
-    seed: int = Field(default=0, description="seed of the weights, the order of the samples and dropout")
+    seed: Seed = Field(default=0, description="seed of the weights, the order of the samples and dropout")
     workers: NumberOrRange = Field(
         default=1, description="number of processes; or [min, max]: as many as the cluster has room for"
     )

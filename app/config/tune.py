@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from app.config.metrics import MEASURED_AT_END, MODES, Mode, TrialMetric
 from app.config.notify import is_reference
-from app.config.section import IMPORT_STRING, Section
+from app.config.section import IMPORT_STRING, Section, Seed
 
 Sampler = Literal["tpe", "random", "cmaes", "gp", "nsga2", "grid", "qmc"]
 Scheduler = Literal["asha", "hyperband", "median", "pbt", "none"]
@@ -110,7 +110,7 @@ class TuneConfig(Section):
         default=None,
         description="maximum number of concurrent trials; default: as many as the cluster has or can get room for",
     )
-    seed: int = Field(default=0, description="seed of the sampler; all trials train with train.seed")
+    seed: Seed = Field(default=0, description="seed of the sampler; all trials train with train.seed")
     storage: Annotated[str, BeforeValidator(_check_storage)] | None = Field(
         default=None,
         description="SQLAlchemy URL of the study's database, or env:NAME or file:/PATH that contain one; "

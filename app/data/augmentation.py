@@ -130,12 +130,16 @@ class TextAugmentation:
         """Raises RecipeError if the synonyms cannot be read."""
         self._config = config
         groups = _read_synonyms(config.synonyms) if config.synonyms else []
-        self._others = defaultdict[str, list[str]](list)
+        spelling: dict[str, str] = {}
+        others = defaultdict[str, list[str]](list)
         for word, other in (pair for group in groups for pair in permutations(group, 2)):
-            self._others[word.lower()].append(other)
+            others[spelling.setdefault(word.lower(), word)].append(other)
         # The longest first: a word may begin with another one.
-        words = sorted(self._others, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(_whole_word, words)) or "(?!)", re.IGNORECASE)
+        words = sorted(others, key=len, reverse=True)
+        self._others = [others[word] for word in words]
+        # A group for each word, because a match says which word it is by no other means: some letters, such as İ and ſ,
+        # match one that their lower case does not.
+        self._pattern = re.compile("|".join(f"({_whole_word(word)})" for word in words) or "(?!)", re.IGNORECASE)
 
     def __call__(self, text: str, generator: Generator) -> str:
         """Return the changed text."""
@@ -148,7 +152,8 @@ class TextAugmentation:
     def _replaced(self, generator: Generator, found: re.Match[str]) -> str:
         if generator.random() >= self._config.synonym_share:
             return found[0]
-        return str(generator.choice(self._others[found[0].lower()]))
+        assert found.lastindex is not None
+        return str(generator.choice(self._others[found.lastindex - 1]))
 
 
 def _read_synonyms(location: str) -> list[list[str]]:

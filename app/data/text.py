@@ -13,7 +13,7 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import Input, Modality
-from app.data.tokenizer import read_tokenizer
+from app.data.tokenizer import num_ids, read_tokenizer
 from app.errors import DataError
 from app.pretrained import TOKENIZER_FILE, Companion, PretrainedFolder
 from app.storage import write_atomically
@@ -55,6 +55,7 @@ class TextProcessor:
         self._tokenizer = tokenizer
         self._tokenizer.enable_truncation(buckets[-1])
         self._tokenizer.no_padding()
+        self._num_ids = num_ids(tokenizer)
         self._buckets = list(buckets)
         self._pad_id, self._unknown_id = pad_id, unknown_id
         self._companions = companions or {}
@@ -96,7 +97,7 @@ class TextProcessor:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        limits = {"input_ids": self._tokenizer.get_vocab_size(), "attention_mask": 2}
+        limits = {"input_ids": self._num_ids, "attention_mask": 2}
         return tuple(
             TensorSpec(name, np.dtype(np.int64), (-1, -1), max_length=self._buckets[-1], values_below=limit)
             for name, limit in limits.items()
@@ -105,7 +106,7 @@ class TextProcessor:
     @property
     def facts(self) -> Mapping[str, int]:
         return {
-            "vocab_size": self._tokenizer.get_vocab_size(),
+            "vocab_size": self._num_ids,
             "max_length": self._buckets[-1],
             "unknown_id": self._unknown_id,
             "pad_id": self._pad_id,

@@ -82,6 +82,7 @@ class LanguageTokenizer:
         # The text of the end token inside a document does not end it.
         self._tokenizer.encode_special_tokens = True
         self._max_length = max_length
+        self._num_ids = num_ids(tokenizer)
 
     @classmethod
     def fit(cls, documents: Iterable[str], config: DataConfig) -> Self:
@@ -133,7 +134,7 @@ class LanguageTokenizer:
     @property
     def facts(self) -> Mapping[str, int]:
         """``vocab_size``, and ``max_length``, the number of tokens of a block."""
-        return {"vocab_size": self._tokenizer.get_vocab_size(), "max_length": self._max_length}
+        return {"vocab_size": self._num_ids, "max_length": self._max_length}
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without an end token."""
@@ -147,7 +148,7 @@ class LanguageTokenizer:
 
     def join(self, documents: Sequence[str]) -> NDArray[np.unsignedinteger[Any]]:
         """Return the tokens of all documents, with an end token after each, in the smallest unsigned type that fits."""
-        dtype = np.min_scalar_type(self._tokenizer.get_vocab_size() - 1)
+        dtype = np.min_scalar_type(self._num_ids - 1)
         end = self._tokenizer.token_to_id(self._end)
         pieces = [piece for document in documents for piece in _pieces_of(document)]
         encoded = self._encode_all([piece.text for piece in pieces])
@@ -189,6 +190,11 @@ def _transformers_settings(max_length: int) -> bytes:
     """Return what transformers reads beside ``tokenizer.json``, so that the folder can be fine-tuned."""
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "model_max_length": max_length}
     return json.dumps(settings, indent=1).encode()
+
+
+def num_ids(tokenizer: Tokenizer) -> int:
+    """Return the greatest id of a tokenizer plus one. Some leave ids out, so they have fewer tokens."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def read_tokenizer(folder: PretrainedFolder) -> Tokenizer:

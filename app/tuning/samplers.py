@@ -33,7 +33,7 @@ STATEFUL_SAMPLERS = (CmaEsSampler, NSGAIISampler, QMCSampler)
 
 def create_sampler(config: TuneConfig, past: int) -> BaseSampler:
     """Return the recipe's sampler. After a resume with ``past`` trials, it draws other random numbers than before."""
-    seed, startup_trials = config.seed + 7919 * past, config.startup_trials
+    seed, startup_trials = _seed_of(config, past), config.startup_trials
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         match config.sampler:
@@ -58,11 +58,16 @@ def create_sampler(config: TuneConfig, past: int) -> BaseSampler:
                 return BruteForceSampler(seed=seed)
 
 
+def _seed_of(config: TuneConfig, past: int = 0) -> int:
+    """Return the recipe's seed for Optuna's samplers, which take 32 bits."""
+    return (config.seed + 7919 * past) % 2**32
+
+
 def create_fallback_sampler(config: TuneConfig, is_finite: bool) -> BaseSampler:
     """Return the sampler for when the recipe's own only repeats itself. It finds what is left of a finite space."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        return BruteForceSampler(seed=config.seed) if is_finite else RandomSampler(seed=config.seed)
+        return BruteForceSampler(seed=_seed_of(config)) if is_finite else RandomSampler(seed=_seed_of(config))
 
 
 class TrialSampler:
@@ -74,7 +79,7 @@ class TrialSampler:
         if not isinstance(sampler, STATEFUL_SAMPLERS):
             # The sampler works on views, and Optuna's samplers refuse a second study. The study itself needs another
             # one, for the keys that an enqueued trial leaves open.
-            study.sampler = RandomSampler(seed=config.seed)
+            study.sampler = RandomSampler(seed=_seed_of(config))
         self.samplers = (sampler, create_fallback_sampler(config, space.is_finite))
         self._view_cache: ViewCache = {}
 

@@ -186,6 +186,7 @@ def test_every_build_draws_the_same_fresh_adapter(tmp_path: Path) -> None:
             ["model.pretrained=null", "model.factory=app.models.gpt:gpt", "model.adapter={}"],
             "adapter needs weights to adapt: set pretrained",
         ),
+        (["model.adapter={}", "train.prune={weights: /w}"], "train.prune and model.adapter contradict each other"),
         (["model.adapter={}", "train.workers=2", "train.plan={tensor: 2}"], "with an adapter has no matrices"),
     ],
 )

@@ -76,6 +76,23 @@ def test_texts_lose_words_but_never_all_and_get_synonyms(tmp_path: Path) -> None
     assert TextAugmentation(AugmentTextConfig())("goods  are good", np.random.default_rng(0)) == "goods are good"
 
 
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("İce", "frost"),
+        ("İSTANBUL istanbul", "Byzanz Byzanz"),
+        ("ſet", "group"),
+        ("µ", "micro"),
+        ("ς Σ", "sigma sigma"),
+    ],
+)
+def test_a_letter_whose_lower_case_is_another_finds_its_synonyms(text: str, changed: str, tmp_path: Path) -> None:
+    lines = ("ice, frost", "İstanbul, Byzanz", "set, group", "μ, micro", "σ, sigma")
+    (tmp_path / "words.txt").write_text("\n".join(lines), encoding="utf-8")
+    config = AugmentTextConfig(drop=0.0, swap=0.0, synonyms=str(tmp_path / "words.txt"), synonym_share=0.9999)
+    assert TextAugmentation(config)(text, np.random.default_rng(0)) == changed
+
+
 def test_samples_change_alike_on_any_number_of_workers_and_anew_in_each_epoch() -> None:
     recipe, plain = digits(IMAGES), digits()
     data = prepare(recipe)

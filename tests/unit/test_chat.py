@@ -171,6 +171,12 @@ def test_the_loss_is_the_mean_over_targets_however_they_are_shared_out(tmp_path:
     assert whole[-1] < whole[0]
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**64 - 1])
+def test_any_seed_that_torch_takes_splits_the_chats(seed: int, tmp_path: Path) -> None:
+    data = chats_of(recipe_of(tmp_path, write_chats(tmp_path / "chats.jsonl", many()), f"data.seed={seed}"))
+    assert len(data.validation) > 0
+
+
 def test_dropped_and_cut_conversations_are_told(tmp_path: Path) -> None:
     long = [user("good"), answer("very " * 60)]
     late = [user("very " * 60), answer("good")]

@@ -62,6 +62,7 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("alerts.0.metrc=x", ["unknown key alerts.0.metrc", "'metric'"]),
         ("compile.sparsity=2:4", ["compile.sparsity is '2:4'", "'none' or '2-of-4'"]),
         ("train.prune={weights: /w, pattern: '2:4'}", ["train.prune.pattern is '2:4'", "'2-of-4'"]),
+        ("data.seed=18446744073709551616", ["data.seed is 18446744073709551616", "less than"]),
         ("train.epochs=three", ["train.epochs", "'three'", "integer"]),
         ("train.epochs=true", ["train.epochs", "True", "integer"]),
         ("train.optimizer.lr=0", ["train.optimizer.lr", "greater than 0"]),

@@ -293,3 +293,26 @@ def test_only_a_run_without_a_checkpoint_needs_the_folder_again(adapter: str, tm
     write_encoder(folder, labels=2)
     with pytest.raises(RecipeError, match=r"has other weights on .* than the run was given: their sha256 is"):
         prepare_run(second)
+
+
+@pytest.mark.parametrize("task", ["text-classification", "language-modeling"])
+def test_a_tokenizer_that_leaves_ids_out_counts_up_to_its_greatest(task: str, tmp_path: Path) -> None:
+    """As those do from which tokens were removed. An embedding of as many rows as tokens would be too small."""
+    folder = write_decoder(tmp_path / "gaps") if task[0] == "l" else write_encoder(tmp_path / "gaps")
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    tokenizer["model"]["vocab"]["room"] = 60
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
+    (tmp_path / "documents").mkdir()
+    for number in range(20):
+        text = f"the film was good a room {number} " * 9
+        (tmp_path / "documents" / f"{number}.txt").write_text(text, encoding="utf-8")
+    keys = [
+        f"task={task}",
+        "data.block_length=32",
+        "data.buckets=[32, 64, 128, 256]",
+        f"data.source={tmp_path / 'documents'}",
+        "data.columns={}",
+    ]
+    facts = prepare(recipe_of(tmp_path, folder, *(keys if task[0] == "l" else ()))).facts
+    assert facts["vocab_size"] == 61

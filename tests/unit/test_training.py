@@ -148,6 +148,16 @@ def test_batch_norm_over_workers_validates_with_float32_statistics(dtype: torch.
     torch.testing.assert_close(normal.float(), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.usefixtures("_process_group")
+def test_batch_norm_over_workers_refuses_one_value_of_each_channel() -> None:
+    """Its variance is 0 / 0, which would stay in the running statistics for ever."""
+    norm = synchronize_batch_norm(nn.BatchNorm1d(4))
+    with pytest.raises(TrainingError, match="got one value of each of its 4 channels, from all workers together"):
+        norm(torch.randn(1, 4))
+    assert norm(torch.randn(2, 4)).isfinite().all()
+    assert norm.running_var.isfinite().all()
+
+
 def test_too_few_samples_for_a_batch_are_refused() -> None:
     recipe = load_recipe(ROOT / "recipes/digits.yaml")
     assert count_steps(recipe, in_memory([0] * 200, 64)) == 3 * recipe.train.epochs

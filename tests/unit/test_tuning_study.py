@@ -346,3 +346,10 @@ def test_a_front_is_found_without_comparing_every_trial_with_every_other(monkeyp
     monkeypatch.setattr(trials, "_dominates", lambda one, other: compared.append(one) or dominates(one, other))
     assert [trial.number for trial in trials.best_trials(study)] == [0, 50, 1, 51]
     assert len(compared) < 4 * 100
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes", "qmc"])
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_sampler_takes_any_seed(sampler: str, seed: int, url: URL) -> None:
+    study = create(url, f"tune.seed={seed}", f"tune.sampler={sampler}", "tune.scheduler=none")
+    assert [study.ask(max_trials=9) for _ in range(3)]

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional
 
+from app.errors import TrainingError
 from app.torch_internals import BatchNorm, keep_uncompiled
 
 
@@ -50,6 +51,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         count = torch.full((1,), float(values.numel() // values.shape[1]))
         sums = _sum_over_workers(torch.cat([values.sum(reduced_dims), count]))
         mean, total = sums[:-1] / sums[-1], sums[-1].detach()
+        if total < 2:
+            raise TrainingError(
+                f"a batch norm got one value of each of its {values.shape[1]} channels, from all workers together, and "
+                "one value has no variance: give micro-batches of two samples or more with train.global_batch_size or "
+                "train.plan.micro_batch"
+            )
 
         # A second all-reduce, of squared deviations: the mean of squares less the squared mean would cancel in float32.
         deviations = values - mean.view(shape)
