@@ -1,10 +1,11 @@
 """The profile of a user's own model: one forward pass on fake tensors, which have shapes and no memory."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from app.models.splitting import cuts_of, layers_of
 from app.models.staged import Layer, ShardStyle, Tied
 from app.models.traits import ModelKind, kind_of, traits_of
 from app.planner.profile import LayerProfile, ModelProfile
-from app.planner.recorder import SAMPLES, FakeModel, Recorder
+from app.planner.recorder import SAMPLES, FakeModel, Recorder, storage_of
 
 _ROW_CUTS = ("o_proj", "out_proj", "down_proj", "c_proj", "fc2", "dense_4h_to_h", "attention.dense", "output.dense")
 """Names of the Linears in models of Hugging Face whose inputs DeepSpeed splits (``module_inject/auto_tp.py``)."""
@@ -41,7 +42,7 @@ def measure(model: nn.Module, inputs: Mapping[str, Tensor], precision: Precision
     Raises:
         PlanError: its forward pass needs values that shapes do not have.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
         fakes = FakeModel.of(model, inputs, precision, _cuts(model))
         try:
             is_staged = kind_of(model) is ModelKind.STAGED and len(inputs) == 1
@@ -70,6 +71,17 @@ def measure(model: nn.Module, inputs: Mapping[str, Tensor], precision: Precision
         sample_bytes=sum(tensor.nbytes / len(tensor) for tensor in inputs.values()),
         output_bytes=output.nbytes / SAMPLES,
     )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging the traceback of each operation that fails. The error says as much."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled
 
 
 def _hidden(layers: list[LayerProfile], sequence: int, precision: Precision) -> int:
@@ -140,23 +152,45 @@ def _likeness(layer: Layer, inputs: Tensor, position: int) -> object:
 
 
 def _hooked_layers(fakes: FakeModel) -> list[LayerProfile]:
-    """Measure a model's first blocks alike, with what runs before and after them."""
+    """Measure a chain of blocks by its first ones, and any other model as one layer."""
     blocks = _longest_list(fakes.model)
+    chain = None
+    if blocks is not None:
+        # Without some of its blocks a model may fail, as one that joins the outputs of parallel heads.
+        with suppress(Exception):
+            chain = _chain_layers(fakes, blocks)
+    if chain:
+        return chain
+    recorder = Recorder(fakes)
+    with recorder.keeping(), recorder:
+        fakes.output = logits_of(fakes.model(**fakes.inputs))
+        _loss(fakes.output)
+    return [recorder.layer(type(fakes.model).__name__, fakes.model.parameters(), None, None)]
+
+
+def _chain_layers(fakes: FakeModel, blocks: nn.ModuleList) -> list[LayerProfile] | None:
+    """Measure the first blocks, with what runs before and after them. The others are like them.
+
+    Return None unless each of them runs once, one after the other.
+    """
     recorder = Recorder(fakes)
     found: list[LayerProfile] = []
+    calls: list[_Call] = []
 
     def close(name: str, parameters: Iterable[nn.Parameter], output: Tensor | None) -> None:
         found.append(recorder.layer(name, parameters, output, None))
         recorder.begin()
 
-    number = len(blocks) if blocks is not None else 0
-    with _shortened(blocks), _hooks(blocks, close, found), recorder.keeping(), recorder:
+    number = len(blocks)
+    with _shortened(blocks), _hooks(blocks, close, calls), recorder.keeping(), recorder:
+        kept = list(map(id, blocks))
         output = logits_of(fakes.model(**fakes.inputs))
         _loss(output)
+    # A block that runs again shares its weights, and blocks with one input run beside each other.
+    inputs = [call.given for call in calls if call.given is not None]
+    if [call.block for call in calls] != kept or any(len(set(ids)) < len(ids) for ids in (kept, inputs)):
+        return None
     fakes.output = output
-    # No block has run, so the whole model is one layer.
-    if blocks is None or len(found) < 2:
-        return [recorder.layer(type(fakes.model).__name__, fakes.model.parameters(), None, None)]
     whole = {id(parameter) for block in blocks for parameter in block.parameters()}
     outside = [parameter for parameter in fakes.model.parameters() if id(parameter) not in whole]
     tables = [module for module in fakes.model.modules() if isinstance(module, nn.Embedding)]
@@ -188,39 +222,47 @@ def _shape(module: nn.Module) -> object:
 
 
 @contextmanager
-def _shortened(blocks: nn.ModuleList | None) -> Iterator[None]:
+def _shortened(blocks: nn.ModuleList) -> Iterator[None]:
     """Leave the first blocks of ``blocks`` for a while."""
-    kept = dict(blocks._modules) if blocks is not None else {}
-    if blocks is not None:
-        for name in list(kept)[_MEASURED_BLOCKS:]:
-            del blocks._modules[name]
+    kept = dict(blocks._modules)
+    for name in list(kept)[_MEASURED_BLOCKS:]:
+        del blocks._modules[name]
     try:
         yield
     finally:
-        if blocks is not None:
-            blocks._modules.update(kept)
+        blocks._modules.update(kept)
+
+
+class _Call(NamedTuple):
+    """A call of a block."""
+
+    block: int
+    """Its identity."""
+    given: int | None
+    """The identity of its first input's storage."""
 
 
 @contextmanager
 def _hooks(
-    blocks: nn.ModuleList | None,
+    blocks: nn.ModuleList,
     close: Callable[[str, Iterable[nn.Parameter], Tensor | None], None],
-    found: list[LayerProfile],
+    calls: list[_Call],
 ) -> Iterator[None]:
-    """Close a layer where a block begins or ends."""
+    """Close a layer where a block begins or ends, and note each call."""
 
-    def before(_: nn.Module, args: Any) -> None:
+    def before(block: nn.Module, args: Any) -> None:
+        first = next((leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)), None)
         # Only the first block closes what is before it. What lies between two blocks counts to the later one.
-        if not found:
-            first = next((leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)), None)
+        if not calls:
             close("input", [], first)
+        calls.append(_Call(id(block), None if first is None else storage_of(first)))
 
     def after(block: nn.Module, _: Any, output: Any) -> None:
         first = next((leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor)), None)
         close(type(block).__name__, block.parameters(), first)
 
     handles = []
-    for block in blocks or ():
+    for block in {id(block): block for block in blocks}.values():
         handles += [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
     try:
         yield

@@ -17,7 +17,7 @@ from app.config.plan import Precision
 from app.models.precision import TORCH_DTYPES
 from app.models.staged import ShardStyle
 from app.planner.profile import LayerProfile, SavedActivations, Work
-from app.telemetry.mfu import CPU_ATTENTION
+from app.telemetry.mfu import CPU_OPERATIONS
 
 SAMPLES = 2
 """Samples of the pass. Batch norm needs two."""
@@ -167,10 +167,10 @@ def _work_of(
     """Return the work of one operation. Products of activations with each other are attention's."""
     moved = float(sum(tensor.nbytes for tensor in (*activations, *outputs)))
     packet = func.overloadpacket
-    count = CPU_ATTENTION.get(packet) or flop_registry.get(packet)
+    count = CPU_OPERATIONS.get(packet) or flop_registry.get(packet)
     if count is None:
         return Work(moved_bytes=moved, kernels=1)
-    shapes = packet in CPU_ATTENTION
+    shapes = packet in CPU_OPERATIONS
     values = [arg.shape if isinstance(arg, Tensor) else arg for arg in args] if shapes else args
     flops = float(count(*values) if shapes else count(*args, **kwargs, out_val=made))
     if has_weight:

@@ -40,14 +40,14 @@ def flops_per_sample(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
     (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). For a decoder this is 6 N + 12 L H Q T per token (Chowdhery et
     al. 2022, arXiv:2204.02311, appendix B) with N weights in matrix products, L layers, H heads of size Q, T tokens. A
     multiplication and an addition are two operations. Attention counts whole, masked or not. Recomputed activations do
-    not count. Only matrix products, convolutions and attention count. Recurrent layers, which torch runs as one
-    operation, are missed.
+    not count. Only matrix products, convolutions and attention count. On GPUs, recurrent layers are missed, which cuDNN
+    runs as one operation.
 
     Args:
         model: run once on ``inputs``, without gradients. Its mode, buffers and random state do not change.
         inputs: its tensors by name, each of shape (batch, …).
     """
-    counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
+    counter = FlopCounterMode(display=False, custom_mapping=CPU_OPERATIONS)
     with _unchanged(model, inputs), torch.no_grad(), counter:
         model(**inputs)
     return 3 * counter.get_total_flops() / len(next(iter(inputs.values())))
@@ -58,7 +58,15 @@ def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: 
     return flops
 
 
-CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+def _lstm_flops(inputs: torch.Size, input_weights: torch.Size, hidden_weights: torch.Size, *_: Any, **__: Any) -> int:
+    """Return the operations of an LSTM in one direction: two products for each token, over all gates."""
+    return 2 * inputs[:-1].numel() * (input_weights.numel() + hidden_weights.numel())
+
+
+CPU_OPERATIONS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten.mkldnn_rnn_layer: _lstm_flops,
+}
 """Operations that torch's table lacks."""
 
 

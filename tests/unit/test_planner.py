@@ -2,11 +2,13 @@
 
 import json
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from app.cli.main import app
@@ -22,6 +24,7 @@ from app.planner.search import Findings, Problem, fewest_devices, search
 from app.planner.stages import balanced_cuts
 from app.planner.traffic import RAYLOOM, traffic
 from app.planner.validation import validation_of
+from app.telemetry.mfu import flops_per_sample
 from app.training.planning.report import PlanReport, report
 from benchmarks.planning.stacks import STACKS
 from benchmarks.planning.transformer import TransformerShape, transformer_profile
@@ -41,6 +44,78 @@ def test_measured_gpt_agrees_with_the_formulas_of_a_transformer() -> None:
     assert (block.split_parameters, block.column_inputs, block.row_cuts) == (formula.split_parameters, 2, 2)
     assert block.boundary_bytes == formula.boundary_bytes
     assert block.saved.total == pytest.approx(formula.saved.total, rel=0.25)  # rotary positions are kept beside
+
+
+class Recurrent(nn.Module):
+    """Words, read in both directions."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.words, self.read = nn.Embedding(50, 32), kind(32, 64, 2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(128, 5)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.read(self.words(input_ids))[0][:, -1])
+
+
+class Blocks(nn.Module):
+    """Matrices of 16 x 16, which ``run`` puts together, and a head."""
+
+    def __init__(self, number: int, run: Callable[[nn.ModuleList, Tensor], Tensor], width: int = 16) -> None:
+        super().__init__()
+        self.blocks, self.run = nn.ModuleList(nn.Linear(16, 16) for _ in range(number)), run
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.head(self.run(self.blocks, features))
+
+
+def one_after_the_other(blocks: Iterable[nn.Module], features: Tensor) -> Tensor:
+    for block in blocks:
+        features = block(features)
+    return features
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_a_recurrent_layer_is_counted(kind: type[nn.RNNBase], gates: int) -> None:
+    model, inputs = Recurrent(kind), {"input_ids": torch.zeros(1, 16, dtype=torch.int64)}
+    expected = 2 * 16 * 2 * gates * 64 * ((32 + 64) + (128 + 64)) + 2 * 128 * 5
+    assert measure(model, inputs, "fp32").work.matmul_flops == expected
+    assert flops_per_sample(model, inputs) == 3 * expected
+
+
+@pytest.mark.parametrize(
+    ("model", "calls"),
+    [
+        (Blocks(6, one_after_the_other), 6),
+        (Blocks(2, lambda blocks, features: one_after_the_other([*blocks] * 3, features)), 6),
+        (Blocks(1, lambda blocks, features: one_after_the_other([*blocks] * 6, features)), 6),
+        (Blocks(4, lambda blocks, features: one_after_the_other([blocks[place] for place in range(4)], features)), 4),
+        (Blocks(5, lambda blocks, features: torch.cat([block(features) for block in blocks], -1), 80), 5),
+        (Blocks(5, lambda blocks, features: torch.stack([block(features) for block in blocks]).sum(0)), 5),
+    ],
+    ids=["a chain", "blocks again", "one block again", "by number", "beside each other", "added"],
+)
+def test_every_call_of_a_block_is_counted(model: Blocks, calls: int, caplog: pytest.LogCaptureFixture) -> None:
+    measured = measure(model, {"features": torch.zeros(1, 16)}, "fp32")
+    assert measured.work.matmul_flops == 2 * (calls * 16 * 16 + model.head.in_features * 3)
+    assert measured.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert measured.vocabulary == 3
+    assert not caplog.records
+
+
+def test_a_block_that_is_listed_several_times_has_its_weights_once() -> None:
+    model = Blocks(1, one_after_the_other)
+    model.blocks = nn.ModuleList([model.blocks[0]] * 6)
+    measured = measure(model, {"features": torch.zeros(1, 16)}, "fp32")
+    assert (measured.parameters, measured.work.matmul_flops) == (16 * 17 + 17 * 3, 2 * (6 * 16 * 16 + 16 * 3))
+
+
+def test_a_model_that_cannot_be_measured_is_refused_without_tracebacks(caplog: pytest.LogCaptureFixture) -> None:
+    model = Blocks(2, lambda blocks, features: torch.cat([block(features) for block in blocks], -1))
+    with pytest.raises(PlanError, match="model Blocks cannot be measured without values"):
+        measure(model, {"features": torch.zeros(1, 16)}, "fp32")
+    assert not caplog.records
 
 
 def test_measuring_leaves_the_model_and_random_state() -> None:
