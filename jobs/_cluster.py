@@ -96,7 +96,7 @@ def training_cluster(config: TrainConfig) -> Cluster:
     """Return the part of this job's cluster that training uses: as many devices as workers."""
     workers = config.workers_range[1]
     if config.device == "cpu":
-        return this_machine(workers)
+        return this_machine(workers, config.threads)
     cluster = live_cluster(config)
     return cluster.resized(workers, cluster.devices_per_node)
 
@@ -105,10 +105,11 @@ def live_cluster(config: TrainConfig) -> Cluster:
     """Return the part of this job's cluster where workers may be placed: its GPUs, or its CPUs if it has no GPUs."""
     connect()
     kind = Placement(of_kind(config.accelerator_type) | config.resources, config.labels)
-    return cluster_of_nodes([node["Resources"] for node in ray.nodes() if kind.fits(node)], config.workers_range[1])
+    nodes = [node["Resources"] for node in ray.nodes() if kind.fits(node)]
+    return cluster_of_nodes(nodes, config.workers_range[1], config.threads)
 
 
-def cluster_of_nodes(nodes: Sequence[Mapping[str, float]], workers: int) -> Cluster:
+def cluster_of_nodes(nodes: Sequence[Mapping[str, float]], workers: int, threads: int = 1) -> Cluster:
     """Return the cluster of nodes with these resources.
 
     Raises:
@@ -116,7 +117,7 @@ def cluster_of_nodes(nodes: Sequence[Mapping[str, float]], workers: int) -> Clus
     """
     with_gpus = [resources for resources in nodes if resources.get("GPU")]
     if not with_gpus:
-        return this_machine(workers)
+        return this_machine(workers, threads)
     kinds = {(_accelerator(resources), int(resources["GPU"])) for resources in with_gpus}
     if len(kinds) > 1:
         shown = ", ".join(f"{count} x {name}" for name, count in sorted(kinds))

@@ -32,7 +32,8 @@ class PlanMetrics(BaseModel):
 
 def plan(given: argparse.Namespace, run: Run) -> Outcome:
     """Find the plans, print the table, and keep all of it as JSON."""
-    cluster = cluster_of(given.cluster) if given.cluster else live_cluster(run.recipe.train)
+    train = run.recipe.train
+    cluster = cluster_of(given.cluster, train.threads) if given.cluster else live_cluster(train)
     found = plan_recipe(run.recipe, cluster, Options(given.top, given.price, given.calibrate))
     run.open()
     file = run.folder / PLANS_FILE

@@ -31,6 +31,7 @@ def plan(
     from app.training.planning.recipe import Options, plan_recipe  # slow: it imports torch
 
     loaded = load_recipe(recipe, overrides or [])
-    chosen = cluster_of(cluster) if cluster else this_machine(loaded.train.workers_range[1])
+    workers, threads = loaded.train.workers_range[1], loaded.train.threads
+    chosen = cluster_of(cluster, threads) if cluster else this_machine(workers, threads)
     found = plan_recipe(loaded, chosen, Options(top, price, calibrate))
     print(found.model_dump_json(indent=1) if as_json else found.to_text())

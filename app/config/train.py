@@ -240,6 +240,11 @@ class TrainConfig(Section):
         return self.workers if isinstance(self.workers, tuple) else (self.workers, self.workers)
 
     @property
+    def threads(self) -> int:
+        """Whole threads of a worker on CPUs."""
+        return max(1, int(self.cpus_per_worker))
+
+    @property
     def placement(self) -> Placement:
         """The nodes that may run a worker, and what Ray reserves for it."""
         gpu = {"GPU": 1.0} if self.device == "gpu" else {}

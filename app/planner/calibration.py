@@ -11,6 +11,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from app.config.plan import Precision
+from app.engines.architecture import usable_cores
 from app.planner.cluster import Cluster, Link
 from app.planner.rates import PROCESSOR, Rates
 from app.storage import HOME, to_path, write_atomically
@@ -40,6 +41,8 @@ class Calibration(BaseModel):
 
     machine: str
     workers: int
+    threads: int = 1
+    """Threads of each worker."""
     precision: Precision
     matmul_flops: float
     """Operations per second of a worker, while all compute."""
@@ -89,27 +92,28 @@ class Calibration(BaseModel):
 
     def save(self) -> None:
         """Write the file that ``read_calibration`` reads."""
-        file = to_path(_file(self.machine, self.workers, self.precision))
+        file = to_path(_file(self.machine, self.workers, self.threads, self.precision))
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, self.model_dump_json(indent=1).encode())
 
 
 def machine_name() -> str:
-    """Return what the measurements depend on: the processor, its cores, and torch."""
+    """Return what the measurements depend on: the processor, the cores that this process may use, and torch."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         models = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
-    return f"{models[0] if models else platform.processor()}, {len(models)} cores, torch {torch.__version__}"
+    return f"{models[0] if models else platform.processor()}, {usable_cores()} cores, torch {torch.__version__}"
 
 
 def read_calibration(cluster: Cluster, precision: Precision) -> Calibration | None:
-    """Return what was measured with as many workers on this machine; None if nothing was, or it cannot be read."""
+    """Return what as many workers with as many threads measured on this machine; None if nothing readable is there."""
+    file = _file(machine_name(), cluster.devices, cluster.device.threads, precision)
     try:
         # A file of another version counts as none: what it held can be measured again.
-        return Calibration.model_validate_json(_file(machine_name(), cluster.devices, precision).read_bytes())
+        return Calibration.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):
         return None
 
 
-def _file(machine: str, workers: int, precision: Precision) -> Any:
+def _file(machine: str, workers: int, threads: int, precision: Precision) -> Any:
     key = hashlib.sha256(machine.encode()).hexdigest()[:12]
-    return _FOLDER / f"{key}-{workers}-{precision}.json"
+    return _FOLDER / f"{key}-{workers}x{threads}-{precision}.json"

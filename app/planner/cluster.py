@@ -18,6 +18,7 @@ from app.config import TrainConfig, parse_yaml, yaml_problem
 from app.config.plan import Device as DeviceKind
 from app.config.plan import Precision
 from app.config.section import Section
+from app.engines.architecture import granted_memory, usable_cores
 from app.errors import PlanError
 from app.import_string import did_you_mean
 
@@ -52,6 +53,8 @@ class Device:
     """Seconds that a small operation takes at least, from Python to the end of its kernel."""
     units: int = 1
     """Multiprocessors, among which a product's tiles are dealt out."""
+    threads: int = 1
+    """Threads of a worker process on CPUs."""
 
     def flops(self, precision: Precision) -> float:
         """Return the operations per second of matrix products in ``precision``."""
@@ -134,18 +137,19 @@ CATALOGUE = (*_MACHINES, "cpu")
 """Names of devices that ``--cluster`` knows."""
 
 
-def cluster_of(text: str) -> Cluster:
+def cluster_of(text: str, threads: int = 1) -> Cluster:
     """Return the cluster that ``--cluster`` names.
 
     Args:
         text: ``64xa100-80`` (devices), ``8x4xh100`` (nodes and devices of each), ``2xcpu`` (worker processes of this
             machine), or the path of a YAML or JSON file.
+        threads: those of a worker process on CPUs.
 
     Raises:
         PlanError: the device is unknown, the text is neither, or the file lacks something.
     """
     if text.endswith((".yaml", ".yml", ".json")):
-        return _read_file(Path(text))
+        return _read_file(Path(text), threads)
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w.-]*)", text)
     if match is None:
         raise PlanError(
@@ -155,16 +159,16 @@ def cluster_of(text: str) -> Cluster:
     nodes, count, name = match.groups()
     if int(count) < 1 or int(nodes or 1) < 1:
         raise PlanError(f"cluster {text!r} has no devices: give at least one, such as 1x{name}")
-    cluster = _named(name.lower(), int(count))
+    cluster = _named(name.lower(), int(count), threads)
     if nodes:
         cluster = replace(cluster, devices=int(nodes) * int(count), devices_per_node=int(count))
     return cluster
 
 
-def _named(name: str, devices: int) -> Cluster:
+def _named(name: str, devices: int, threads: int) -> Cluster:
     """Return a cluster of the catalogue."""
     if name == "cpu":
-        return this_machine(devices)
+        return this_machine(devices, threads)
     if name not in _MACHINES:
         alike = [known for known in CATALOGUE if known.startswith(name)]
         nearest = f"did you mean {' or '.join(alike)}?" if alike else did_you_mean(name, CATALOGUE)
@@ -182,12 +186,16 @@ def _named(name: str, devices: int) -> Cluster:
     )
 
 
-def this_machine(workers: int) -> Cluster:
-    """Return this machine's CPUs, shared by ``workers`` processes. The rates are typical ones: calibration measures."""
+def this_machine(workers: int, threads: int = 1) -> Cluster:
+    """Return this machine's CPUs, shared by ``workers`` processes of so many threads, within the limits of its cgroup.
+
+    The rates are typical ones: calibration measures.
+    """
     # Physical cores, because hyperthreads share the units that compute matrix products.
-    cores = psutil.cpu_count(logical=False) or 1
-    memory = psutil.virtual_memory().total
-    share = max(1.0, cores / workers)
+    usable = usable_cores()
+    cores = min(psutil.cpu_count(logical=False) or usable, usable)
+    memory = int(min(psutil.virtual_memory().total, granted_memory()))
+    share = min(threads, cores / workers)
     return Cluster(
         device=Device(
             name="cpu",
@@ -198,6 +206,7 @@ def this_machine(workers: int) -> Cluster:
             half_flops=30e9 * share,
             float_flops=60e9 * share,
             launch_s=_CPU_LAUNCH_S,
+            threads=threads,
         ),
         devices=workers,
         devices_per_node=workers,
@@ -209,22 +218,24 @@ def this_machine(workers: int) -> Cluster:
     )
 
 
-# The first match counts, so the A100 with 80 GB is before the others.
-_GPU_NAMES = (
-    ("A100.*80G", "a100-80"),
-    ("A100", "a100-40"),
-    ("H100", "h100"),
-    ("H200", "h200"),
-    ("B200", "b200"),
-    (r"\bL4\b", "l4"),
-    (r"\bT4\b", "t4"),
-)
-"""Patterns of the names that CUDA and Ray give GPUs. Of an A100 that does not say, the smaller memory is taken."""
+_GPU_NAMES = {
+    "a100-80": r"NVIDIA A100-SXM4?-80GB|A100-80G",
+    "a100-40": r"NVIDIA A100-SXM4?-40GB|A100(-40G)?",
+    "h100": r"NVIDIA H100 80GB HBM3|H100",
+    "h200": r"(NVIDIA )?H200",
+    "b200": r"(NVIDIA )?B200",
+    "l4": r"(NVIDIA )?L4",
+    "t4": r"(NVIDIA )?Tesla T4|NVIDIA T4|T4",
+}
+"""The whole names that CUDA and Ray give GPUs of the catalogue, whose cards on PCIe have other links and rates.
+
+Ray's short names say neither. Its A100 is taken for the one with less memory, and the others for the catalogue's.
+"""
 
 
 def catalogue_name(gpu: str) -> str:
     """Return the catalogue's name of a GPU that CUDA or Ray calls ``gpu``. Raises PlanError if it has none."""
-    found = next((name for pattern, name in _GPU_NAMES if re.search(pattern, gpu)), None)
+    found = next((name for name, pattern in _GPU_NAMES.items() if re.fullmatch(pattern, gpu)), None)
     if found is None:
         raise PlanError(f"GPU {gpu!r} is not in the catalogue: give --cluster a file with its figures")
     return found
@@ -234,7 +245,7 @@ def local_cluster(config: TrainConfig) -> Cluster:
     """Return as many of this machine's devices as training has workers. Raises PlanError for an unknown GPU."""
     workers = config.workers_range[1]
     if config.device == "cpu":
-        return this_machine(workers)
+        return this_machine(workers, config.threads)
     import torch
 
     name = catalogue_name(torch.cuda.get_device_name())
@@ -285,7 +296,7 @@ class ClusterFile(Section):
     disk_gigabytes_per_s: Rate | None = Field(default=None, description="a node's local disk, for offload to nvme")
 
 
-def _read_file(path: Path) -> Cluster:
+def _read_file(path: Path, threads: int) -> Cluster:
     """Return the cluster of a file. Raises PlanError if it cannot be read, or a link is missing."""
     try:
         file = ClusterFile.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
@@ -302,11 +313,11 @@ def _read_file(path: Path) -> Cluster:
             f"cluster file {str(path)!r}: {where}: {first['msg']}, got {first['input']!r}; known keys are "
             f"{', '.join(ClusterFile.model_fields)}"
         ) from error
-    return _from_file(file, path)
+    return _from_file(file, path, threads)
 
 
-def _from_file(file: ClusterFile, path: Path) -> Cluster:
-    base = _named(file.device, file.devices) if isinstance(file.device, str) else None
+def _from_file(file: ClusterFile, path: Path, threads: int) -> Cluster:
+    base = _named(file.device, file.devices, threads) if isinstance(file.device, str) else None
     device = base.device if base else file.device.device()  # type: ignore[union-attr] # one of the two
     per_node = file.devices_per_node or (base.devices_per_node if base else file.devices)
     per_node = min(per_node, file.devices)

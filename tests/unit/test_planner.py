@@ -16,7 +16,8 @@ from app.config.plan import PlanConfig, ZeroPlusPlusConfig
 from app.config.plan_rules import Setting
 from app.errors import PlanError
 from app.models.gpt import GPT
-from app.planner.cluster import Cluster, Link, cluster_of
+from app.planner.calibration import Calibration, machine_name, read_calibration
+from app.planner.cluster import Cluster, Link, catalogue_name, cluster_of, this_machine
 from app.planner.measure import measure
 from app.planner.plan import ParallelPlan
 from app.planner.profile import ModelProfile
@@ -338,3 +339,54 @@ def test_calibration_of_gpus_that_are_not_here_is_refused() -> None:
     refused = CliRunner().invoke(app, given)
     assert isinstance(refused.exception, PlanError)
     assert "leave --calibrate out, or give --cluster 2xcpu" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-SXM4-40GB", "a100-40"), ("A100-80G", "a100-80"),
+        ("A100", "a100-40"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA B200", "b200"),
+        ("NVIDIA L4", "l4"), ("Tesla T4", "t4"), ("T4", "t4"),
+    ],
+)  # fmt: skip
+def test_a_gpu_of_the_catalogue_is_known_by_its_whole_name(name: str, expected: str) -> None:
+    assert catalogue_name(name) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA RTX A1000", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H100 PCIe", "NVIDIA H100 NVL",
+        "NVIDIA H200 NVL", "NVIDIA A100 80GB PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "NVIDIA L40S", "NVIDIA T400", "NVIDIA H800",
+    ],
+)  # fmt: skip
+def test_a_gpu_that_only_resembles_one_of_the_catalogue_is_refused(name: str) -> None:
+    with pytest.raises(PlanError, match=f"GPU '{name}' is not in the catalogue: give --cluster a file"):
+        catalogue_name(name)
+
+
+def test_this_machine_is_what_its_cgroup_and_the_threads_of_a_worker_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text("200000 100000")
+    (tmp_path / "memory.max").write_text(str(2**30))
+    (tmp_path / "memory.current").write_text("0")
+    (tmp_path / "own").write_text("0::/\n")
+    monkeypatch.setattr("app.engines.architecture._MOUNT", tmp_path)
+    monkeypatch.setattr("app.engines.architecture._OWN", tmp_path / "own")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 64)
+    one, two, four = (this_machine(workers, threads) for workers, threads in ((1, 1), (1, 8), (4, 1)))
+    assert (one.host_memory, four.device.memory) == (2**30, 2**28)
+    # Of eight threads two get a core each, and four workers share two cores.
+    assert two.device.float_flops == 2 * one.device.float_flops == 4 * four.device.float_flops
+
+
+def test_a_calibration_is_for_as_many_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("app.planner.calibration._FOLDER", tmp_path)
+    rates = {"matmul_flops": 1e9, "memory_bandwidth": 1e9, "launch_s": 1e-6, "link_bandwidth": 1e9}
+    measured = Calibration(machine=machine_name(), workers=2, threads=4, precision="fp32", link_latency_s=1e-6, **rates)
+    measured.save()
+    assert read_calibration(this_machine(2, threads=4), "fp32") == measured
+    assert read_calibration(this_machine(2, threads=1), "fp32") is None

@@ -54,6 +54,7 @@ def measure_machine(workers: int, precision: Precision, threads: int) -> Calibra
     return Calibration(
         machine=machine_name(),
         workers=workers,
+        threads=threads,
         precision=precision,
         # The slowest worker counts, because the others wait for it in every step.
         matmul_flops=min(rates.matmul_flops for rates in found),
@@ -73,7 +74,7 @@ def measure_plan(recipe: Recipe, data: PreparedData, candidate: Candidate, subje
     planned = recipe.with_plan(candidate.config, workers=candidate.plan.workers, device="cpu")
     with tempfile.TemporaryDirectory() as folder:
         data.save(to_path(folder) / "data")
-        threads = max(1, int(recipe.train.cpus_per_worker))
+        threads = recipe.train.threads
         # Processors take a second or two to reach their pace: caches fill, and allocations become regular.
         count = min(max(round(_MEASURED_S / candidate.time.step_s), _MIN_STEPS), _MAX_STEPS)
         arguments = planned, str(Path(folder) / "data"), count

@@ -157,7 +157,7 @@ def calibrate(subject: Subject, cluster: Cluster, data: PreparedData) -> Calibra
         raise PlanError("calibration runs batches of one size: set train.global_batch_size, or leave --calibrate out")
     config = subject.recipe.train
     known = read_calibration(cluster, config.precision)
-    found = measure_machine(cluster.devices, config.precision, max(1, int(config.cpus_per_worker)))
+    found = measure_machine(cluster.devices, config.precision, cluster.device.threads)
     # Plans that ran before stay, because the file is of the same machine.
     calibration = found.with_plans(known.plans if known else [])
     # The rates are kept even if a plan fails to run.
