@@ -7,7 +7,7 @@ import ray
 from ray.util.state import list_actors
 
 from app.cluster.state import MARK
-from app.config import ACCELERATOR, Placement, TrainConfig, of_kind
+from app.config import ACCELERATOR, Placement, TrainConfig, of_kind, suffices
 from app.errors import ClusterError, PlanError
 from app.planner.cluster import Cluster, catalogue_name, cluster_of, this_machine
 
@@ -57,7 +57,7 @@ def require(needed: Mapping[str, float], who: str, labels: Mapping[str, str] | N
     where = f"the {len(nodes)} nodes with the labels {shown} have" if shown else "the cluster has"
     for resource, amount in needed.items():
         total = sum(node.get(resource, 0.0) for node in nodes)
-        if amount <= total:
+        if suffices(total, amount):
             continue
         sentence = f"{who} need {_amount(resource, amount)}, and {where} {total:g}"
         if not may_grow():

@@ -12,6 +12,8 @@ _KEY = re.compile(rf"(?:{_WORD}/)?{_WORD}")
 _SELECTOR = re.compile(rf"(?P<no>!?)(?:in\((?P<several>{_WORD}(?:, ?{_WORD})*)\)|(?P<one>{_WORD}))")
 ACCELERATOR = "accelerator_type:"
 """Prefix of Ray's resource for a kind of GPU."""
+_UNITS = 10_000
+"""Ray counts resources in parts of this size. Floats would find nine times 0.2 in 2.0."""
 _ANY_SHARE = 0.001
 """Amount to reserve of such a resource. It is tiny, because the resource only marks nodes with that kind."""
 
@@ -27,6 +29,16 @@ def _check_labels(labels: dict[str, str]) -> dict[str, str]:
 
 LabelSelector = Annotated[dict[str, str], AfterValidator(_check_labels)]
 """Conditions on a node's labels, in Ray's syntax: ``{market: spot}``, ``{zone: "!in(a, b)"}``."""
+
+
+def count_in(held: float, amount: float) -> int:
+    """Return how often an amount of a resource fits into what is held, as Ray counts."""
+    return round(held * _UNITS) // max(1, round(amount * _UNITS))
+
+
+def suffices(held: float, amount: float) -> bool:
+    """Return whether an amount of a resource fits into what is held, as Ray counts."""
+    return round(amount * _UNITS) <= round(held * _UNITS)
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,9 @@ class Placement:
     def fits(self, node: Mapping[str, Any]) -> bool:
         """Return whether a node is selected and large enough."""
         held = node["Resources"]
-        return self.selects(node) and all(amount <= held.get(kind, 0.0) for kind, amount in self.resources.items())
+        return self.selects(node) and all(
+            suffices(held.get(kind, 0.0), amount) for kind, amount in self.resources.items()
+        )
 
 
 def _holds(selector: str, label: str | None) -> bool:

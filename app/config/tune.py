@@ -1,5 +1,6 @@
 """The recipe's ``tune``: the search space, the sampler, the scheduler, and when the search ends."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -22,6 +23,11 @@ class Objective:
 
     metric: str
     mode: Mode
+
+    @property
+    def worst(self) -> float:
+        """The value that is worse than any number."""
+        return math.inf if self.mode == "min" else -math.inf
 
     @property
     def is_measured_at_end(self) -> bool:

@@ -17,7 +17,7 @@ from upath import UPath
 
 from app.artifacts import DATA, FAILURE_FILE
 from app.cluster.state import MARK
-from app.config import TrainConfig
+from app.config import Recipe, TrainConfig, count_in
 from app.errors import DataError, NonFiniteLossError, RayloomError, TopologyError, TrainingError, UnsharedStorageError
 from app.heartbeat import keep_heartbeat
 from app.storage import no_op, to_path
@@ -145,7 +145,7 @@ def worker_slots(config: TrainConfig) -> dict[str, int]:
     # Ray also lists nodes that have left.
     selected = {node["NodeName"]: node["Resources"] for node in ray.nodes() if needed.selects(node)}
     return {
-        name: min(int(held.get(resource, 0) // amount) for resource, amount in needed.resources.items())
+        name: min(count_in(held.get(resource, 0), amount) for resource, amount in needed.resources.items())
         for name, held in selected.items()
     }
 

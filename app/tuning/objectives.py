@@ -29,6 +29,17 @@ def objective_of(record: EpochRecord, objective: Objective) -> float:
     return value
 
 
+def epoch_value(record: EpochRecord, objective: Objective) -> float:
+    """Return an objective after an epoch. One that is NaN or infinite is the worst: training goes on, and may recover.
+
+    Raises:
+        NonFiniteLossError: the epoch has no such metric.
+    """
+    is_known = getattr(record, objective.metric, None) is not None
+    is_finite = math.isfinite(record.value_of(objective.metric))
+    return objective.worst if is_known and not is_finite else objective_of(record, objective)
+
+
 def final_values(
     objectives: Sequence[Objective], records: Iterable[EpochRecord], recipe: Recipe, data: PreparedData
 ) -> list[float]:

@@ -1,5 +1,6 @@
 """Ray's private parts that a search needs, each use with its reason. No other module of ``app/tuning`` touches them."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from ray.tune.schedulers import MedianStoppingRule, PopulationBasedTraining, Tri
 from ray.util.queue import Empty, Queue
 
 from app.tuning.space import Value
-from app.tuning.trial_config import CLONED, EPOCH, LAST_REPORTED_EPOCH, NUMBER, VALUES
+from app.tuning.trial_config import CLONED, EPOCH, LAST_REPORTED_EPOCH, NUMBER, VALUE, VALUES
 
 CONTINUE, STOP = "continue", "stop"
 """A worker's turn: train the next epoch, or return because the run is about to stop."""
@@ -47,7 +48,13 @@ class MedianRule(MedianStoppingRule):  # type: ignore[misc] # Ray has no types
 
     def add_past_trial(self, trial: object, results: list[dict[str, Any]]) -> None:
         """Compare later trials with one that has ended. The public API takes only running trials."""
-        self._results[trial] += results
+        self._results[trial] += [result for result in results if math.isfinite(result[VALUE])]
+
+    def on_trial_result(self, tune_controller: object, trial: Trial, result: dict[str, Any]) -> str:
+        """Judge a trial after an epoch, but not after one that has no number, which would spoil its mean for good."""
+        if not math.isfinite(result[VALUE]):
+            return str(TrialScheduler.CONTINUE)
+        return str(super().on_trial_result(tune_controller, trial, result))
 
     def _on_insufficient_samples(self, tune_controller: object, trial: Trial, time: float) -> str:  # noqa: ARG002
         """Continue a trial that cannot be judged yet. Ray Tune would pause it, and its actor would idle."""

@@ -13,7 +13,7 @@ from ray.util import metrics as ray_metrics
 from upath import UPath
 
 from app.artifacts import TRIALS
-from app.config import Placement, Recipe, TrainConfig, TuneConfig
+from app.config import Placement, Recipe, TrainConfig, TuneConfig, count_in
 from app.errors import RayloomError, TuningError
 from app.telemetry.metrics import Publish, publishing
 from app.training.coordination.shared_folder import marked
@@ -102,7 +102,7 @@ class Search:
         """Return how many trials the cluster has room for now, or fewer if the recipe says so."""
         nodes = [node["Resources"] for node in ray.nodes() if self._train.placement.selects(node)]
         held = {name: sum(node.get(name, 0.0) for node in nodes) for name in self.resources}
-        capacity = min(int(held[name] // amount) for name, amount in self.resources.items())
+        capacity = min(count_in(held[name], amount) for name, amount in self.resources.items())
         return min(capacity, self.max_concurrency)
 
     def concurrency(self) -> int:

@@ -1,6 +1,7 @@
 """The study of a search: Optuna's record of every trial, from which an interrupted search resumes."""
 
 import logging
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -205,7 +206,7 @@ class SearchStudy:
                 with warnings.catch_warnings(action="ignore"):
                     trial.report(value, epoch)
                 kept = trial.user_attrs.get(KEPT)
-                if kept is None or cost < kept[0]:
+                if math.isfinite(value) and (kept is None or cost < kept[0]):
                     trial.set_user_attr(KEPT, [cost, value])
             # This comes last, so that an epoch that is only half recorded is reported again.
             trial.set_user_attr(EPOCHS, epoch)

@@ -19,7 +19,7 @@ from app.training.checkpoints.store import CheckpointStore
 from app.training.coordination.shared_folder import require_mark
 from app.training.records import Ending, EpochRecord
 from app.training.reporting.recorder import Report
-from app.tuning.objectives import final_values, objective_of
+from app.tuning.objectives import epoch_value, final_values
 from app.tuning.trial_config import LAST_REPORTED_EPOCH, NUMBER, VALUES, EpochResult, FinalResult, trial_recipe
 from app.tuning.trial_data import DataCache
 from app.tuning.trial_training import TrialThread, train_here, train_with_workers
@@ -119,7 +119,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
     def _value(self, record: EpochRecord) -> float | None:
         """Return the first objective, or None if it is only measured at the end."""
         first = self._tune.objectives[0]
-        return None if first.is_measured_at_end else objective_of(record, first)
+        return None if first.is_measured_at_end else epoch_value(record, first)
 
     def _cost(self, record: EpochRecord) -> float:
         selection = self._trial.train.selection

@@ -51,6 +51,20 @@ class DropoutCnn(nn.Module):
         time.sleep(self.pause_s)
 
 
+class FlickeringCnn(SmallCnn):
+    """One whose first validation has no number."""
+
+    def __init__(self, num_labels: int, channels: int, width: int) -> None:
+        super().__init__(num_labels, channels, width)
+        self.validated, self.is_validating = False, False
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        self.validated |= self.training and self.is_validating
+        self.is_validating = not self.training
+        logits: Tensor = super().forward(pixel_values)
+        return logits if self.training or self.validated else logits * torch.nan
+
+
 class HangingCnn(DropoutCnn):
     """One that never comes back from a forward pass on ``rank``, once in the life of file ``once``."""
 

@@ -7,7 +7,7 @@ from optuna import Trial
 
 from app.config import load_recipe
 from app.errors import RecipeError
-from app.training.ray_worker import resources_of
+from app.training.ray_worker import resources_of, worker_slots
 from app.tuning.space import load_space
 from tests.helpers import ROOT
 
@@ -39,6 +39,19 @@ def test_a_worker_reserves_what_selects_its_node() -> None:
     assert not train.placement.fits(node({}, alive=False, **has))
     assert not train.placement.fits(node({}, **{**has, "fast": 0.25}))
     assert not train.placement.fits(node({}, **{"GPU": 1.0, "accelerator_type:T4": 1.0, "fast": 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("held", "amount", "count"),
+    [(2.0, 0.2, 10), (0.3, 0.1, 3), (1.0, 0.1, 10), (3 * 0.1, 0.3, 1), (1.0, 0.3, 3), (0.5, 1, 0)],
+)
+def test_amounts_are_counted_as_ray_does(
+    held: float, amount: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_recipe(DIGITS, [f"train.cpus_per_worker={amount}"]).train
+    monkeypatch.setattr("ray.nodes", lambda: [node({}, CPU=held) | {"NodeName": "a"}])
+    assert worker_slots(config) == {"a": count}
+    assert config.placement.fits(node({}, CPU=held)) is (count > 0)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Who ends trials: what a search that goes on tells them, and what they leave alone."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from upath import UPath
 import tune_spaces.image
 from app.config import Recipe, load_recipe
 from app.tuning.budget import SearchBudget
+from app.tuning.promotion import Promotion
 from app.tuning.schedulers import create_scheduler, replay
 from app.tuning.search import Search
 from app.tuning.searcher import StudySearcher
@@ -20,7 +22,7 @@ from app.tuning.space import load_space
 from app.tuning.space_explorer import Suggester
 from app.tuning.trial_config import CLONED, EPOCH, LAST_REPORTED_EPOCH, NUMBER, VALUE, VALUES
 from tests.helpers import ROOT
-from tests.studies import create, recipe_with
+from tests.studies import ask, create, recipe_with
 
 EPOCHS = 4
 LR, MOMENTUM = "train.optimizer.lr", "train.optimizer.momentum"
@@ -79,6 +81,25 @@ def test_a_trial_with_too_few_to_compare_with_goes_on() -> None:
     replay(scheduler, [past(0.9), past(0.8)])
     scheduler.on_trial_add(None, trial := Trial())
     assert [told(scheduler, trial, epoch, 0.1) for epoch in (1, 2, 3)] == [TrialScheduler.CONTINUE] * 3
+
+
+def test_an_epoch_without_a_number_does_not_spoil_the_mean_of_a_trial() -> None:
+    scheduler = scheduler_of("median")
+    replay(scheduler, [past(0.5 + number / 1000) for number in range(40)])
+    scheduler.on_trial_add(None, trial := Trial())
+    values = (0.9, -math.inf, 0.9)
+    said = [told(scheduler, trial, epoch, value) for epoch, value in enumerate(values, 1)]
+    assert said == [TrialScheduler.CONTINUE] * 3
+
+
+def test_a_trial_without_a_number_is_the_last_to_be_promoted(url: URL) -> None:
+    promotion = Promotion(EPOCHS, grace=1, factor=2, mode="max")
+    assert [promotion.goes_on(number, 1, value) for number, value in enumerate((-math.inf, 0.5))] == [False, True]
+    study = create(url)
+    number = ask(study)
+    for epoch, value in enumerate((-math.inf, 0.4), 1):
+        study.report(number, epoch, value, cost=-value)
+        assert [best.number for best in study.best] == [number] * (epoch - 1)
 
 
 def test_a_population_changes_the_keys_that_a_trial_has_within_their_ranges() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -66,6 +67,24 @@ def test_the_last_epoch_comes_with_what_the_trial_came_to(begin: Begin) -> None:
     assert "ended" not in first
     assert (last["epoch"], last["ended"], last["stopped_early"]) == (2, True, False)
     assert last["final_values"] == [max(first["value"], last["value"])]
+
+
+def test_a_trial_goes_on_after_an_epoch_without_a_number_as_training_does(tmp_path: Path) -> None:
+    model = "model={factory: tests.faults.models:FlickeringCnn, args: {width: 8}}"
+    keys = ["train.epochs=2", "train.early_stopping=null", "tune.metric=val_loss", "tune.mode=min"]
+    recipe = load_recipe(ROOT / "recipes/digits.yaml", [model, *keys])
+
+    class Actor(TrialActor):
+        def setup(self, config: dict[str, Any]) -> None:  # type: ignore[override]
+            super().setup(config, recipe.model_dump_json(), str(tmp_path), mark)
+
+    with marked(UPath(tmp_path)) as mark:
+        actor = Actor({NUMBER: 0, VALUES: {}, LAST_REPORTED_EPOCH: 0})
+        assert actor.step()["value"] == math.inf
+        final = actor.step()
+        actor.cleanup()
+    assert final["ended"]
+    assert math.isfinite(final["final_values"][0])
 
 
 def test_the_collector_skips_imported_code_between_trials(begin: Begin) -> None:
