@@ -2,10 +2,13 @@
 
 import logging
 import os
+import posixpath
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from app.checksums import sha256_of
 from app.tracking.tracker import Point, PublishedVersion, RunEnd, RunFacts, Status
 
 if TYPE_CHECKING:
@@ -20,6 +23,9 @@ _SETTINGS = {
 }
 _MAX_VALUE_LENGTH = 500
 """Of a parameter; servers before 2.8 refuse longer ones. The whole recipe is among the run's files."""
+_MAX_NAME_LENGTH = 250
+_HASH = 12
+_CUT = _MAX_NAME_LENGTH - _HASH - 1
 _MODEL_FOLDER = "model"
 _STATUS: Mapping[Status, str] = {
     "succeeded": "FINISHED",
@@ -61,13 +67,13 @@ class MlflowTracker:
         from mlflow.entities import Param, RunTag
 
         known = self._client.get_run(run_id).data.params
-        parameters = {key: value[:_MAX_VALUE_LENGTH] for key, value in facts.parameters.items()}
+        parameters = {_name(key): value[:_MAX_VALUE_LENGTH] for key, value in facts.parameters.items()}
         changed = {f"resumed with {key}": value for key, value in parameters.items() if known.get(key, value) != value}
         tags = {"job": facts.job, "recipe": facts.recipe, **facts.lineage, **changed}
         self._client.log_batch(
             run_id,
             params=[Param(key, value) for key, value in parameters.items() if key not in known],
-            tags=[RunTag(key, value) for key, value in tags.items()],
+            tags=[RunTag(_name(key), value) for key, value in tags.items()],
         )
 
     def log(self, run_id: str, points: Sequence[Point]) -> None:
@@ -82,7 +88,7 @@ class MlflowTracker:
         self._client.log_batch(
             run_id,
             metrics=_metrics([Point(0, end.metrics, end.time_s)]),
-            tags=[RunTag(key, value) for key, value in tags.items()],
+            tags=[RunTag(_name(key), value) for key, value in tags.items()],
         )
         self._client.set_terminated(run_id, _STATUS[end.status], end_time=_milliseconds(end.time_s))
         if self._register_versions and end.version:
@@ -147,11 +153,22 @@ class MlflowTracker:
         self._client.create_model_version(version.name, source, run_id, tags=tags, await_creation_for=0)
 
 
+def _name(given: str) -> str:
+    """Return a name that MLflow takes: of letters, digits and some signs, that is no path to another name.
+
+    Another sign becomes its code between underscores, such as ``C_2b__2b_`` for ``C++``. A long name ends in its hash.
+    """
+    is_path = given.startswith(("/", ".")) or posixpath.normpath(given) != given
+    name = re.sub(r"[^\w. :-]" if is_path else r"[^/\w. :-]", lambda sign: f"_{ord(sign[0]):x}_", given)
+    name = re.sub(r"^\.+", lambda dots: "_2e_" * len(dots[0]), name)
+    return name if len(name) <= _MAX_NAME_LENGTH else f"{name[:_CUT]}:{sha256_of(given.encode())[:_HASH]}"
+
+
 def _metrics(points: Sequence[Point]) -> "list[Metric]":
     from mlflow.entities import Metric
 
     return [
-        Metric(name, value, _milliseconds(point.time_s), point.step)
+        Metric(_name(name), value, _milliseconds(point.time_s), point.step)
         for point in points
         for name, value in point.values.items()
     ]

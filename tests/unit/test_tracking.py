@@ -78,6 +78,23 @@ def test_a_run_has_its_recipe_its_numbers_and_its_files(
     assert {"config.yaml", "result.json", "events.jsonl"} <= files
 
 
+def test_names_that_mlflow_refuses_are_copied_under_others(
+    storage: UPath, server: MlflowServer, tracker: MlflowTracker, request: pytest.FixtureRequest
+) -> None:
+    given = {"C++": 1, "C##": 2, "a/../b": 3, "/c": 4, "naïve": 5, "x" * 300: 6, "x" * 299 + "y": 7}
+    folder = write_run(storage, RUN_ID, f"model.args={json.dumps(given)}", status=None)
+    end(folder, metrics={"val_hit@10": 0.5})
+    copied = TrackedRun(folder, tracker)
+    copied.advance()
+    copied.finish()
+    (ended,) = server.runs(request.node.name)
+    of_model = {name: value for name, value in ended["params"].items() if name.startswith("model.args.")}
+    assert sorted(of_model.values()) == [str(value) for value in given.values()]
+    assert of_model["model.args.C_2b__2b_"] == "1"
+    assert of_model["model.args.naïve"] == "5"
+    assert ended["metrics"]["result/val_hit_40_10"] == 0.5
+
+
 def test_a_resumed_run_goes_on_with_the_same_copy(
     storage: UPath, server: MlflowServer, tracker: MlflowTracker, request: pytest.FixtureRequest
 ) -> None:
