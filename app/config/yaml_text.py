@@ -76,7 +76,7 @@ for _name, _pattern, _beginnings in _SCALARS:
         _class.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), _beginnings)
 _Loader.add_constructor(_TAG + "int", _Loader.construct_int)
 _Loader.add_constructor(_TAG + "float", _Loader.construct_float)
-_Loader.add_constructor(_TAG + "merge", yaml.SafeLoader.construct_yaml_str)
+_Loader.add_constructor(_TAG + "merge", _Loader.construct_yaml_str)  # type: ignore[type-var]
 
 
 def parse_yaml(text: str) -> Any:

@@ -13,7 +13,8 @@ from app.data.examples import Input
 from app.data.labelled import ShardedData
 from app.data.prepared import TRAIN, Batch, Dataset
 from app.data.processor import Processor
-from app.data.sharded import INPUT, ShardedRows, ShardLengths
+from app.data.sharded import INPUT, ShardedRows, ShardNumbers
+from app.data.shards import LENGTH
 from app.data.targets import Outputs
 from app.data.vectors import Vectors
 
@@ -53,7 +54,7 @@ class PairDataset(Dataset):
     @property
     def lengths(self) -> Sequence[int]:
         """Number of characters of the longer text of each pair."""
-        return ShardLengths(self.rows)
+        return ShardNumbers(self.rows, LENGTH)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         anchors, positives = zip(*map(split_pair, self.rows.read(indices)[INPUT].to_pylist()), strict=True)

@@ -143,6 +143,7 @@ def _sizes(theirs: Any) -> tuple[int | None, int | None, tuple[int, int] | None]
         # ResNets have this processor, too.
         if edge >= _SQUASHED_FROM:
             return None, None, (edge, edge)
+        assert share is not None
         return int(edge / share), None, (edge, edge)
     if kind.startswith("Levit") and edge is not None:
         edge = int(_LEVIT_ENLARGEMENT * edge)

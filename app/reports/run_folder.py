@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 from upath import UPath
 
-from app.shared_files import read
+from app.best_effort import best_effort
 from app.config import parse_yaml, yaml_problem
 from app.errors import StorageError
 from app.heartbeat import HEARTBEAT_FILE

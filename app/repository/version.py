@@ -14,6 +14,7 @@ from upath import UPath
 from app.checksums import checksums_of, sha256_of
 from app.errors import StorageError
 from app.repository.manifest import Manifest, ModelCard
+from app.shared_files import claim, read
 from app.storage import is_local, sync_folder, sync_names, write_atomically
 
 MANIFEST_FILE = "manifest.json"

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 from upath import UPath
 
 from app.artifacts import TRIALS
-from app.shared_files import read
 from app.config import parse_yaml
+from app.shared_files import read
 from app.storage import list_names, to_path
 from app.telemetry.record import flatten, numbers
 from app.tracking.copies import RunCopy, read_progress

@@ -17,7 +17,7 @@ from upath import UPath
 
 from app.artifacts import DATA, FAILURE_FILE
 from app.cluster.state import MARK
-from app.config import Recipe, TrainConfig, count_in
+from app.config import TrainConfig, count_in
 from app.errors import DataError, NonFiniteLossError, RayloomError, TopologyError, TrainingError, UnsharedStorageError
 from app.heartbeat import keep_heartbeat
 from app.storage import no_op, to_path

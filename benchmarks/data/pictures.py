@@ -140,7 +140,7 @@ def _from_s3(recipe: Recipe, data: LabelledData, cache: Path, steps: int) -> flo
 
 def _held_in_memory(data: LabelledData) -> LabelledDataset:
     inputs, classes = data.train.split.take(range(min(_IN_MEMORY, len(data.train))))
-    return LabelledDataset(Split(inputs, classes), data.processor, data.targets)
+    return LabelledDataset(Split(list(inputs), classes), data.processor, data.targets)
 
 
 def _read(recipe: Recipe, data: LabelledData, steps: int) -> float:

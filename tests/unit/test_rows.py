@@ -12,7 +12,7 @@ import pytest
 from app.config import Recipe
 from app.data.rows import RowColumns, TableRows
 from app.errors import DataError
-from app.serving.protocol.natural import PredictRequest
+from app.serving.protocol.predict import PredictRequest
 from app.tasks import prepare
 from tests.preparing import write_table
 

@@ -91,9 +91,7 @@ def test_equal_rows_stay_whatever_their_labels_unless_a_whole_row_is_in_the_test
     data = prepare(recipe.model_copy(update={"data": config}))
     assert isinstance(data, LabelledData)
     found = [(item["size"], label) for part in rows_in(data).values() for item, label in part]
-    assert sorted(found) == sorted(
-        [*(row for row in rows if row != rows[3]), rows[3], rows[3]]
-    )
+    assert sorted(found) == sorted([*(row for row in rows if row != rows[3]), rows[3], rows[3]])
     assert data.report.dropped == {"in_test": rows.count(rows[3])}
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from app.best_effort import warn
 from app.checksums import sha256_of_file
 from app.compile.export import export_outputs
 from app.compile.imported.model import Head, ImportedModel, import_onnx
@@ -22,7 +23,6 @@ from app.errors import CompileError, RayloomError
 from app.pretrained import CONFIG_FILE, IMAGE_FILE, TOKENIZER_FILE, PretrainedFolder
 from app.repository.manifest import ImportedFrom
 from app.tensors import Tensors, TensorSpec
-from app.warnings import warn
 
 _WEIGHTS = "*.safetensors"
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -119,7 +119,7 @@ def _class_of(name: str, configuration: Any, given: Path) -> type[nn.Module]:
             f"{str(given)!r} is a {name}, which transformers {transformers.__version__} does not have, so its head is "
             "unknown: correct architectures in config.json, or give an ONNX file"
         )
-    if kind.config_class is not type(configuration):
+    if getattr(kind, "config_class", None) is not type(configuration):
         raise CompileError(
             f"{str(given)!r}: config.json has the architecture {name} and the model_type {configuration.model_type!r}, "
             "which are of different models: correct one of them"

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from app.best_effort import warn
 from app.checksums import sha256_of_file
 from app.compile.imported.onnx_file import external_files, read_onnx, values_below, with_sizes, write_one_file
+from app.config import BUILT_IN_TASKS
 from app.data.processor import Processor
 from app.data.targets import Classes, LabelSets, Numbers, Scale, Targets
 from app.engines.base import Engine, EngineSettings, Signature
@@ -14,9 +16,7 @@ from app.engines.onnxruntime import OnnxRuntimeEngine, open_oracle
 from app.errors import CompileError, EngineError
 from app.repository.manifest import ImportedFrom
 from app.tasks import ServedTask, find_served_task
-from app.tasks.registry import TASKS
 from app.tensors import Tensor
-from app.warnings import warn
 
 OpenReference = Callable[[int], Engine]
 """Opens the engine whose answers are right, with so many threads."""
@@ -71,7 +71,7 @@ class ImportedModel:
         # Outputs are left out: only what the processor makes has to fit.
         if difference := Signature(self.signature.inputs, ()).difference(Signature(processor.inputs, ())):
             raise CompileError(f"the model {difference}, which the processor of {folder!r} makes: give its own")
-        if (name := f"{processor.modality}-{self.head}") not in TASKS:
+        if (name := f"{processor.modality}-{self.head}") not in BUILT_IN_TASKS:
             warn(f"there is no task {name}, so the model will not answer {processor.modality}s: send it tensors")
             return self
         return replace(self, processor=processor, lengths=tuple(lengths))

@@ -7,6 +7,7 @@ import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -130,7 +131,7 @@ def _read_csv(path: Path) -> Mapping[str, Sequence[str]]:
 def _read_json_lines(path: Path) -> Mapping[str, Sequence[Any]]:
     lines = path.read_bytes().split(b"\n")
     rows = [
-        parse_json(line, lambda number=number: f"line {number} of {str(path)!r}")
+        parse_json(line, partial("line {} of {!r}".format, number, str(path)))
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]

@@ -10,7 +10,7 @@ from upath import UPath
 
 from app.data.chat import CONVERSATIONS, CUT, LEARNED, POSITIONS, TARGETS
 from app.data.conversations import ChatEncoder, EncodedChat, read_messages
-from app.data.examples import Input
+from app.data.examples import Natural
 from app.data.preparation.writers import UNIT_SHARDS, token_type
 from app.data.prepared import IGNORED
 from app.data.sharded import TOKENS
@@ -37,7 +37,7 @@ class ChatWriter:
         self._chats: list[EncodedChat] = []
         self._bytes = 0
 
-    def add(self, inputs: Sequence[Input], labels: Sequence[str]) -> None:  # noqa: ARG002
+    def add(self, inputs: Sequence[Natural], labels: Sequence[str]) -> None:  # noqa: ARG002
         """Add cleaned conversations."""
         for item in cast(Sequence[str], inputs):
             self._chats.append(self._encoder.encode(read_messages(item)))

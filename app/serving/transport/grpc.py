@@ -122,9 +122,10 @@ def _end(grpc_context: Context, error: Exception) -> None:
 def parse(kind: type[RequestMessage], content: bytes) -> RequestMessage:
     """Return a message. Raises RequestError if it cannot be parsed."""
     try:
-        return kind.FromString(content)
+        message: RequestMessage = kind.FromString(content)
     except DecodeError:
         raise _unreadable() from None
+    return message
 
 
 def _require_parsed(request: RequestMessage | None) -> RequestMessage:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from upath import UPath
 
+from app.best_effort import best_effort, warn
 from app.checksums import checksums_of, read_checksums, write_checksums
 from app.config import CheckpointConfig
 from app.errors import TrainingError
