@@ -11,7 +11,7 @@ import tokenize
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -184,8 +184,10 @@ BUILTIN_PAIRS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {"docstrings
 """Pairs of texts that belong together."""
 
 
-def _questions() -> Iterator[list[dict[str, str]]]:
-    """Yield a question about each documented function of the standard library, with its docstring as the answer."""
+@cache  # preparation reads them twice
+def _questions() -> list[list[dict[str, str]]]:
+    """Return a question about each documented function of the standard library, with its docstring as the answer."""
+    found = []
     for content in _standard_library():
         try:
             module = ast.parse(content)
@@ -194,10 +196,11 @@ def _questions() -> Iterator[list[dict[str, str]]]:
         for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef) and (answer := ast.get_docstring(node)):
                 question = f"What does def {node.name}({ast.unparse(node.args)}) do?"
-                yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+                found.append([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+    return found
 
 
-BUILTIN_CHATS: dict[str, Callable[[], Iterator[list[dict[str, str]]]]] = {"stdlib": _questions}
+BUILTIN_CHATS: dict[str, Callable[[], Iterator[list[dict[str, str]]]]] = {"stdlib": lambda: iter(_questions())}
 """Conversations, as lists of messages."""
 
 _KINDS = {tokenize.STRING: "STRING", tokenize.NUMBER: "NUMBER", tokenize.COMMENT: "COMMENT"}
