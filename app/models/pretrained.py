@@ -46,7 +46,13 @@ def read_configuration(location: str) -> dict[str, Any]:
         raise RecipeError(
             f"{folder} has quantized weights, which cannot be trained: give the folder of the whole model"
         )
-    given = AutoConfig.from_pretrained(folder.path, trust_remote_code=False).to_dict()
+    try:
+        given = AutoConfig.from_pretrained(folder.path, trust_remote_code=False).to_dict()
+    except Exception as error:  # of many classes
+        raise RecipeError(
+            f"{folder}: config.json cannot be read by transformers ({_reason(error)}): correct it, or download the "
+            "folder again"
+        ) from error
     return {name: value for name, value in given.items() if name not in _NOT_KEPT}
 
 
@@ -70,20 +76,24 @@ def build_configured(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module
     auto, given = _class_for(facts)
     keys |= given
     _require_suits(config.pretrained, keys, facts)
-    configuration = AutoConfig.for_model(**keys)
     try:
-        model: nn.Module = auto.from_config(configuration)
-    except ValueError as error:
+        model: nn.Module = auto.from_config(AutoConfig.for_model(**keys))
+    except Exception as error:  # of many classes
         task = auto.__name__.removeprefix("AutoModelFor")
         raise RecipeError(
             f"model.pretrained {config.pretrained!r} is a {keys['model_type']}, of which transformers makes no {task}: "
-            f"{str(error).splitlines()[0]}"
+            f"{_reason(error)}"
         ) from error
     if "dimensions" in facts:
         from app.models.embedding import mean_pooled
 
         return mean_pooled(model)
     return model
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error's message, or its class if there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _class_for(facts: Mapping[str, int]) -> tuple[Any, dict[str, Any]]:

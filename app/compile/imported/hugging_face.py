@@ -212,6 +212,11 @@ def _inputs(model: nn.Module, given: Path, natural: Natural | None) -> tuple[Ten
         )
     if "pixel_values" in takes:
         return (TensorSpec("pixel_values", np.dtype(np.float32), _image_shape(configuration, natural)),)
+    if "attention_mask" not in takes:
+        raise CompileError(
+            f"{str(given)!r} is a {type(model).__name__}, which takes no attention_mask, so the padding of a text "
+            "would change its answer: give a model that takes one"
+        )
     limits = {"input_ids": configuration.get_text_config().vocab_size, "attention_mask": 2}
     max_length = PretrainedFolder(str(given), given).max_positions
     return tuple(
