@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import onnx
+import pytest
 import torch
 from onnx import TensorProto as Type
 from onnx import helper
@@ -159,6 +160,29 @@ def test_a_folder_with_an_image_processor_answers_images(tmp_path: Path) -> None
         image = base64.b64encode(encode_png(np.arange(256, dtype=np.uint8).reshape(16, 16))).decode()
         answer = httpx.post(f"http://{server.http}/v1/models/vit/predict", json={"inputs": image}).json()
     assert answer["predictions"][0]["label"] in ("cat", "dog")
+
+
+@pytest.mark.parametrize("end", ["Softmax", "Sigmoid"])
+def test_probabilities_are_not_taken_for_logits(end: str, tmp_path: Path) -> None:
+    text_classifier(tmp_path / "bert")
+    nodes = [
+        helper.make_node("Gather", ["table", "input_ids"], ["vectors"]),
+        helper.make_node("Cast", ["attention_mask"], ["mask"], to=Type.FLOAT),
+        helper.make_node("Unsqueeze", ["mask", "last"], ["column"]),
+        helper.make_node("Mul", ["vectors", "column"], ["kept"]),
+        helper.make_node("ReduceSum", ["kept", "middle"], ["logits"], keepdims=0),
+        helper.make_node(end, ["logits"], ["scores"]),
+    ]
+    ids = (Type.INT64, ["n", "length"])
+    scores = (Type.FLOAT, ["n", 2])
+    constants = {"table": np.eye(7, 2, dtype=np.float32), "last": np.array([2]), "middle": np.array([1])}
+    inputs = {"input_ids": ids, "attention_mask": ids}
+    path = write(tmp_path / "model.onnx", nodes, inputs, {"scores": scores, "logits": scores}, constants)
+    (tmp_path / "labels.txt").write_text("good\nbad\n", encoding="utf-8")
+    options = [*EXACT, f"--processor={tmp_path / 'bert'}", f"--labels={tmp_path / 'labels.txt'}"]
+    told = imported(tmp_path / "storage", "model", path, *options, "--scores=scores", succeeds=False)
+    assert f"output 'scores' is made by {end}, and predict makes probabilities of logits itself: export the" in told
+    imported(tmp_path / "storage", "model", path, *options, "--scores=logits")
 
 
 def test_a_processor_that_makes_other_tensors_is_refused(tmp_path: Path) -> None:

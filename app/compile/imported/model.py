@@ -1,14 +1,20 @@
 """A model that was trained elsewhere, as one ONNX file with what is known of it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from app.best_effort import warn
 from app.checksums import sha256_of_file
-from app.compile.imported.onnx_file import external_files, read_onnx, values_below, with_sizes, write_one_file
-from app.config import BUILT_IN_TASKS
+from app.compile.imported.onnx_file import (
+    external_files,
+    probabilities,
+    read_onnx,
+    values_below,
+    with_sizes,
+    write_one_file,
+)
 from app.data.processor import Processor
 from app.data.targets import Classes, LabelSets, Numbers, Scale, Targets
 from app.engines.base import Engine, EngineSettings, Signature
@@ -39,6 +45,9 @@ class ImportedModel:
     scores: str | None = None
     """The output whose columns are the labels, or which is a number for each row."""
 
+    probabilities: Mapping[str, str] = field(default_factory=dict)
+    """The outputs that are no logits any more, each with the operator that made it."""
+
     head: Head = "classification"
     processor: Processor | None = None
     """Turns texts or images into the inputs."""
@@ -66,8 +75,13 @@ class ImportedModel:
         """Return the model with a processor, which was read from ``folder``.
 
         Raises:
-            CompileError: the model takes other tensors than the processor makes.
+            CompileError: the model takes other tensors than the processor makes, or its scores are no logits.
         """
+        if self.targets and self.scores in self.probabilities:
+            raise CompileError(
+                f"output {self.scores!r} is made by {self.probabilities[self.scores]}, and predict makes probabilities "
+                "of logits itself: export the model without it, or name its logits with --scores"
+            )
         # Outputs are left out: only what the processor makes has to fit.
         if difference := Signature(self.signature.inputs, ()).difference(Signature(processor.inputs, ())):
             raise CompileError(f"the model {difference}, which the processor of {folder!r} makes: give its own")
@@ -163,4 +177,5 @@ def import_onnx(
         Signature(tuple(inputs), named.outputs),
         # As it is served: in a file that is quantized already, ONNX Runtime fuses nodes, which changes numbers.
         open_reference or (lambda threads: OnnxRuntimeEngine(target, EngineSettings(threads=threads))),
+        probabilities=probabilities(model),
     )

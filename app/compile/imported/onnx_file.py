@@ -183,6 +183,19 @@ def values_below(model: onnx.ModelProto) -> dict[str, int]:
     return limits
 
 
+def probabilities(model: onnx.ModelProto) -> dict[str, str]:
+    """Return the outputs that a Softmax or a Sigmoid makes, each with the name of that operator."""
+    makers = {name: node for node in model.graph.node for name in node.output}
+    found: dict[str, str] = {}
+    for info in model.graph.output:
+        node = makers.get(info.name)
+        while node is not None and node.op_type in _SHAPE_ONLY:
+            node = makers.get(node.input[0])
+        if node is not None and node.op_type in ("Softmax", "Sigmoid"):
+            found[info.name] = node.op_type
+    return found
+
+
 def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """Yield every node of a graph, also those inside loops and branches."""
     for node in graph.node:
