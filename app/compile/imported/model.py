@@ -15,6 +15,7 @@ from app.compile.imported.onnx_file import (
     with_sizes,
     write_one_file,
 )
+from app.config import BUILT_IN_TASKS
 from app.data.processor import Processor
 from app.data.targets import Classes, LabelSets, Numbers, Scale, Targets
 from app.engines.base import Engine, EngineSettings, Signature
@@ -77,7 +78,7 @@ class ImportedModel:
         Raises:
             CompileError: the model takes other tensors than the processor makes, or its scores are no logits.
         """
-        if self.targets and self.scores in self.probabilities:
+        if self.targets and self.scores is not None and self.scores in self.probabilities:
             raise CompileError(
                 f"output {self.scores!r} is made by {self.probabilities[self.scores]}, and predict makes probabilities "
                 "of logits itself: export the model without it, or name its logits with --scores"
