@@ -243,8 +243,10 @@ def _array_of(column: pa.Array, rows: NDArray[np.int64]) -> NDArray[Any]:
         cells: NDArray[Any] = (column.values if are_lists else column).to_numpy().reshape(shape)
         return cells[rows]
     chosen = column.take(pa.array(rows))
-    items = (chosen.values if are_lists else chosen).to_pylist()
-    return np.fromiter(items, object, len(items)).reshape(shape)
+    if are_lists:
+        texts: NDArray[Any] = chosen.values.to_numpy(zero_copy_only=False).reshape(shape)
+        return texts
+    return np.fromiter(chosen.to_pylist(), object, len(rows))
 
 
 class _OfRows(Sequence[Item]):

@@ -1,6 +1,7 @@
 """Rows of a table as tensors: numbers, scaled, and categories, by their index."""
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -128,9 +129,11 @@ class TabularProcessor:
             )
 
     def _places(self, categories: NDArray[np.object_]) -> NDArray[np.int64]:
-        columns = zip(categories.T.tolist(), self._indices, self._unknown, strict=True)
-        found = [[indices.get(word, unknown) for word in words] for words, indices, unknown in columns]
-        return np.ascontiguousarray(np.array(found, np.int64).T)
+        places = np.empty(categories.shape, np.int64)
+        for column, (indices, unknown) in enumerate(zip(self._indices, self._unknown, strict=True)):
+            found = map(indices.get, categories[:, column].tolist(), repeat(unknown))
+            places[:, column] = np.fromiter(found, np.int64, len(categories))
+        return places
 
     def save(self, folder: UPath) -> None:
         settings = _Settings(numbers=self._numbers, categories=self._categories)
