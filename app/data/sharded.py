@@ -167,7 +167,7 @@ class ShardedRows:
 
     def _places(self, rows: Indices) -> Indices:
         """Return the index of the shard of each row."""
-        return np.searchsorted(self.first_rows, rows, side="right") - 1
+        return self.first_rows.searchsorted(rows, side="right") - 1
 
     def prefetch(self, rows: Indices) -> None:
         """Have the shards of these rows downloaded in the background."""
@@ -240,8 +240,9 @@ def _array_of(column: pa.Array, rows: NDArray[np.int64]) -> NDArray[Any]:
     shape = (-1, column.type.list_size) if are_lists else (-1,)
     if pa.types.is_primitive(column.type.value_type if are_lists else column.type):
         # Nothing is copied before rows are chosen.
-        cells: NDArray[Any] = (column.values if are_lists else column).to_numpy().reshape(shape)
-        return cells[rows]
+        cells = (column.values if are_lists else column).to_numpy().reshape(shape)
+        taken: NDArray[Any] = cells.take(rows, axis=0)
+        return taken
     chosen = column.take(pa.array(rows))
     if are_lists:
         texts: NDArray[Any] = chosen.values.to_numpy(zero_copy_only=False).reshape(shape)
