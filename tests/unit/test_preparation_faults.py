@@ -16,7 +16,7 @@ from upath import UPath
 from app.config import load_recipe
 from app.data.preparation import prepare as preparing
 from app.data.sources.labelled import load_examples
-from app.errors import DataError, RecipeError
+from app.errors import DataError
 from app.storage import open_storage, to_path
 from app.tasks import prepare
 from tests.preparing import ROWS, prepared, recipe_of, rows_in, write_table
@@ -168,14 +168,6 @@ def test_images_at_another_depth_are_refused(tmp_path: Path, odd: str) -> None:
     recipe = load_recipe("recipes/digits.yaml", [f"data.source={tmp_path}"])
     with pytest.raises(DataError, match=rf"has the file '.*{odd}': expected CLASS/FILE below the source"):
         prepare(recipe)
-
-
-@pytest.mark.parametrize("key", ["near_duplicates: 0.8", "min_length: 3"])
-def test_keys_of_texts_are_refused_for_images(tmp_path: Path, key: str) -> None:
-    images_in(tmp_path, "dark/1.png", "light/2.png")
-    keys = [f"data.source={tmp_path}", "data.shards={size: 5KB, window: 20KB}", f"data.clean={{{key}}}"]
-    with pytest.raises(RecipeError, match=rf"data\.clean\.{key.partition(':')[0]} is .*, and applies to texts only"):
-        prepare(load_recipe("recipes/digits.yaml", keys))
 
 
 def test_files_that_are_not_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
