@@ -118,6 +118,31 @@ def test_any_number_of_labels_are_answered_each_by_its_own_probability(tmp_path:
     assert (manifest.task, manifest.score.metric, manifest.score.value) == ("text-multilabel", "f1", 1.0)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("head", "row", "words"),
+    [
+        ({"num_labels": 1}, {"text": "bad", "label": None}, "has no label in row 2"),
+        ({"num_labels": 1}, {"text": "bad", "label": "poor"}, "has the label 'poor', and the model answers a number"),
+        ({"num_labels": 3}, {"text": "bad", "label": None}, "has no label in row 2"),
+        (
+            {"problem_type": "multi_label_classification"},
+            {"text": "bad", "label": ["LABEL_1", "odd"]},
+            """has the label '["LABEL_1","odd"]', and the labels are LABEL_0, LABEL_1""",
+        ),
+        ({"problem_type": "multi_label_classification"}, {"text": "bad", "label": None}, "has no label in row 2"),
+    ],
+)
+def test_samples_with_labels_that_the_head_does_not_answer_are_refused(
+    head: dict[str, Any], row: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    written(tmp_path / "model", "BertForSequenceClassification", **head)
+    first = {"text": "good", "label": "1.5" if head == {"num_labels": 1} else "LABEL_0"}
+    samples = tmp_path / "rows.jsonl"
+    samples.write_text("\n".join(map(json.dumps, [first, row])), encoding="utf-8")
+    told = imported(tmp_path / "storage", "model", tmp_path / "model", *EXACT, f"--samples={samples}", succeeds=False)
+    assert words in told
+
+
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "RobertaForSequenceClassification"])
 def test_a_head_of_one_label_answers_a_number(name: str, tmp_path: Path) -> None:
     model = written(tmp_path / "model", name, num_labels=1, pad_token_id=1)

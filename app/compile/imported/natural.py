@@ -67,6 +67,8 @@ def read_natural(path: Path, processor: Processor, targets: Targets) -> Labelled
         raise DataError(
             f"--samples {str(path)!r} has rows that cannot be compared: {places[0]} is {reason}; correct or remove them"
         )
+    if unlabelled := [number for number, label in enumerate(examples.labels, start=1) if not label]:
+        raise DataError(f"--samples {str(path)!r} has no label in row {unlabelled[0]}: add it, or leave out the row")
     values = {label: _value_of(label, targets, config, path) for label in set(examples.labels)}
     split = Split(examples.inputs, [values[label] for label in examples.labels])
     return LabelledDataset(split, processor, targets)
