@@ -278,6 +278,7 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4, "de
         (SEQUENCE, {}, _config(num_attention_heads=5), "cannot be read by transformers"),
         (SEQUENCE, {}, lambda folder: (folder / "model.safetensors").write_bytes(b"1"), "cannot be read by transf"),
         ("FNetForSequenceClassification", {}, _nothing, "takes no attention_mask, so the padding of a text"),
+        ("LayoutLMForTokenClassification", {}, _nothing, "takes the place of each token on its page, bbox"),
         ("BertForMultipleChoice", {}, _nothing, "cannot be run on input_ids and attention_mask"),
         ("CLIPModel", TOWERS, _nothing, "is a CLIPModel, which takes texts and images together"),
         ("SiglipModel", TOWERS, _nothing, "is a SiglipModel, which takes texts and images together"),

@@ -212,6 +212,11 @@ def _inputs(model: nn.Module, given: Path, natural: Natural | None) -> tuple[Ten
         )
     if "pixel_values" in takes:
         return (TensorSpec("pixel_values", np.dtype(np.float32), _image_shape(configuration, natural)),)
+    if "bbox" in takes:
+        raise CompileError(
+            f"{str(given)!r} is a {type(model).__name__}, which takes the place of each token on its page, bbox, and "
+            "would get 0 everywhere: export it to ONNX with all its inputs, and import that file"
+        )
     if "attention_mask" not in takes:
         raise CompileError(
             f"{str(given)!r} is a {type(model).__name__}, which takes no attention_mask, so the padding of a text "
