@@ -136,7 +136,8 @@ def _theirs(folder: PretrainedFolder) -> Any:
 
 def _sizes(theirs: Any) -> tuple[int | None, int | None, tuple[int, int] | None]:
     """Return the shortest edge or the square that an image is resized to, and the size that is left of it."""
-    size, kind, share = _given(theirs, "size"), _name_of(theirs), getattr(theirs, "crop_pct", None)
+    size, kind = _given(theirs, "size"), _name_of(theirs)
+    share: Any = getattr(theirs, "crop_pct", None)
     crop = _given(theirs, "crop_size") if getattr(theirs, "do_center_crop", False) else {}
     edge = size.get("shortest_edge")
     if kind.startswith("ConvNext") and edge is not None:

@@ -78,9 +78,9 @@ class ImportedModel:
         Raises:
             CompileError: the model takes other tensors than the processor makes, or its scores are no logits.
         """
-        if self.targets and self.scores is not None and self.scores in self.probabilities:
+        if self.targets and (maker := self.probabilities.get(self.scores or "")):
             raise CompileError(
-                f"output {self.scores!r} is made by {self.probabilities[self.scores]}, and predict makes probabilities "
+                f"output {self.scores!r} is made by {maker}, and predict makes probabilities "
                 "of logits itself: export the model without it, or name its logits with --scores"
             )
         # Outputs are left out: only what the processor makes has to fit.

@@ -129,14 +129,14 @@ def _read_csv(path: Path) -> Mapping[str, Sequence[str]]:
 
 
 def _read_json_lines(path: Path) -> Mapping[str, Sequence[Any]]:
-    lines = path.read_bytes().split(b"\n")
-    rows = [
-        parse_json(line, partial("line {} of {!r}".format, number, str(path)))
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    lines = enumerate(path.read_bytes().split(b"\n"), start=1)
+    rows = [parse_json(line, partial(_place, number, path)) for number, line in lines if line.strip()]
     names = list(dict.fromkeys(name for row in rows for name in row))
     return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _place(number: int, path: Path) -> str:
+    return f"line {number} of {str(path)!r}"
 
 
 def _read_parquet(path: Path) -> Mapping[str, Sequence[Any]]:
