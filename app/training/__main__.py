@@ -9,6 +9,7 @@ from functools import partial
 from app.artifacts import DATA
 from app.config import Recipe, load_recipe
 from app.errors import RayloomError, UnsharedStorageError
+from app.process_state import spare_loopback
 from app.runs import JSON_HELP, Outcome, Run, execute
 from app.storage import absolute_location, to_path
 from app.tasks import load_prepared
@@ -25,6 +26,7 @@ from app.training.worker import Worker, keep_freed_memory, leave_process_group, 
 
 def main(argv: list[str] | None = None) -> int:
     """Train as one process of ``torchrun``, or alone. Return 0, 1 if it failed, or 2 if the recipe was refused."""
+    spare_loopback()
     parser = argparse.ArgumentParser(prog="python -m app.training", description=__doc__)
     parser.add_argument("recipe", help="path of a recipe, such as recipes/digits.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.epochs=3; beats the recipe")

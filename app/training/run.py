@@ -180,6 +180,12 @@ def _check_model(recipe: Recipe, model: nn.Module, data: PreparedData) -> None:
         require_apart(model)
     if reason := refusal(config.plan, config.setting(traits_of(model), inputs)):
         raise RecipeError(f"train.plan: {reason}")
+    lengths = data.train.padded_lengths if config.plan.pipeline > 1 else None
+    if lengths is not None and lengths.min() < lengths.max():
+        raise RecipeError(
+            f"train.plan.pipeline is {config.plan.pipeline}, whose stages exchange tensors of one shape, and samples "
+            f"are padded to lengths from {lengths.min()} to {lengths.max()}: leave pipeline out, or pad all to one"
+        )
     if config.sync_batch_norm and not has_batch_norm(model):
         raise RecipeError(
             f"train.sync_batch_norm is true, but model {type(model).__name__} has no batch norm: leave it out"

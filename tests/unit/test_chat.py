@@ -17,9 +17,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from upath import UPath
 
-from app.config import Recipe, load_recipe
-from app.data.chat import CONVERSATIONS, LEARNED, ChatBlocks, ChatData
-from app.data.preparation.chats import pack
+from app.config import Recipe, dump_recipe, load_recipe
+from app.data.chat import ChatBlocks, ChatData, pack
 from app.data.prepared import IGNORED
 from app.errors import DataError, RayloomError, RecipeError
 from app.models.traits import require_apart
@@ -29,7 +28,8 @@ from app.training.data.recipe_order import order_of
 from app.training.run import finish_run, open_run, prepare_run
 from app.training.session import train
 from app.training.worker import start_worker
-from tests.pretrained import BERT, WORDS, write_decoder
+from tests.helpers import losses, train_alone
+from tests.pretrained import BERT, write_decoder
 
 TEMPLATE = (
     "{% for message in messages %}[MASK] {{ message.role }} {{ message.content }} [SEP] {% endfor %}"
@@ -169,6 +169,26 @@ def test_the_loss_is_the_mean_over_targets_however_they_are_shared_out(tmp_path:
     assert len(whole) > 4
     assert parts == pytest.approx(whole, rel=1e-5)
     assert whole[-1] < whole[0]
+
+
+@pytest.mark.parametrize("split", ["tensor: 2", "zero_stage: 3"])
+def test_a_step_on_a_split_model_is_the_mean_over_targets(split: str, tmp_path: Path) -> None:
+    """Micro-batches differ in their targets. A mean of their means would be another loss."""
+    recipe = recipe_of(tmp_path, write_chats(tmp_path / "chats.jsonl", many()))
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    keys = ["train.max_steps=3", "data.chat.packing=false", "train.optimizer.name=sgd"]
+    alone, shared = (
+        losses(train_alone(*keys, f"train.plan={{{plan}}}", processes=processes, recipe=str(tmp_path / "recipe.yaml")))
+        for plan, processes in (("zero_stage: 1", 1), (f"{split}, micro_batch: 1", 2))
+    )
+    assert shared == pytest.approx(alone, rel=1e-4)
+
+
+def test_a_pipeline_is_refused_where_lengths_vary(tmp_path: Path) -> None:
+    source = write_chats(tmp_path / "chats.jsonl", many())
+    keys = ["data.chat.packing=false", "train.workers=2", "train.plan={pipeline: 2}"]
+    with pytest.raises(RecipeError, match=r"train.plan.pipeline is 2, .* padded to lengths from \d+ to \d+: leave"):
+        prepare_run(Run.start("train", recipe_of(tmp_path, source, *keys)))
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 2**64 - 1])

@@ -60,7 +60,8 @@ class DataParallelEngine:
             with self._reduction(is_last=number == self.layout.gradient_accumulation):
                 with activity.phase(Phase.FORWARD):
                     output = self.deepspeed(**batch.inputs)
-                    loss = self.objective.mean(output, batch.targets, batch.taught) * self._weight(batch)
+                    weight = loss_weight(batch, self.layout, self.objective)
+                    loss = self.objective.mean(output, batch.targets, batch.taught) * weight
                 with activity.phase(Phase.BACKWARD):
                     self.deepspeed.backward(loss)
                     self._reduce()
@@ -80,13 +81,6 @@ class DataParallelEngine:
         self.deepspeed.train()  # not in each step, because it visits all modules
         return totals
 
-    def _weight(self, batch: MicroBatch) -> Tensor | float:
-        """Return the loss weight for a mean over samples or targets instead of micro-batches; 1 if they are equal."""
-        if batch.weight is not None:
-            return batch.weight
-        share = len(batch.targets) * self.layout.gradient_accumulation / self.layout.share
-        return share * self.objective.counted_share(batch.targets)
-
     def _reduction(self, is_last: bool) -> AbstractContextManager[None]:
         """Have torch reduce gradients after the last micro-batch only. DeepSpeed does so by itself."""
         return self.deepspeed.module.no_sync() if self._is_reduced_by_torch and not is_last else nullcontext()
@@ -103,6 +97,14 @@ class DataParallelEngine:
     @property
     def _is_reduced_by_torch(self) -> bool:
         return isinstance(self.deepspeed.module, DistributedDataParallel)
+
+
+def loss_weight(batch: MicroBatch, layout: Layout, objective: Objective) -> Tensor | float:
+    """Return the loss weight for a mean over samples or targets instead of micro-batches; 1 if they are equal."""
+    if batch.weight is not None:
+        return batch.weight
+    share = len(batch.targets) * layout.gradient_accumulation / layout.share
+    return share * objective.counted_share(batch.targets)
 
 
 def _start_gradients_in_float32(engine: Any) -> None:

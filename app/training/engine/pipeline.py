@@ -19,12 +19,14 @@ from app.tasks.objective import Objective, Totals
 from app.telemetry.step_time import Phase, phase
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
-from app.training.engine.deepspeed_engine import Factors, Keys, StepResult, initialize, names_of
+from app.training.engine.data_parallel import loss_weight
+from app.training.engine.deepspeed_engine import Factors, StepResult, initialize, names_of
 from app.training.engine.deepspeed_internals import forget_last_loss, forget_layer_specs, wrap_instructions
 from app.training.engine.placement import in_precision
 from app.training.engine.tensor_parallel import LinearSplitter
 
-_Micro = tuple[Tensor, Tensor]
+_Micro = tuple[Tensor, tuple[Tensor, Tensor]]
+"""Input, targets, and the weight of the mean loss."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class PipelineEngine:
 
     deepspeed: Any
     names: Mapping[int, str]
+    layout: Layout
     objective: Objective
 
     @classmethod
@@ -49,13 +52,13 @@ class PipelineEngine:
         if config.torch_compile:
             engine.module.compile()
         wrap_instructions(engine, _phase_marker())
-        return cls(engine, names, objective)
+        return cls(engine, names, layout, objective)
 
     def train_step(self, batches: Iterator[MicroBatch], activity: Activity) -> StepResult:
         """Do one optimizer step on this rank's micro-batches. The loss is the mean of all ranks."""
         factors = Factors.of(self.deepspeed)
         with activity.undivided("the pipeline's step"):
-            loss: Tensor = self.deepspeed.train_batch(_pairs(batches))
+            loss: Tensor = self.deepspeed.train_batch(self._pairs(batches))
         return StepResult.of(self.deepspeed, factors, loss.float())
 
     def forget_gradients(self) -> None:
@@ -69,13 +72,20 @@ class PipelineEngine:
             self.deepspeed.reset_activation_shape()  # the last batch may be shorter
             forget_last_loss(self.deepspeed)
             outputs = self.deepspeed.eval_batch(
-                _pairs(iter([batch])), reduce_output=None, bcast_loss=False, num_micro_batches=1
+                self._pairs(iter([batch])), reduce_output=None, bcast_loss=False, num_micro_batches=1
             )
             if outputs is not None:
                 sums += torch.stack(outputs).sum(0)
         # Training's batches have another size than those of validation.
         self.deepspeed.reset_activation_shape()
         return Totals(sums, [])
+
+    def _pairs(self, batches: Iterator[MicroBatch]) -> Iterator[_Micro]:
+        """Yield what the first stage reads of each batch, and what the last one reads."""
+        for batch in batches:
+            (tensor,) = batch.inputs.values()
+            weight = loss_weight(batch, self.layout, self.objective)
+            yield tensor, (batch.targets, torch.as_tensor(weight, device=tensor.device))
 
 
 def _phase_marker() -> Callable[[Any, Callable[..., None]], Callable[..., None]]:
@@ -97,22 +107,16 @@ def _phase_marker() -> Callable[[Any, Callable[..., None]], Callable[..., None]]
     return mark
 
 
-def _pairs(batches: Iterator[MicroBatch]) -> Iterator[_Micro]:
-    """Yield (input, targets) of each batch. The first stage reads the input, and the last one the targets."""
-    for batch in batches:
-        (tensor,) = batch.inputs.values()
-        yield tensor, batch.targets
-
-
 def _make_stage(blueprint: Blueprint, config: TrainConfig, layout: Layout, objective: Objective) -> Any:
     """Return this worker's stage, with its part of the split matrices. DeepSpeed balances stages by parameters."""
     from deepspeed.runtime.pipe.module import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-    def loss_or_sums(output: Tensor, targets: Tensor) -> Tensor:
+    def loss_or_sums(output: Tensor, read: tuple[Tensor, Tensor]) -> Tensor:
         # DeepSpeed has one loss function, and calls it in validation, too.
+        targets, weight = read
         is_training = torch.is_grad_enabled()
-        return objective.mean(output, targets) if is_training else objective.sums(output, targets)
+        return objective.mean(output, targets) * weight if is_training else objective.sums(output, targets)
 
     class Stage(PipelineModule):  # type: ignore[misc]
         """A stage that calls ``make`` to create its tensors when it has its layers, before it moves to a device."""
