@@ -1,10 +1,12 @@
-"""State of this process that is changed within a block and restored after it."""
+"""State of this process: what is changed within a block and restored after it, and what holds for its life."""
 
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @contextmanager
@@ -33,3 +35,13 @@ def environment_variable(name: str, value: str) -> Iterator[None]:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
+
+
+def spare_loopback() -> None:
+    """Have this process, and those that it starts, reach this machine itself and not through a proxy.
+
+    With ``HTTP_PROXY`` alone, a proxy would be asked for the cluster's own addresses.
+    """
+    spared = [entry for name in ("no_proxy", "NO_PROXY") for entry in os.environ.get(name, "").split(",") if entry]
+    # Programs read either of them, some the lower case first.
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(dict.fromkeys([*spared, *_LOOPBACK]))

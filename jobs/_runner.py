@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 from app.config import Recipe, load_job_recipe, title_of
 from app.errors import RayloomError
-from app.process_state import sigterm_calls
+from app.process_state import sigterm_calls, spare_loopback
 from app.runs import JSON_HELP, Result, Run, Step, execute
 
 
@@ -18,6 +18,7 @@ def main(
 
     ``start`` creates the run or finds one to resume. It writes nothing.
     """
+    spare_loopback()
     parser = argparse.ArgumentParser(prog=f"python -m jobs.{job}")
     parser.add_argument("recipe", help="path or URI of a recipe, such as recipes/reviews.yaml; - reads it here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.epochs=3; beats the recipe")

@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -27,6 +28,7 @@ from app.config import Recipe, dump_recipe, load_recipe
 from app.errors import ClusterError, RayloomError, RequestError, StorageError
 from app.monitoring import processes
 from app.ports import open_ports
+from app.process_state import spare_loopback
 from app.project.scaffold import create_project
 from app.published.prediction import Prediction
 from app.runs import CONFIG_FILE, folder_of_run
@@ -38,6 +40,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Train, compile and serve models on a Ray cluster.",
 )
 recipes = typer.Typer(no_args_is_help=True, help="Look at recipes.")
@@ -48,6 +51,21 @@ app.add_typer(data, name="data")
 app.command()(plan)
 app.command(name="monitoring")(write_files)
 app.command()(check)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"rayloom {version_of('rayloom')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _begin(
+    version: Annotated[  # noqa: ARG001
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print Rayloom's version.")
+    ] = False,
+) -> None:
+    spare_loopback()
 
 
 @app.command()

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.helpers import run
+from tests.proxies import listening
 
 
 def belongs_to(process: psutil.Process, state: dict[str, str]) -> bool:
@@ -151,3 +152,13 @@ def test_down_ends_what_up_started_and_nothing_else(cluster: dict[str, str], tmp
     assert not Path(state["runtime"]).exists()
     assert not [process for process in psutil.process_iter() if belongs_to(process, state)]
     assert run("rayloom", "status", environment=cluster).returncode == 0
+
+
+def test_no_command_asks_a_proxy_for_the_cluster(cluster: dict[str, str]) -> None:
+    with listening(403) as proxy:
+        given = {**cluster, "HTTP_PROXY": proxy.url, "http_proxy": proxy.url, "NO_PROXY": "", "no_proxy": ""}
+        commands = (["status"], ["submit", "plan", "recipes/digits.yaml"], ["predict", "nothing", "a text"])
+        done = {words[0]: run("rayloom", *words, environment=given) for words in commands}
+        assert not proxy.lines
+    assert done["status"].returncode == done["submit"].returncode == 0, done
+    assert "not served" in done["predict"].stderr or "nothing" in done["predict"].stderr

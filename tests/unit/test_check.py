@@ -12,6 +12,7 @@ from app.monitoring.check import Finding, findings
 from app.reports.training import training_page
 from app.runs import Result
 from tests.helpers import ROOT, run
+from tests.proxies import listening
 
 RUN, SEARCH = "20260101-000000-digits-aaaa", "20260101-000001-digits-bbbb"
 PROFILE = {
@@ -98,3 +99,12 @@ def test_the_command_tells_what_fails_and_what_nobody_measured(storage: UPath) -
     assert f"FAIL {SEARCH}" in done.stdout
     assert "3.0 %  < 2.0 %" in done.stdout
     assert any("first answer" in line and "not measured" in line for line in done.stdout.splitlines()), lines
+
+
+@pytest.mark.parametrize("spared", ["", "example.org"])
+def test_no_proxy_is_asked_for_this_machine(storage: UPath, spared: str) -> None:
+    with listening(404) as prometheus, listening(403) as proxy:
+        given = {"HTTP_PROXY": proxy.url, "http_proxy": proxy.url, "NO_PROXY": spared, "no_proxy": ""}
+        run("rayloom", "check", "--storage", str(storage), "--prometheus", prometheus.url, environment=given)
+        assert prometheus.lines
+        assert not proxy.lines
