@@ -85,8 +85,6 @@ def prepare_run(
 def _describe(plan: TrainingPlan, data: PreparedData) -> None:
     """Print how training differs from the default, and warn if that is costly."""
     config = plan.recipe.train
-    if config.teacher:
-        print(f"teacher {config.teacher.model}: gives its logits for each batch", flush=True)
     if mixture := Mixture.of(plan.recipe.data, data):
         last = plan.periods[-1]
         since = f" from batch {last.number:,} of epoch {last.epoch} on" if len(plan.periods) > 1 else ""

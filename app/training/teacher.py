@@ -27,8 +27,17 @@ if TYPE_CHECKING:  # it imports pyarrow
     from app.data.sharded import ShardedRows
 
 
+_MAX_KEPT_BYTES = 2**28
+"""Bytes of logits that a process keeps, of 268,435 rows with 250 labels, say."""
+
+
+def kept_rows(rows: int, labels: int) -> int:
+    """Return the number of rows, from the first on, whose logits a process keeps."""
+    return min(rows, _MAX_KEPT_BYTES // (4 * labels))
+
+
 def with_resolved_teacher(recipe: Recipe, data: PreparedData, storage: UPath) -> Recipe:
-    """Return the recipe with the number of its teacher's version, once it is known to suit the data.
+    """Return the recipe with the number of its teacher's version, once it is known to suit the data. Say so.
 
     Raises:
         StorageError: there is no such model or version.
@@ -40,6 +49,9 @@ def with_resolved_teacher(recipe: Recipe, data: PreparedData, storage: UPath) ->
     title = require_classifier(teacher.model, "train.teacher.model", data, storage)
     if recipe.train.plan.pipeline > 1:
         raise RecipeError("train.teacher is only for plans without a pipeline: set train.plan.pipeline to 1")
+    rows, kept = len(data.train), kept_rows(len(data.train), len(data.labels))
+    again = f"; it runs again on {rows - kept:,} of {rows:,} rows in each epoch" if kept < rows else ""
+    print(f"teacher {title}: gives its logits for each batch{again}", flush=True)
     return recipe.with_teacher(title)
 
 
@@ -85,7 +97,9 @@ def taught(data: PreparedData, recipe: Recipe) -> PreparedData:
 
 @dataclass
 class TaughtDataset(Dataset):
-    """A split with the teacher's logits. The teacher runs once on each row, when a batch first has it.
+    """A split with the teacher's logits. The teacher runs on a row when a batch first has it.
+
+    Its logits are kept for later epochs, as far as ``kept_rows`` goes.
 
     Each process that reads batches has a teacher of its own, because engines do not survive a fork.
     """
@@ -98,10 +112,14 @@ class TaughtDataset(Dataset):
     storage: UPath
     _teacher: LoadedModel | None = field(default=None, repr=False)
     _logits: NDArray[np.float32] = field(init=False, repr=False)
-    """Of each row, NaN before the teacher has run on it."""
+    """Of each row that is kept."""
+    _is_known: NDArray[np.bool_] = field(init=False, repr=False)
+    """Whether they are there, of each row of the split."""
 
     def __post_init__(self) -> None:
-        self._logits = np.full((len(self.split), len(self.labels)), np.nan, np.float32)
+        rows = len(self.split)
+        self._logits = np.empty((kept_rows(rows, len(self.labels)), len(self.labels)), np.float32)
+        self._is_known = np.zeros(rows, np.bool_)
 
     def __len__(self) -> int:
         return len(self.split)
@@ -132,12 +150,18 @@ class TaughtDataset(Dataset):
 
     def logits(self, indices: Sequence[int]) -> NDArray[np.float32]:
         """Return the teacher's logits, of shape (samples, labels)."""
-        # NaN stands for a row that was not asked yet.
-        unknown = [index for index in indices if np.isnan(self._logits[index, 0])]
-        if unknown:
-            self._logits[unknown] = self._ask(self.split.split.take(unknown)[0])
-        known: NDArray[np.float32] = self._logits[list(indices)]
-        return known
+        rows = np.array(indices, np.int64)
+        known = self._is_known[rows]
+        found = np.empty((len(rows), len(self.labels)), np.float32)
+        found[known] = self._logits[rows[known]]
+        if not known.all():
+            new = rows[~known]
+            asked = self._ask(self.split.split.take(new.tolist())[0])
+            found[~known] = asked
+            kept = new < len(self._logits)
+            self._logits[new[kept]] = asked[kept]
+            self._is_known[new[kept]] = True
+        return found
 
     def _ask(self, inputs: Sequence[Input]) -> NDArray[np.float32]:
         """Return the teacher's logits, of shape (rows, labels), with the labels in the order of the data."""

@@ -21,7 +21,7 @@ from app.tasks import prepare
 from app.tasks.objective import CrossEntropy
 from app.tensors import TensorSpec
 from app.training.difficulty import recorded_difficulty, require_difficulty
-from app.training.teacher import TaughtDataset, with_resolved_teacher
+from app.training.teacher import TaughtDataset, kept_rows, with_resolved_teacher
 from tests.engine_contract import PROCESSOR, SIGNATURE
 from tests.helpers import ROOT, SGD, folder_of, losses, train_alone
 from tests.toy import publish_version
@@ -99,6 +99,23 @@ def test_a_row_is_shown_to_the_teacher_once_and_its_labels_are_put_in_order(
     again = taught.batch(range(50, 110))
     assert sorted(asked) == [10, 60], "the teacher sees the ten new rows, the student all"
     np.testing.assert_array_equal(again.taught[:50], batch.taught[50:])  # type: ignore[index]
+
+
+def test_a_process_keeps_few_logits_of_many_rows_and_asks_for_the_others_again(
+    data: LabelledData, storage: UPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kept_rows(1_000_000, 1_000) * 1_000 * 4 <= 2**28
+    whole = TaughtDataset(data.train, data.labels, "teacher/1", storage).batch(range(100))
+    monkeypatch.setattr("app.training.teacher._MAX_KEPT_BYTES", 60 * len(data.labels) * 4)
+    asked = []
+    real = ImageProcessor.encode
+    monkeypatch.setattr(ImageProcessor, "encode", lambda self, inputs: asked.append(len(inputs)) or real(self, inputs))
+    taught = TaughtDataset(data.train, data.labels, "teacher/1", storage)
+    for _ in range(2):
+        asked.clear()
+        again = taught.batch(range(100))
+        np.testing.assert_allclose(again.taught, whole.taught, rtol=1e-5)  # type: ignore[arg-type]
+    assert sorted(asked) == [8, 32, 100], "the teacher sees the 40 rows that are not kept, the student all"
 
 
 def test_a_student_of_the_teacher_alone_learns_its_mistakes(storage: UPath) -> None:
