@@ -20,7 +20,7 @@ from app.telemetry.step_time import Phase, phase
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
 from app.training.engine.data_parallel import loss_weight
-from app.training.engine.deepspeed_engine import Factors, StepResult, initialize, names_of
+from app.training.engine.deepspeed_engine import Factors, Keys, StepResult, initialize, names_of
 from app.training.engine.deepspeed_internals import forget_last_loss, forget_layer_specs, wrap_instructions
 from app.training.engine.placement import in_precision
 from app.training.engine.tensor_parallel import LinearSplitter
