@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from upath import UPath
 
 from app.config import Recipe, dump_recipe, load_recipe
-from app.data.chat import ChatBlocks, ChatData, pack
+from app.data.chat import CONVERSATIONS, LEARNED, ChatBlocks, ChatData, pack
 from app.data.prepared import IGNORED
 from app.errors import DataError, RayloomError, RecipeError
 from app.models.traits import require_apart
@@ -29,7 +29,7 @@ from app.training.run import finish_run, open_run, prepare_run
 from app.training.session import train
 from app.training.worker import start_worker
 from tests.helpers import losses, train_alone
-from tests.pretrained import BERT, write_decoder
+from tests.pretrained import BERT, WORDS, write_decoder
 
 TEMPLATE = (
     "{% for message in messages %}[MASK] {{ message.role }} {{ message.content }} [SEP] {% endfor %}"
