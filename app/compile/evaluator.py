@@ -51,10 +51,9 @@ class Evaluator:
     def failures(self, parity: Parity, precision: ComputePrecision) -> tuple[str, ...]:
         """Return a sentence for each failed gate."""
         source = self._source_model
-        if source.score_to_keep != source.reference.score:
-            # Targets are compared with the pruned model, and the drop is from the whole one.
-            parity = parity.model_copy(update={"lost": None, "gained": None})
-        return failures(parity, precision, source.score_to_keep, source.reference.judge, self._gates)
+        # The score to keep of a pruned model is that of the whole one, which is compared with nothing.
+        is_compared = source.score_to_keep == source.reference.score
+        return failures(parity, precision, source.score_to_keep, source.reference.judge, self._gates, is_compared)
 
     def leave_out_engines(self, fp32: Path) -> None:
         """Evaluate int8 files no more on engines that do not even run the float32 file. They get no variant."""

@@ -167,16 +167,23 @@ def _is_float(output: NDArray[Any]) -> bool:
 
 
 def failures(
-    parity: Parity, precision: ComputePrecision, to_keep: Score | None, judge: Judge, gates: GatesConfig
+    parity: Parity,
+    precision: ComputePrecision,
+    to_keep: Score | None,
+    judge: Judge,
+    gates: GatesConfig,
+    is_compared: bool = True,
 ) -> tuple[str, ...]:
     """Return a sentence for each failed gate. A NaN fails every gate.
 
     Args:
         to_keep: the score of the source model, from which the drop is counted. None if it is unknown.
+        is_compared: whether it is the score of the answers that ``parity`` compares with.
     """
     found = []
     # Each condition is negated, because every comparison with NaN is false.
-    if precision == "fp32" and not parity.scaled_difference <= gates.max_difference:
+    is_equal = precision == "fp32" and parity.scaled_difference <= gates.max_difference
+    if precision == "fp32" and not is_equal:
         found.append(
             f"the largest difference is {parity.max_difference:.1e}, which is {parity.scaled_difference:.1e} of the "
             f"output's magnitude: compile.gates.max_difference is {gates.max_difference}"
@@ -185,7 +192,8 @@ def failures(
         to_keep
         and parity.score
         and not judge.drop(to_keep, parity.score) <= gates.max_accuracy_drop + _ROUNDING
-        and not _is_chance(parity, gates)
+        # An error near 0 rises by a large share at the least rounding.
+        and not (is_compared and (is_equal or _is_chance(parity, gates)))
     ):
         found.append(_drop_refused(to_keep, parity.score, gates))
     if not parity.differing_rows <= gates.max_accuracy_drop + _ROUNDING:

@@ -78,6 +78,12 @@ def test_a_drop_that_may_be_chance_does_not_refuse(lost: int, gained: int, limit
     assert bool(refused) is is_refused
 
 
+def test_the_loss_of_pruning_is_refused_though_the_file_is_equal_to_the_pruned_model() -> None:
+    given = GOOD.model_copy(update={"score": Score(value=0.8), "lost": 0, "gained": 0})
+    assert failures(given, "fp32", TO_KEEP, JUDGE, GatesConfig(), is_compared=False)
+    assert not failures(given, "fp32", TO_KEEP, JUDGE, GatesConfig())
+
+
 @pytest.mark.parametrize(
     ("metric", "after", "words"),
     [

@@ -81,6 +81,12 @@ def test_a_head_is_kept_as_its_class_has_it(name: str, outputs: list[str], tmp_p
         np.testing.assert_allclose(given[output], getattr(expected, output), atol=1e-4, rtol=1e-4)
 
 
+def test_labels_that_predict_does_not_answer_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    written(tmp_path / "model", "BertForTokenClassification", id2label={0: "O", 1: "B-PER"})
+    told = imported(tmp_path / "storage", "model", tmp_path / "model", *EXACT)
+    assert "is a BertForTokenClassification, which takes and gives tensors only: its labels are left out" in told
+
+
 def test_weights_of_a_pooler_are_not_made_up(tmp_path: Path) -> None:
     written(tmp_path / "model", "BertModel")
     without(tmp_path / "model", "pooler")
@@ -148,7 +154,7 @@ def test_a_head_of_one_label_answers_a_number(name: str, tmp_path: Path) -> None
     model = written(tmp_path / "model", name, num_labels=1, pad_token_id=1)
     expected = logits_of(model, tmp_path / "model")[:, 0].tolist()
     samples = tmp_path / "rows.csv"
-    rows = [f'"{text}",{number + 0.5}' for text, number in zip(TEXTS, expected, strict=True)]
+    rows = [f'"{text}",{number}' for text, number in zip(TEXTS, expected, strict=True)]
     samples.write_text("\n".join(["text,label", *rows]), encoding="utf-8")
     loaded = published(tmp_path / "storage", tmp_path / "model", f"--samples={samples}")
     given = answers(loaded, TEXTS)
@@ -157,7 +163,7 @@ def test_a_head_of_one_label_answers_a_number(name: str, tmp_path: Path) -> None
     assert len({round(value, 3) for value in expected}) == len(TEXTS)
     manifest = loaded.manifest
     assert (manifest.task, manifest.score.metric) == ("text-regression", "mae")  # type: ignore[union-attr]
-    assert manifest.score.value == pytest.approx(0.5, abs=1e-4)  # type: ignore[union-attr]
+    assert manifest.score.value == pytest.approx(0.0, abs=1e-4)  # type: ignore[union-attr]
 
 
 def test_a_head_of_several_numbers_takes_tensors_only(tmp_path: Path) -> None:

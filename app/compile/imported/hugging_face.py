@@ -71,6 +71,7 @@ def import_hugging_face(given: Path, folder: Path) -> ImportedModel:
     # PyTorch is the reference, so that errors of the export itself are found.
     imported = import_onnx(converted, folder, source, open_reference, specs[0].max_length)
     if head is None:
+        _tell_of_labels(model, given)
         return imported
     headed = replace(imported, head=head, scores=_LOGITS)
     labelled = headed if head == "regression" else headed.labelled(_labels_of(model), _LOGITS)
@@ -163,6 +164,15 @@ def _head_of(model: nn.Module) -> Head | None:
     if configuration.num_labels == 1:
         return "regression"
     return None if configuration.problem_type == "regression" else "classification"
+
+
+def _tell_of_labels(model: nn.Module, given: Path) -> None:
+    """Say that the labels of a head are left out if it is answered with tensors only."""
+    if any(not label.startswith("LABEL_") for label in _labels_of(model)):
+        warn(
+            f"{str(given)!r} is a {type(model).__name__}, which takes and gives tensors only: its labels are left out, "
+            "and their order is that of the outputs"
+        )
 
 
 def _labels_of(model: nn.Module) -> list[str]:
