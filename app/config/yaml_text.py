@@ -28,11 +28,11 @@ class _Loader(yaml.SafeLoader):
     """Reads plain words by ``_SCALARS``. It refuses a key that is there twice, an infinite number, and other tags."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - those of YAML 1.1 are not inherited
-    yaml_constructors = {  # noqa: RUF012
+    yaml_constructors = {
         tag: make
         for tag, make in yaml.SafeLoader.yaml_constructors.items()
         if tag is None or tag.removeprefix(_TAG) in ("null", "bool", "str", "seq", "map")
-    }
+    } | {f"{_TAG}merge": yaml.SafeLoader.construct_yaml_str}
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Here, because the constructor puts merged keys among a mapping's own.
@@ -76,7 +76,6 @@ for _name, _pattern, _beginnings in _SCALARS:
         _class.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), _beginnings)
 _Loader.add_constructor(_TAG + "int", _Loader.construct_int)
 _Loader.add_constructor(_TAG + "float", _Loader.construct_float)
-_Loader.add_constructor(_TAG + "merge", _Loader.construct_yaml_str)  # type: ignore[type-var]
 
 
 def parse_yaml(text: str) -> Any:
