@@ -83,8 +83,6 @@ class SentenceEmbedding(ServedTask):
     def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
         from app.data.preparation.data import prepare_pairs
 
-        if (group := recipe.data.group_column) is not None:
-            raise RecipeError(f"data.group_column is {group!r}, and pairs are split by their texts: leave it out")
         return prepare_pairs(recipe, self.processor, Vectors(_dimensions_of(recipe)), run_units)
 
     def answer_natural(self, outputs: NDArray[np.float32], targets: Outputs, given: Encoded) -> list[Answer]:

@@ -97,7 +97,7 @@ def test_what_is_dumped_is_the_same_recipe(tmp_path: Path) -> None:
         ("alerts=[{metric: loss, above: 1, for: 10, do: [stop]}]", ["alerts.0.for is 10", "20 steps or 3 epochs"]),
         ("alerts=[{metric: loss, above: 1, for: 0 s, do: [stop]}]", ["alerts.0.for", "more than 0"]),
         ("alerts=[{metric: loss, above: 1, for: 2.5 epochs, do: [stop]}]", ["alerts.0.for", "whole number of epochs"]),
-        ("alerts=[{metric: loss, above: .inf, do: [stop]}]", ["alerts.0.above", "finite number"]),
+        ("alerts=[{metric: loss, above: .inf, do: [stop]}]", ["override alerts", "finite number"]),
         ("alerts=[{metric: loss, fallen_by: 50, do: [stop]}]", ["alerts.0.fallen_by is 50", "50 %"]),
         ("alerts=[{metric: loss, fallen_by: 100 %, do: [stop]}]", ["alerts.0.fallen_by", "less than 100"]),
         ("alerts=[{metric: a b, above: 1, do: [stop]}]", ["alerts.0.metric is 'a b'", "val_loss"]),

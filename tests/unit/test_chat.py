@@ -18,14 +18,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from upath import UPath
 
 from app.config import Recipe, dump_recipe, load_recipe
-from app.data.chat import CONVERSATIONS, LEARNED, ChatBlocks, ChatData, pack
+from app.data.chat import CONVERSATIONS, LEARNED, ChatBlocks, ChatData
+from app.data.preparation.chats import pack
 from app.data.prepared import IGNORED
 from app.errors import DataError, RayloomError, RecipeError
 from app.models.traits import require_apart
 from app.runs import Run
 from app.tasks import load_prepared, prepare
 from app.training.data.recipe_order import order_of
-from app.training.run import finish_run, open_run, prepare_run
+from app.training.publication import finish_run
+from app.training.run import open_run, prepare_run
 from app.training.session import train
 from app.training.worker import start_worker
 from tests.helpers import losses, train_alone

@@ -141,7 +141,7 @@ def test_near_duplicates_are_dropped_and_groups_refused(tmp_path: Path) -> None:
     source = f"data.source={tmp_path / 'near.jsonl'}"
     data = prepared(tmp_path, source, "data.clean.near_duplicates=0.7")
     assert data.report.dropped == {"near_duplicate": 2}
-    with pytest.raises(RecipeError, match=r"data\.group_column is 'page', and pairs are split by their texts"):
+    with pytest.raises(RecipeError, match=r"data\.group_column is 'page', which task sentence-embedding does not"):
         prepared(tmp_path, source, "data.group_column=page")
 
 

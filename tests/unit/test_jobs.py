@@ -40,7 +40,7 @@ def _without_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train", [DIGITS, "storage=somewhere"], 2, "relative path"),
         ("train", [DIGITS, "data.source=/nowhere.csv"], 1, "/nowhere.csv"),
         ("train", [DIGITS, "train.global_batch_size=4096"], 1, "the training split has 1423 samples"),
-        ("train", [DIGITS, "train.linear_baseline=true"], 1, "train.linear_baseline is for texts"),
+        ("train", [DIGITS, "train.linear_baseline=true"], 2, "train.linear_baseline is True, which task"),
         ("train", [DIGITS, "model.factory=app.models.image:resnet"], 1, "'resnet50'"),
         ("train", [DIGITS, "task=app.models.image:resnet50"], 1, "expected a subclass of app.tasks.Task"),
         ("compile", [DIGITS, "name=unknown"], 1, "run jobs.train first"),

@@ -11,7 +11,6 @@ import torch
 from upath import UPath
 
 from app.config import load_recipe
-from app.data.augmentation import augmentation_of
 from app.data.builtin import BUILTIN_SPANS
 from app.data.labelled import LabelledData, LabelledDataset
 from app.data.prepared import IGNORED
@@ -130,13 +129,6 @@ def test_sources_are_mixed_if_their_words_are_split_alike(tmp_path: Path) -> Non
     assert set(data.origins.train.tolist()) == {0, 1}
     with pytest.raises(DataError, match=r"data\.sources have tokens in some sources and spans in others"):
         both("a", "c")
-
-
-def test_augmentation_of_tagged_texts_is_refused(tmp_path: Path) -> None:
-    data = prepared(tmp_path, list(map(tokens, range(30))))
-    recipe = load_recipe(str(tmp_path / "recipe.yaml"), ["train.augment.text.drop=0.1"])
-    with pytest.raises(RecipeError, match=r"train\.augment changes labelled samples, and the task learns from tokens"):
-        augmentation_of(recipe.train, data)
 
 
 def test_only_the_first_token_of_a_word_counts_and_no_word_that_is_cut_off(tmp_path: Path) -> None:

@@ -21,15 +21,15 @@ CONSTANT = "train.schedule={name: constant, warmup_fraction: 0.0}"
 # texts and rows; sets of labels of texts and rows; the three of records; embedding, tagging, language modelling, chat.
 TABLE = [
     # key                          c c c  r r  m m  * * *  e t l ch
-    ("data.shards={size: 64MB}", "x x x  x x  x x  x x x  . . x ."),
+    ("data.shards={size: 64MB}", "x x x  x x  x x  x x x  x x x x"),
     (f"data={STREAM % '{}'}", "x . .  . .  . .  . . .  . . x .", CONSTANT),
     (f"data={STREAM % '{labels: [a, b]}'}", "x . .  . .  . .  . . .  . . . .", CONSTANT),
-    ("data={source: null, sources: [{source: a}, {source: b}]}", "x x x  x x  x x  . . .  . . x ."),
-    ("data.group_column=user", "x x x  x x  x x  x x x  . . x ."),
+    ("data={source: null, sources: [{source: a}, {source: b}]}", "x x x  x x  x x  . . .  . x x x"),
+    ("data.group_column=user", "x x x  x x  x x  x x x  . x x x"),
     ("data.test_fraction=0.1", "x x x  x x  x x  x x x  x x . ."),
     ("data.test_source=b.csv", "x x x  x x  x x  x x x  x x . ."),
     ("data.clean.min_length=3", "x . .  x .  x .  . . .  x x x ."),
-    ("data.clean.near_duplicates=0.8", "x . .  x .  x .  . . .  . . x ."),
+    ("data.clean.near_duplicates=0.8", "x . .  x .  x .  . . .  x x x ."),
     ("data.clean.label_noise=report", "x . .  . .  . .  . . .  . . . ."),
     ("data.columns.input=a", "x x .  x .  x .  . . .  . x x ."),
     ("data.columns.label=a", "x x x  x x  x x  x x x  . . . ."),
