@@ -329,8 +329,9 @@ def test_int8_is_made_for_the_engines_that_run_the_model(tmp_path: Path) -> None
     np.savez(tmp_path / "rows.npz", pixels=labelled_rows(128)[0])
     few = ["compile.precisions=[fp32,int8]", "compile.batch_sizes=[1]", "--json"]
     result = result_of(imported(tmp_path, "model", path, f"--samples={tmp_path / 'rows.npz'}", *few))
-    passed = [(record["engine"], record["precision"]) for record in result["metrics"]["variants"] if record["passed"]]
-    assert passed == [("onnxruntime", "fp32"), ("onnxruntime", "int8")]
+    passed = {(record["engine"], record["precision"]) for record in result["metrics"]["variants"] if record["passed"]}
+    assert ("openvino", "fp32") not in passed
+    assert ("onnxruntime", "int8") in passed
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
