@@ -249,6 +249,15 @@ def test_images_have_the_size_that_the_tower_or_the_processor_names(
     np.testing.assert_allclose(list(given["scores"].values()), expected, atol=1e-5)
 
 
+def test_pictures_with_any_number_of_labels_are_not_answered_as_if_they_had_one(tmp_path: Path) -> None:
+    sizes = {"size": {"height": 16, "width": 16}}
+    config = {**BERT, "image_size": 16, "patch_size": 8, "problem_type": "multi_label_classification"}
+    image_model(tmp_path / "model", "ViTForImageClassification", "ViTImageProcessor", sizes, **config)
+    told = imported(tmp_path / "storage", "model", tmp_path / "model", *EXACT)
+    assert "there is no task image-multilabel, so the model will not answer images: send it tensors" in told
+    assert Repository(UPath(tmp_path / "storage")).manifest("model", 1).task == "tensors"
+
+
 def _config(**changes: Any) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         file = folder / "config.json"
