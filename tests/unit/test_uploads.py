@@ -18,10 +18,10 @@ KEYS: dict[str, tuple[str, list[str]]] = {
     "data.sources.source": ("digits", ["data.source=null", f"data.sources=[{{source: {FILE}}}, {{source: /b.csv}}]"]),
     "data.test_source": ("digits", [f"data.test_source={FILE}", "data.test_fraction=null"]),
     "data.validation_source": (
-        "digits",
+        "reviews",
         [
             *("data.source=nats://h:1/S?subject=s", f"data.validation_source={FILE}", "data.test_fraction=null"),
-            *("data.stream={samples: 99999, labels: [a, b]}", "train.early_stopping=null", "tune=null"),
+            *("data.stream={samples: 99999, labels: [a, b]}", "train.linear_baseline=false", "tune=null"),
             "train.schedule={name: constant, warmup_fraction: 0.0}",
         ],
     ),
