@@ -182,3 +182,31 @@ def test_a_layer_whose_input_is_always_0_stays_in_float(tmp_path: Path) -> None:
     written = {node.name: node for node in onnx.load(tmp_path / "int8.onnx").graph.node}
     assert written["of_the_dead"].input[0] == "dead"
     assert written["of_the_living"].input[0] == "given_dequantized"
+
+
+def test_layers_are_ranked_on_rows_of_all_batches(tmp_path: Path) -> None:
+    """Batches are sorted by length, and what is sensitive in long texts may be 0 in short ones."""
+    nodes = [
+        helper.make_node("MatMul", ["short", "weight"], ["left"], name="of_short"),
+        helper.make_node("MatMul", ["long", "weight"], ["right"], name="of_long"),
+        helper.make_node("Add", ["left", "right"], [OUTPUT]),
+    ]
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 2]) for name in ("short", "long")]
+    output = helper.make_tensor_value_info(OUTPUT, TensorProto.FLOAT, ["n", 2])
+    weight = numpy_helper.from_array(np.eye(2, dtype=np.float32), "weight")
+    graph = helper.make_graph(nodes, "g", inputs, [output], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, tmp_path / "model.onnx")
+    generator = np.random.default_rng(0)
+    batches = [generator.standard_normal((16, 4)).astype(np.float32) for _ in range(4)]
+    samples = [
+        {"short": batch[:, :2], "long": batch[:, 2:] * np.float32(100 * (number > 0))}
+        for number, batch in enumerate(batches)
+    ]
+
+    def evaluate(path: Path) -> Verdict:
+        read = {node.name: node.input[0] for node in onnx.load(path).graph.node}
+        return Verdict(() if read["of_long"] == "long" else ("of_long is in int8",), 1.0)
+
+    found = find_quantization(tmp_path / "model.onnx", samples, MINMAX, evaluate, tmp_path / "int8.onnx", print)
+    assert found.exempt == ("of_long",)
