@@ -1,6 +1,5 @@
 """Each built-in task beside the oldest ones, and one of one's own: trained, compiled, served and asked over HTTP."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,15 +75,16 @@ def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     manifest = Repository(UPath(storage)).manifest(recipe.name, 1)
     version = VersionConfig.of(str(storage), manifest, recipe.serve)
     config = EndpointConfig(models={recipe.name: DeployedModel(production=version)})
-    row = prepare(recipe).validation.split.inputs[0]  # type: ignore[attr-defined]
-    given = json.loads(row) if row.startswith("{") else row
+    given = prepare(recipe).validation.split.inputs[0]  # type: ignore[attr-defined]
     with serving() as server:
         server.run(server.endpoint.update(config))
         client = httpx.Client(base_url=f"http://{server.http}")
         (model,) = client.get("/v1/models").json()
         answer = client.post(f"/v1/models/{recipe.name}/predict", json={"inputs": [given]})
         assert answer.status_code == 200, answer.text
-        refused = client.post(f"/v1/models/{recipe.name}/predict", json={"inputs": {"age": 1} if row[0] == "{" else {}})
+        refused = client.post(
+            f"/v1/models/{recipe.name}/predict", json={"inputs": {} if isinstance(given, str) else {"age": 1}}
+        )
         assert refused.status_code == 400
         yield Chain(task, trained, result.metrics, answer.json()["predictions"][0], model)
 
