@@ -25,7 +25,7 @@ from tests.browser import picture, seen, started_browser
 from tests.helpers import local_cluster, run
 from tests.jobs import run_job
 from tests.launch import Cluster, Launch
-from tests.unit.test_ui import served
+from tests.unit.reports.test_ui import served
 
 pytestmark = [
     pytest.mark.slow,

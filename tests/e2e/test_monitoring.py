@@ -39,7 +39,7 @@ from tests.launch import Cluster
 from tests.receiver import HttpReceiver
 from tests.tables import Faults
 from tests.toy import answering, body, deploy, publish
-from tests.unit.test_monitoring import expressions
+from tests.unit.monitoring.test_monitoring import expressions
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,7 +1,7 @@
 """The script that Ray Serve starts as HAProxy. It edits the configuration that Ray has written, then starts HAProxy.
 
-Ray has no setting for what is edited. The edits match text of Ray's own template, so ``tests/unit/test_haproxy.py``
-renders the template of the installed Ray, and fails for an edit that changes nothing.
+Ray has no setting for what is edited. The edits match text of Ray's own template, so a test renders the template of
+the installed Ray, and fails for an edit that changes nothing: ``tests/unit/serving/test_haproxy.py``.
 """
 
 import shlex

@@ -19,7 +19,7 @@ from benchmarks.gpu.report import report
 from benchmarks.gpu.steps import STEPS, Step
 from tests.helpers import ROOT
 
-HERE = "tests.unit.test_bench_gpu"
+HERE = "tests.unit.benchmarks.test_bench_gpu"
 
 
 def leave_a_child_and_hang(bench: Bench, mark: str) -> None:

@@ -169,7 +169,8 @@ def adapted_decoder(config: ModelConfig) -> nn.Module:
 def test_every_build_draws_the_same_fresh_adapter(tmp_path: Path) -> None:
     """A build that is first in its process once was not recorded, and drew other values than the next."""
     folder = str(write_decoder(tmp_path / "decoder"))
-    code = f"from tests.unit.test_adapter import fresh_adapter as fresh; print(fresh({folder!r}), fresh({folder!r}))"
+    adapter = f"fresh_adapter({folder!r})"
+    code = f"from tests.unit.models.test_adapter import fresh_adapter; print({adapter}, {adapter})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.split()

@@ -132,7 +132,7 @@ def test_a_packed_conversation_is_answered_as_alone(model_type: str, tmp_path: P
 
 def test_a_model_that_would_mix_packed_conversations_is_refused(tmp_path: Path) -> None:
     source = write_chats(tmp_path / "chats.jsonl", many())
-    own = ["model.factory=tests.unit.test_chat:caching", "model.args={}"]
+    own = ["model.factory=tests.unit.data.test_chat:caching", "model.args={}"]
     write_decoder(tmp_path / "llama")
     (tmp_path / "llama/chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     with pytest.raises(RecipeError, match="does not keep packed conversations apart"):

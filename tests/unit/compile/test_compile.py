@@ -302,9 +302,8 @@ def test_weights_whose_model_takes_other_inputs_are_refused(storage: UPath, weig
     run = UPath(tmp_path / "run")
     shutil.copytree(weights.parent.path, run.path)
     recipe = run / "weights/recipe.yaml"
-    recipe.write_text(
-        recipe.read_text().replace("app.models.image:small_cnn", "tests.unit.test_compile:renamed"), encoding="utf-8"
-    )
+    text = recipe.read_text().replace("app.models.image:small_cnn", "tests.unit.compile.test_compile:renamed")
+    recipe.write_text(text, encoding="utf-8")
     write_checksums(run / "weights")
     result = compiled(storage, *FAST, f"compile.weights={run / 'weights'}")[1]
     assert "Renamed, does not take its processor's outputs pixel_values" in str(result.error)

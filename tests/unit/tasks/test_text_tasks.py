@@ -23,8 +23,8 @@ from app.runs import Run, execute
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.tasks import prepare
 from tests.serving import serving
-from tests.unit.test_embedding import prepared as prepared_pairs
-from tests.unit.test_tagging import spans, write_recipe
+from tests.unit.data.test_tagging import spans, write_recipe
+from tests.unit.tasks.test_embedding import prepared as prepared_pairs
 
 FAST = ["compile.engines=[onnxruntime]", "compile.batch_sizes=[1, 4]", "compile.precisions=[fp32]"]
 

@@ -37,7 +37,7 @@ def refuse_in_silence(*_: object, **__: object) -> None:
     ("layer", "words"),
     [
         (Mute(), "torch.export cannot trace it: AssertionError"),
-        (Odd(), r"at node linalg_eig of body.1 \(tests.unit.test_export.Odd\), No ONNX function found"),
+        (Odd(), r"at node linalg_eig of body.1 \(tests.unit.compile.test_export.Odd\), No ONNX function found"),
         (Branching(), r"torch.export cannot trace it: .*test_export.py\", line \d+, in forward return given if"),
     ],
 )

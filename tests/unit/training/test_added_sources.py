@@ -29,7 +29,7 @@ from app.training.stop_request import StopRequest
 from app.training.worker import start_worker
 from tests.helpers import ROOT
 from tests.orders import in_memory
-from tests.unit.test_sources import recipe_of, write_source
+from tests.unit.training.test_sources import recipe_of, write_source
 
 SIZES, BATCH = [600, 300, 100], 20
 ORIGINS = np.repeat([0, 1, 2], SIZES).astype(np.int16)
