@@ -94,13 +94,16 @@ def test_code_is_highlighted_over_http(tmp_path: Path) -> None:
         assert trained["metrics"]["val_entity_f1"] > 0.85
         score = compiled["accuracy"]["score"]
         assert (score["metric"], compiled["accuracy"]["split"]) == ("entity_f1", "test")
-        texts = ["return 'a b' + x", "for name in names:  # each of the names that are not empty, in their order, once"]
+        long = "for name in names:  # each of the names that are not empty, in their order, once"
+        texts = ["return 'a b' + x", "for name in names:", long]
         answers = post(client, "/v1/models/python_tokens/predict", inputs=texts)["predictions"]
         for text, answer in zip(texts, answers, strict=True):
             assert all(text[e["start"] : e["end"]] == e["text"] for e in answer["entities"])
         found = [{(e["label"], e["text"]) for e in answer["entities"]} for answer in answers]
         assert ("KEYWORD", "return") in found[0]
-        assert {("KEYWORD", "for"), ("KEYWORD", "in")} <= found[1]
+        assert found[1] == {("KEYWORD", "for"), ("KEYWORD", "in")}
+        assert ("KEYWORD", "for") in found[2]
+        assert any(label == "COMMENT" and text.startswith("# each of the names") for label, text in found[2])
 
 
 WITHOUT_DROPOUT = ["model.args.dropout=0.0", "model.args.embedding_dropout=0.0", "train.precision=fp32"]
