@@ -131,6 +131,14 @@ class LoadedModel:
             answers = self.task.answer_natural(scored, self.targets, given)
         return [Prediction.model_validate(answer) for answer in answers]
 
+    def warm_up(self, full_batches: Sequence[tuple[int | None, int]]) -> None:
+        """Check a row of each length, and batches of some lengths and numbers of rows. Raises as ``check``."""
+        for length in self.manifest.engine_key.profile.lengths or (None,):
+            self.check(1, length)  # the first call with a shape compiles and allocates
+        # Full batches, too, so that memory that is too small fails the deployment, not a later request.
+        for length, rows in full_batches:
+            self.check(rows, length)
+
     def check(self, rows: int = 1, length: int | None = None) -> None:
         """Run rows of ones, or of ``probe``.
 
@@ -239,11 +247,7 @@ def load_model(
             require_known_answers(engine, manifest, Path(temporary))
         model = LoadedModel(manifest, engine, task, processor, targets, probe)
     try:
-        for length in manifest.engine_key.profile.lengths or (None,):
-            model.check(1, length)  # the first call with a shape compiles and allocates
-        # Full batches, too, so that memory that is too small fails the deployment, not a later request.
-        for length, rows in full_batches:
-            model.check(rows, length)
+        model.warm_up(full_batches)
     except BaseException:
         model.engine.close()
         raise

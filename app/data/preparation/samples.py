@@ -15,7 +15,6 @@ from app.data.pairs import Pair, join_pair, split_pair
 from app.data.preparation.chats import ChatWriter
 from app.data.preparation.writers import BlockWriter, SplitWriter
 from app.data.sources.cells import Column, Columns, Rows
-from app.data.sources.documents import document_columns
 from app.data.sources.formats.base import CHATS, DOCUMENTS, PAIRS, TAGGED, SourceFile
 from app.data.sources.labelled import (
     GROUP,
@@ -216,7 +215,8 @@ class Documents(TokenKind):
     strips: ClassVar[bool] = False
 
     def columns(self, config: DataConfig) -> Columns:
-        return document_columns(config.columns, config.group_column)
+        text = Column(INPUT, config.columns.input, "text")
+        return Columns(DOCUMENTS, (text, *group_columns(config.group_column)))
 
     def inputs(self, rows: Rows, config: DataConfig, verify: bool) -> Iterator[Input | None]:  # noqa: ARG002
         yield from rows.cells[INPUT].to_pylist()

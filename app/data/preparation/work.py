@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import BaseModel
 from upath import UPath
@@ -13,7 +15,6 @@ from upath import UPath
 from app.config import DataConfig
 from app.data.examples import MAX_EXAMPLES, REASONS, Natural, Reason
 from app.data.kinds import ColumnKind, merge_kinds
-from app.data.preparation.digest import RowsDigest
 from app.data.preparation.sample import SampleBuilder
 from app.data.preparation.samples import SampleKind, TokenKind, groups_in
 from app.data.preparation.signatures import SignatureFiles
@@ -51,6 +52,27 @@ class UnitResult(BaseModel):
 
     shards: dict[str, list[Shard]]
     examples: dict[Reason, list[str]]
+
+
+class RowsDigest:
+    """A hash of rows in their order, however they come in batches: the second pass notices that a source changed."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, blake2b] = {}
+
+    def add(self, rows: Rows) -> None:
+        """Add rows, with all of their cells."""
+        for key, cells in rows.cells.items():
+            digest = self._columns.setdefault(key, blake2b(digest_size=16))
+            texts = cells if pa.types.is_binary(cells.type) else cells.cast(pa.string())
+            for cell in texts.cast(pa.binary()).to_pylist():
+                # With its length, a cell cannot run into the next one.
+                digest.update((-1 if cell is None else len(cell)).to_bytes(8, signed=True))
+                digest.update(cell or b"")
+
+    def digest(self) -> bytes:
+        """Return the hash of all rows that were added."""
+        return blake2b(b"".join(part.digest() for part in self._columns.values()), digest_size=16).digest()
 
 
 @dataclass(frozen=True)

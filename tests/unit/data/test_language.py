@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 from upath import UPath
 
-from app.config import CleanConfig, ColumnsConfig, DataConfig, SourceConfig, TokenizerConfig
+from app.config import CleanConfig, DataConfig, SourceConfig, TokenizerConfig
 from app.data.builtin import BUILTIN_DOCUMENTS
 from app.data.language import LanguageData
+from app.data.preparation.samples import Documents
 from app.data.prepared import Dataset
-from app.data.sources.documents import document_columns
 from app.data.sources.formats.base import DOCUMENTS
 from app.data.sources.labelled import INPUT
 from app.data.sources.source import Source
@@ -96,7 +96,7 @@ def test_a_folder_is_read_with_its_tables(tmp_path: Path) -> None:
     pd.DataFrame({"text": ["c", "d"]}).to_parquet(tmp_path / "sub/c.parquet")
     pd.DataFrame({"text": ["e"]}).to_json(tmp_path / "sub/d.jsonl", orient="records", lines=True)
     files = list_files(Source(str(tmp_path)), DOCUMENTS)
-    columns = document_columns(ColumnsConfig())
+    columns = Documents().columns(DataConfig(source="documents"))
     parts = [rows.cells[INPUT].to_pylist() for unit in cut_units(files, 10**6) for rows in read_unit(unit, columns)]
     assert [text for part in parts for text in part] == ["a", "b", "c", "d", "e"]
 

@@ -17,9 +17,8 @@ import pytest
 
 from app.config import CleanConfig, ColumnsConfig, DataConfig
 from app.config.stream import StreamConfig
-from app.data.preparation.samples import TaggedTexts
+from app.data.preparation.samples import Documents, TaggedTexts
 from app.data.sources import units
-from app.data.sources.documents import document_columns
 from app.data.sources.formats import FORMATS
 from app.data.sources.labelled import INPUT, labelled_columns, load_examples
 from app.data.sources.source import Source
@@ -437,7 +436,7 @@ def read(source: Path, odd: Odd) -> list[Any]:
     """Return what a task in memory reads. A row that it counts as unreadable is none of them, but a document."""
     config = DataConfig(source=str(source), columns=ColumnsConfig(**odd.columns), clean=CleanConfig(max_unreadable=1.0))
     if odd.contents == "language-modeling":
-        rows = read_source(Source(str(source)), document_columns(config.columns))
+        rows = read_source(Source(str(source)), Documents().columns(config))
         return [text for some in rows for text in some.cells[INPUT].to_pylist()]
     if odd.contents == "tagged":
         kind = TaggedTexts()

@@ -14,13 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from app.config import ColumnsConfig
+from app.config import ColumnsConfig, DataConfig
 from app.data.preparation import sample, signatures
 from app.data.preparation.samples import Documents
 from app.data.preparation.signatures import signatures_of
 from app.data.preparation.work import UnitWork
 from app.data.sources.cells import Rows
-from app.data.sources.documents import document_columns
 from app.data.sources.formats.base import DOCUMENTS, Piece
 from app.data.sources.labelled import INPUT, LABEL, labelled_columns
 from app.data.sources.source import Source
@@ -86,7 +85,7 @@ def test_the_first_rows_of_a_row_group_fit_into_memory(tmp_path: Path) -> None:
     texts = [np.roll(text, number).tobytes().decode() for number in range(64)]
     pa.parquet.write_table(pa.table({"text": texts}), path)
     unit = Unit(0, (Piece(str(path), "parquet", path.stat().st_size),))
-    sizes = [len(batch) for batch in read_unit(unit, document_columns(ColumnsConfig()))]
+    sizes = [len(batch) for batch in read_unit(unit, Documents().columns(DataConfig(source="documents")))]
     assert sum(sizes) == 64
     assert max(sizes) <= 4  # of about 4 MiB together
 
