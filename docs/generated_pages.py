@@ -22,8 +22,8 @@ _RECIPE = """\
 # Recipe
 
 A recipe is one YAML file. This page lists every key, from the schema that also checks recipes. Unknown keys and wrong
-types are refused. It is read by YAML 1.2: `1e3` is a number, `010` is ten, and `1:30`, `yes` and dates are texts. A key
-that is there twice is refused, and a number that is not finite.
+types are refused. It is read by YAML 1.2: `1e3` is a number, `010` is ten, and `1:30`, `yes` and dates are texts. A
+repeated key is refused, and so is a number that is not finite.
 
 Set a key on the command line as `train.epochs=3`. Print a recipe with all its defaults with
 `rayloom recipe show RECIPE`, and the JSON schema for an editor with `rayloom recipe schema`.

@@ -116,7 +116,7 @@ _MIN_SHARD_BYTES = 4096
 
 
 class ShardsConfig(Section):
-    """Data that does not fit into memory: prepared once as shards in storage, and streamed from there."""
+    """Sizes of the shards: data is prepared once, as shards in storage, and training reads these."""
 
     size: ByteSize = Field(default=ByteSize(32_000_000), description="bytes of a shard, such as 32MB")
     window: ByteSize = Field(
@@ -152,10 +152,10 @@ class DataConfig(Section):
     """The source of the examples, and how they become batches."""
 
     source: Annotated[str, LOCATION] = Field(
-        description="builtin:NAME, or a path or URI of a csv, jsonl, parquet or Arrow file; of an image folder with "
-        "one subfolder a class, or with IDX files named as MNIST's are; for language modelling also of a text file or "
-        "a folder of files; with shards also of a folder of such files, or of tar files in WebDataset's layout; or a "
-        "stream, nats://HOST:PORT/STREAM?subject=SUBJECT or kafka://HOST:PORT/TOPIC; left out with sources"
+        description="builtin:NAME, or a path or URI of a csv, jsonl, parquet or Arrow file, or of a folder of them; of "
+        "an image folder with one subfolder a class, or with IDX files named as MNIST's are; of tar files in "
+        "WebDataset's layout; for language modelling also of a text file or a folder of them; or a stream, "
+        "nats://HOST:PORT/STREAM?subject=SUBJECT or kafka://HOST:PORT/TOPIC; left out with sources"
     )
     sources: list[SourceConfig] = Field(
         default=[],
@@ -190,7 +190,7 @@ class DataConfig(Section):
     sampling: Literal["natural", "balanced"] = Field(
         default="natural",
         description="for classes: how often training reads a row in an epoch. natural: once; balanced: so that all "
-        "labels come equally often, with shards within each window",
+        "labels come equally often within each window",
     )
     columns: ColumnsConfig = ColumnsConfig()
     clean: CleanConfig = CleanConfig()

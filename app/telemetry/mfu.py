@@ -40,8 +40,8 @@ def flops_per_sample(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
     (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). For a decoder this is 6 N + 12 L H Q T per token (Chowdhery et
     al. 2022, arXiv:2204.02311, appendix B) with N weights in matrix products, L layers, H heads of size Q, T tokens. A
     multiplication and an addition are two operations. Attention counts whole, masked or not. Recomputed activations do
-    not count. Only matrix products, convolutions and attention count. On GPUs, recurrent layers are missed, which cuDNN
-    runs as one operation.
+    not count. Only matrix products, convolutions, attention and, on CPUs, LSTMs count. On GPUs, recurrent layers are
+    not counted, because cuDNN runs each as one operation.
 
     Args:
         model: run once on ``inputs``, without gradients. Its mode, buffers and random state do not change.

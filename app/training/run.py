@@ -182,7 +182,7 @@ def _check_model(recipe: Recipe, model: nn.Module, data: PreparedData) -> None:
     if lengths is not None and lengths.min() < lengths.max():
         raise RecipeError(
             f"train.plan.pipeline is {config.plan.pipeline}, whose stages exchange tensors of one shape, and samples "
-            f"are padded to lengths from {lengths.min()} to {lengths.max()}: leave pipeline out, or pad all to one"
+            f"are padded to lengths from {lengths.min()} to {lengths.max()}: leave it out, or pad all to one length"
         )
     if config.sync_batch_norm and not has_batch_norm(model):
         raise RecipeError(

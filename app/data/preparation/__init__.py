@@ -1,1 +1,1 @@
-"""Preparation of data that do not fit into memory: source → units → survey → shards."""
+"""Preparation of data of any size: source → units → survey → shards."""

@@ -56,8 +56,8 @@ def _size(total: int, fraction: float) -> int:
 def _require_pairs(source: str, pairs: "_Pairs", alone: int, rows: NDArray[np.int64]) -> None:
     if len(rows) < 2:
         raise DataError(
-            f"{source} has {len(pairs)} pairs, of which {alone} have texts that are in no other pair: held-out pairs "
-            "are of these, and at least two are needed; give more pairs"
+            f"{source} has {len(pairs)} pairs, of which {alone} have texts that are in no other pair: a held-out split "
+            "needs two such pairs or more; give more pairs"
         )
 
 

@@ -131,7 +131,7 @@ class Admission:
         self.ongoing -= has_entered
 
     def _overload(self) -> OverloadError:
-        return OverloadError(f"{self.ongoing} requests of up to {self._bytes} bytes are here already: try again later")
+        return OverloadError(f"{self.ongoing} requests hold {self._bytes} bytes in total already: try again later")
 
 
 class InferenceCall:
