@@ -41,6 +41,11 @@ def short_repr(value: object) -> str:
     return _SHORT.repr(value)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class if it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 class RayloomError(Exception):
     """A problem that the user can solve. It is shown without a traceback."""
 

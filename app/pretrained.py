@@ -14,7 +14,7 @@ from filelock import FileLock
 from upath import UPath
 
 from app.checksums import checksum_lines, checksums_of, sha256_of
-from app.errors import RecipeError
+from app.errors import RecipeError, first_line
 from app.storage import HOME, ProgressCallback, is_local, is_plain_name, no_op, to_path, version_of
 
 CONFIG_FILE, TOKENIZER_FILE, IMAGE_FILE = "config.json", "tokenizer.json", "preprocessor_config.json"
@@ -217,8 +217,7 @@ def _downloaded(name: str) -> Path:
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=_HUB_PATTERNS))
     except Exception as error:  # of the network, of the hub and of the file system
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise RecipeError(
-            f"model.pretrained {name!r} is no folder here, and the hub did not answer with it ({reason}): give a "
-            "folder or a URI, or connect this machine to the network"
+            f"model.pretrained {name!r} is no folder here, and the hub did not answer with it ({first_line(error)}): "
+            "give a folder or a URI, or connect this machine to the network"
         ) from error

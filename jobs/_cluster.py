@@ -8,7 +8,7 @@ from ray.util.state import list_actors
 
 from app.cluster.state import MARK
 from app.config import ACCELERATOR, Placement, TrainConfig, of_kind, suffices
-from app.errors import ClusterError, PlanError
+from app.errors import ClusterError, PlanError, first_line
 from app.planner.cluster import Cluster, catalogue_name, cluster_of, this_machine
 
 _TRAIN_ENVIRONMENT = {
@@ -32,7 +32,7 @@ def connect() -> None:
     except (ConnectionError, ray.exceptions.RayError) as error:
         raise ClusterError(
             "no Ray cluster answers here: start one with 'rayloom up' and send the job to it with 'rayloom submit', "
-            f"or with 'ray job submit' ({str(error).splitlines()[0]})"
+            f"or with 'ray job submit' ({first_line(error)})"
         ) from error
 
 

@@ -8,6 +8,7 @@ from upath import UPath
 
 from app.best_effort import warn
 from app.config import TrainConfig
+from app.errors import first_line
 from app.runs import Outcome, Run
 from app.telemetry.tracing import stage
 from app.training.coordination.topology import require_room_for_groups
@@ -68,12 +69,8 @@ def _fit(plan: TrainingPlan, folder: UPath) -> Ending:
     try:
         return fit(plan, folder)
     except (ActorDiedError, ActorUnavailableError) as error:
-        warn(f"Ray's training controller is gone ({_first_line(error)}); starting it again")
+        warn(f"Ray's training controller is gone ({first_line(error)}); starting it again")
         return fit(plan, folder)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 if __name__ == "__main__":

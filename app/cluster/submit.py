@@ -22,7 +22,7 @@ from app.cluster.ray_internals import is_uploaded, silence_client, uploaded_byte
 from app.cluster.state import read_state, running_cluster
 from app.cluster.uploads import require_uploaded
 from app.config import embedded, load_job_recipe, names_model, read_text, reads_files, title_of
-from app.errors import ClusterError, short_repr
+from app.errors import ClusterError, first_line, short_repr
 from app.storage import absolute_location
 
 _FOLDER = "rayloom_folder"
@@ -169,7 +169,7 @@ def _send(environment: Mapping[str, str], failure: str, **job: Any) -> None:
     try:
         _connect(environment).submit_job(**job)
     except _client_errors() as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         if _TOO_LARGE in reason:
             reason = _sizes_of(Path(job["runtime_env"]["working_dir"]).resolve())
         raise ClusterError(f"{failure}: {reason}") from error
@@ -203,10 +203,6 @@ def _client_errors() -> tuple[type[Exception], ...]:
     from ray.exceptions import RayError
 
     return (ClientError, OSError, RayError, RuntimeError, ValueError)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _follow_to_end(submission_id: str, environment: Mapping[str, str]) -> int:
@@ -251,7 +247,7 @@ def _print_log(submission_id: str, environment: Mapping[str, str]) -> JobLog:
     try:
         asyncio.run(print_log(_connect(environment)))
     except _client_errors() as error:
-        print(f"the log of job {submission_id} ended: {_first_line(error)}", file=sys.stderr)
+        print(f"the log of job {submission_id} ended: {first_line(error)}", file=sys.stderr)
     for line in log.end():
         print(line, flush=True)
     return log

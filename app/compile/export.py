@@ -15,7 +15,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from app.config import Precision
-from app.errors import CompileError
+from app.errors import CompileError, first_line
 from app.models.factory import logits_of
 from app.models.precision import TORCH_DTYPES
 from app.tensors import OUTPUT, Tensors, TensorSpec
@@ -107,7 +107,7 @@ def _traced(model: nn.Module, inputs: dict[str, torch.Tensor], dynamic: dict[str
         where = "" if position is None else f"; {' '.join(lines[position : position + 2])}"
         raise CompileError(
             f"{type(model).__name__} cannot be exported to ONNX: torch.export cannot trace it: "
-            f"{_first_line(error)}{where}"
+            f"{first_line(error)}{where}"
         ) from error
 
 
@@ -130,7 +130,7 @@ def _to_onnx(
             causes.append(causes[-1].__cause__)
         # Any of the causes may name the node. The innermost one says what is wrong.
         where = _where(traced, " ".join(map(str, causes)))
-        raise CompileError(f"the model cannot be exported to ONNX: {where}{_first_line(causes[-1])}") from error
+        raise CompileError(f"the model cannot be exported to ONNX: {where}{first_line(causes[-1])}") from error
     assert program is not None
     return program
 
@@ -148,11 +148,6 @@ def _where(traced: ExportedProgram, message: str) -> str:
                 path, kind = modules[-1] if modules else ("", "no module")
                 return f"at node {node.name} of {path or 'the model'} ({kind}), "
     return ""
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of the error's message, or its class if there is none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _require_one_file(path: Path) -> None:

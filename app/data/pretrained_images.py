@@ -10,7 +10,7 @@ from PIL import Image
 from pydantic import BaseModel
 
 from app.config import ImageConfig
-from app.errors import RecipeError
+from app.errors import RecipeError, first_line
 from app.pretrained import IMAGE_FILE, PretrainedFolder
 
 _LEVIT_ENLARGEMENT = 256 / 224
@@ -129,7 +129,7 @@ def _theirs(folder: PretrainedFolder) -> Any:
         )
     except Exception as error:  # of many classes
         raise RecipeError(
-            f"{folder}: {IMAGE_FILE} cannot be read by transformers ({str(error).strip().splitlines()[0]}): give an "
+            f"{folder}: {IMAGE_FILE} cannot be read by transformers ({first_line(error)}): give an "
             "image processor that it has"
         ) from error
 

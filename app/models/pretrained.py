@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from app.config import ModelConfig
-from app.errors import RecipeError
+from app.errors import RecipeError, first_line
 from app.import_string import did_you_mean
 from app.models.adapter import BASE, is_head, is_of_adapter, magnitude_readers
 from app.models.blueprint import Blueprint
@@ -50,7 +50,7 @@ def read_configuration(location: str) -> dict[str, Any]:
         given = AutoConfig.from_pretrained(folder.path, trust_remote_code=False).to_dict()
     except Exception as error:  # of many classes
         raise RecipeError(
-            f"{folder}: config.json cannot be read by transformers ({_reason(error)}): correct it, or download the "
+            f"{folder}: config.json cannot be read by transformers ({first_line(error)}): correct it, or download the "
             "folder again"
         ) from error
     return {name: value for name, value in given.items() if name not in _NOT_KEPT}
@@ -82,18 +82,13 @@ def build_configured(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module
         task = auto.__name__.removeprefix("AutoModelFor")
         raise RecipeError(
             f"model.pretrained {config.pretrained!r} is a {keys['model_type']}, of which transformers makes no {task}: "
-            f"{_reason(error)}"
+            f"{first_line(error)}"
         ) from error
     if "dimensions" in facts:
         from app.models.embedding import mean_pooled
 
         return mean_pooled(model)
     return model
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of an error's message, or its class if there is none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _class_for(facts: Mapping[str, int]) -> tuple[Any, dict[str, Any]]:

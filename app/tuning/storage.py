@@ -21,7 +21,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 from upath import UPath
 
 from app.config.notify import is_reference
-from app.errors import DeliveryError, RecipeError, StorageError, TuningError
+from app.errors import DeliveryError, RecipeError, StorageError, TuningError, first_line
 from app.storage import is_local
 from app.telemetry.alerts.receivers import read_secret
 from app.tuning.optuna_internals import SingleWriterStorage
@@ -151,7 +151,7 @@ def explained(location: StudyLocation) -> Iterator[None]:
     except (*DATABASE_ERRORS, OSError, ImportError, RuntimeError) as error:
         cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
         # SQLAlchemy keeps the driver's own error in ``orig``. Its message is one sentence.
-        reason = str(getattr(cause, "orig", cause)).strip().splitlines()[0]
+        reason = first_line(getattr(cause, "orig", cause))
         if "locked" in reason:
             raise StorageError(
                 f"the study {location} was locked by another process for {time.monotonic() - began:.0f} s: end that "

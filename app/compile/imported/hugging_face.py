@@ -19,7 +19,7 @@ from app.compile.imported.natural import Natural, read_processor
 from app.compile.imported.program import ModuleEngine
 from app.data.tokenizer import OTHER_TOKENIZERS
 from app.engines.base import Engine
-from app.errors import CompileError, RayloomError
+from app.errors import CompileError, RayloomError, first_line
 from app.pretrained import CONFIG_FILE, IMAGE_FILE, TOKENIZER_FILE, PretrainedFolder
 from app.repository.manifest import ImportedFrom
 from app.tensors import Tensors, TensorSpec
@@ -266,7 +266,6 @@ def _told(given: Path, what: str, advice: str) -> Iterator[None]:
     except RayloomError:
         raise
     except Exception as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CompileError(f"{str(given)!r} {what} ({reason}): {advice}") from error
+        raise CompileError(f"{str(given)!r} {what} ({first_line(error)}): {advice}") from error
     finally:
         logging.set_verbosity(verbosity)

@@ -14,7 +14,7 @@ from app.compile.export import program_to_onnx
 from app.compile.imported.model import ImportedModel, import_onnx
 from app.compile.imported.program_file import read_program
 from app.engines.base import Engine, PooledEngine, Signature
-from app.errors import CompileError
+from app.errors import CompileError, first_line
 from app.repository.manifest import ImportedFrom
 from app.tensors import Tensors
 
@@ -35,7 +35,7 @@ def import_program(path: Path, folder: Path) -> ImportedModel:
     except Exception as error:  # of many classes
         raise CompileError(
             f"{str(path)!r} cannot be read as a program of torch.export by torch {torch.__version__} "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}): export it again"
+            f"({first_line(error)}): export it again"
         ) from error
     arguments = [spec.arg for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
     inputs = [argument.name for argument in arguments if not isinstance(argument, ConstantArgument)]

@@ -8,7 +8,7 @@ from app.config import ColumnsConfig
 from app.data.sources.cells import Column, Columns, Rows
 from app.data.sources.formats import FORMATS
 from app.data.sources.formats.base import TAGGED, SourceFile
-from app.data.sources.labelled import GROUP, INPUT
+from app.data.sources.labelled import INPUT, group_columns
 from app.data.sources.units import column_names
 from app.data.tags import Tags
 from app.errors import DataError
@@ -38,7 +38,7 @@ def resolve_tagged(files: Sequence[SourceFile], config: ColumnsConfig) -> Column
 
 def tagged_columns(config: ColumnsConfig, group: str | None = None) -> Columns:
     """Return the columns of tokens and tags, or of texts and spans. ``group``: the column of the group."""
-    groups = [] if group is None else [Column(GROUP, group, "group")]
+    groups = group_columns(group)
     if config.tokens is None:
         return Columns(TAGGED, (Column(INPUT, config.input, "text"), Column(_SPANS, config.spans, "nested"), *groups))
     return Columns(TAGGED, (Column(_TOKENS, config.tokens, "nested"), Column(_TAGS, config.tags, "nested"), *groups))
