@@ -43,5 +43,7 @@ def spare_loopback() -> None:
     With ``HTTP_PROXY`` alone, a proxy would be asked for the cluster's own addresses.
     """
     spared = [entry for name in ("no_proxy", "NO_PROXY") for entry in os.environ.get(name, "").split(",") if entry]
+    # A star means every host, but only if it is alone.
+    hosts = ["*"] if "*" in map(str.strip, spared) else dict.fromkeys([*spared, *_LOOPBACK])
     # Programs read either of them, some the lower case first.
-    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(dict.fromkeys([*spared, *_LOOPBACK]))
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)

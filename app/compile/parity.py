@@ -24,7 +24,7 @@ _ROUNDING = 1e-9
 """Tolerance for rounding: 0.90 - 0.89 is slightly above 0.01 in floating point."""
 
 
-_MAX_CHANCE = 0.05
+_MAX_CHANCE, _CHANCE_TARGETS = 0.05, 2
 """The chance of as large a drop in a variant that is no worse, above which it is no reason to refuse."""
 
 
@@ -191,9 +191,9 @@ def failures(
     if (
         to_keep
         and parity.score
-        and not judge.drop(to_keep, parity.score) <= gates.max_accuracy_drop + _ROUNDING
+        and not (drop := judge.drop(to_keep, parity.score)) <= gates.max_accuracy_drop + _ROUNDING
         # An error near 0 rises by a large share at the least rounding.
-        and not (is_compared and (is_equal or _is_chance(parity, gates)))
+        and not (is_compared and ((is_equal and to_keep.mode == "min") or _is_chance(parity, drop, gates)))
     ):
         found.append(_drop_refused(to_keep, parity.score, gates))
     if not parity.differing_rows <= gates.max_accuracy_drop + _ROUNDING:
@@ -215,15 +215,17 @@ def failures(
     return tuple(found)
 
 
-def _is_chance(parity: Parity, gates: GatesConfig) -> bool:
-    """Return whether a drop of the accuracy may be chance: few targets changed, or nearly as many for the better.
+def _is_chance(parity: Parity, drop: float, gates: GatesConfig) -> bool:
+    """Return whether a drop of the accuracy may be chance: it is small, and no sign test finds it.
 
-    This is McNemar's test, as a sign test. A gate that allows no drop allows none by chance.
+    It is small if at most ``_CHANCE_TARGETS`` more are lost than the gate allows. The test is McNemar's. A gate that
+    allows no drop allows none by chance.
     """
     if parity.lost is None or parity.gained is None or not gates.max_accuracy_drop:
         return False
-    changed = parity.lost + parity.gained
-    return bool(changed and binomtest(parity.lost, changed, alternative="greater").pvalue > _MAX_CHANCE)
+    changed, net = parity.lost + parity.gained, parity.lost - parity.gained
+    is_small = net - net * gates.max_accuracy_drop / drop <= _CHANCE_TARGETS
+    return bool(changed and is_small and binomtest(parity.lost, changed, alternative="greater").pvalue > _MAX_CHANCE)
 
 
 def _drop_refused(before: Score, after: Score, gates: GatesConfig) -> str:

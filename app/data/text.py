@@ -83,16 +83,19 @@ class TextProcessor:
 
     @classmethod
     def from_pretrained(cls, folder: PretrainedFolder, config: DataConfig) -> Self:
-        """Return the folder's tokenizer. It pads with its own token: with the end token if it has no other."""
+        """Return the folder's tokenizer. It pads with its own token, or the model's, else with the end token."""
         folder.require_length(config.buckets[-1], "data.buckets")
         tokenizer = read_tokenizer(folder)
 
-        def id_of(*kinds: str) -> int:
+        def id_of(*kinds: str) -> int | None:
             tokens = (folder.special_token(kind) for kind in kinds)
             ids = (tokenizer.token_to_id(token) for token in tokens if token is not None)
-            return next((number for number in ids if number is not None), 0)
+            return next((number for number in ids if number is not None), None)
 
-        pad_id, unknown_id = id_of("pad_token", "eos_token"), id_of("unk_token", "pad_token", "eos_token")
+        # The end of a text is not padding for a model that knows another token.
+        given = (id_of("pad_token"), folder.config.get("pad_token_id"), id_of("eos_token"), 0)
+        pad_id = next(number for number in given if isinstance(number, int))
+        unknown_id = id_of("unk_token", "pad_token", "eos_token") or 0
         return cls(tokenizer, config.buckets, pad_id, unknown_id, folder.companions)
 
     @property

@@ -48,7 +48,9 @@ class MedianRule(MedianStoppingRule):  # type: ignore[misc] # Ray has no types
 
     def add_past_trial(self, trial: object, results: list[dict[str, Any]]) -> None:
         """Compare later trials with one that has ended. The public API takes only running trials."""
-        self._results[trial] += [result for result in results if math.isfinite(result[VALUE])]
+        # Ray looks at the last result of each trial that it knows.
+        if finite := [result for result in results if math.isfinite(result[VALUE])]:
+            self._results[trial] += finite
 
     def on_trial_result(self, tune_controller: object, trial: Trial, result: dict[str, Any]) -> str:
         """Judge a trial after an epoch, but not after one that has no number, which would spoil its mean for good."""

@@ -116,6 +116,7 @@ def _read_table(path: Path) -> Mapping[str, Sequence[Any]]:
 
 def _read_csv(path: Path) -> Mapping[str, Sequence[str]]:
     """Return the cells as they are written: only an input's type says whether 00501 is a number."""
+    csv.field_size_limit(max(csv.field_size_limit(), path.stat().st_size))  # a cell may be the numbers of a picture
     with path.open(encoding="utf-8-sig", newline="") as file:
         names, *rows = [*csv.reader(file, strict=True)] or [[]]
     if twice := [name for name in names if names.count(name) > 1]:

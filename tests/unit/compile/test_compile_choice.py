@@ -65,9 +65,10 @@ def test_each_gate_refuses(precision: str, change: dict[str, Any], words: str) -
     ("lost", "gained", "limit", "is_refused"),
     [
         (1, 0, 0.01, False),  # one row of 48 is 2 %
-        (4, 0, 0.01, False),
-        (5, 0, 0.01, True),
-        (20, 12, 0.01, False),
+        (2, 0, 0.01, False),
+        (3, 0, 0.01, True),
+        (20, 18, 0.01, False),
+        (20, 12, 0.01, True),
         (20, 6, 0.01, True),
         (1, 0, 0.0, True),
     ],
@@ -81,7 +82,10 @@ def test_a_drop_that_may_be_chance_does_not_refuse(lost: int, gained: int, limit
 def test_the_loss_of_pruning_is_refused_though_the_file_is_equal_to_the_pruned_model() -> None:
     given = GOOD.model_copy(update={"score": Score(value=0.8), "lost": 0, "gained": 0})
     assert failures(given, "fp32", TO_KEEP, JUDGE, GatesConfig(), is_compared=False)
-    assert not failures(given, "fp32", TO_KEEP, JUDGE, GatesConfig())
+    before, after = (Score(metric="mae", value=value, mode="min") for value in (1e-9, 2e-9))
+    rounded = given.model_copy(update={"score": after})
+    assert failures(rounded, "fp32", before, Judge(MeanAbsoluteError()), GatesConfig(), is_compared=False)
+    assert not failures(rounded, "fp32", before, Judge(MeanAbsoluteError()), GatesConfig())
 
 
 @pytest.mark.parametrize(
