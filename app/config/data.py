@@ -148,6 +148,10 @@ class ShardsConfig(Section):
         return self
 
 
+_OF_ALL_SOURCES = ("categories", "numbers", "separator")
+"""Keys of columns that say what values mean."""
+
+
 class DataConfig(Section):
     """The source of the examples, and how they become batches."""
 
@@ -252,6 +256,19 @@ class DataConfig(Section):
     def held_out_fraction(self) -> float:
         """Share of a stream's messages that is held out for validation."""
         return 0.0 if self.validation_source else self.validation_fraction
+
+    @model_validator(mode="after")
+    def _sources_mean_the_same(self) -> Self:
+        """Refuse keys of a source's own columns that are read of ``data.columns`` alone."""
+        for place, source in enumerate(self.sources):
+            for key in _OF_ALL_SOURCES if source.columns else ():
+                own = getattr(source.columns, key)
+                if own not in (getattr(ColumnsConfig(), key), getattr(self.columns, key)):
+                    raise ValueError(
+                        f"sources.{place}.columns.{key} is {own!r}, and it is one for all sources: set "
+                        f"data.columns.{key}"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _stream_is_whole(self) -> Self:

@@ -71,8 +71,11 @@ def evaluate(weights: UPath, data: PreparedData, recipe: Recipe) -> Evaluation:
     batches = [ordered[first : first + rows] for first in range(0, len(ordered), rows)]
     predictions = _predictions(_load_model(weights, data, recipe), data, batches)
     task = find_task(recipe.task)
-    if isinstance(data, LabelledData) and not isinstance(data.targets, CollatingTargets):
-        assert isinstance(task, ServedTask)
+    if (
+        isinstance(task, ServedTask)
+        and isinstance(data, LabelledData)
+        and not isinstance(data.targets, CollatingTargets)
+    ):
         return _of_examples(data, task, predictions)
     return _of_tokens(data, predictions)
 

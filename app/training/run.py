@@ -68,6 +68,7 @@ def prepare_run(
         chosen = choose_plan(recipe, blueprint, data, partial(find_cluster, recipe.train))
         print(f"train.plan auto: {chosen.reason}", flush=True)
         recipe = recipe.with_plan(chosen.plan)
+        find_task(recipe.task).require(recipe)  # the planner does not know what a task supports
     _check_model(recipe, blueprint.model, data)
     if recipe.train.teacher:
         from app.training.teacher import with_resolved_teacher  # imports an engine, which other runs do not need

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from upath import UPath
 
-from app.config import DataConfig, Recipe
+from app.config import ColumnsConfig, DataConfig, Recipe
 from app.data.chat import CUT
 from app.data.examples import MAX_EXAMPLES, CleaningReport, Input, Reason
 from app.data.kinds import resolve_categories
@@ -90,7 +90,7 @@ class Preparer:
         settings: dict[str, Any],
     ) -> None:
         """Make the shards, or go on where an earlier job was interrupted."""
-        config = self._resolved(sources)
+        config = self._resolved(sources, tests)
         for one, files in zip(config.each_source(), sources, strict=True):
             tell_unread(Source(one.source), files, partial(self._is_data, one))
         units = cut_sources(sources, tests, UNIT_SHARDS * config.shards.size)
@@ -104,12 +104,21 @@ class Preparer:
         self._require_unchanged(sources, tests)
         self._publish(work, folder, fingerprint, settings, decision.report)
 
-    def _resolved(self, sources: list[list[SourceFile]]) -> DataConfig:
-        """Return the section ``data`` with all columns that are read."""
-        config = self.recipe.data
-        named = [
-            self.kind.resolve(files, one.columns) for one, files in zip(config.each_source(), sources, strict=True)
-        ]
+    def _resolved(self, sources: list[list[SourceFile]], tests: list[SourceFile]) -> DataConfig:
+        """Return the section ``data`` with all columns that are read. Raises DataError if a table lacks one."""
+        config, named = self.recipe.data, list[ColumnsConfig]()
+        for one, files in zip(config.each_source(), sources, strict=True):
+            # Rows of all sources have the features of the first one.
+            shared = {"features": named[0].features} if named and one.columns.features is None else {}
+            named.append(self.kind.resolve(files, one.columns.model_copy(update=shared)))
+        for place, columns in enumerate(named):
+            if {*(columns.features or ())} != {*(named[0].features or ())}:
+                raise DataError(
+                    f"data.sources.{place}.columns.features has other columns than the first source: name the same, or "
+                    "leave them out"
+                )
+        if tests:
+            self.kind.resolve(tests, named[0])
         if not config.sources:
             return config.model_copy(update={"columns": named[0]})
         each = [one.model_copy(update={"columns": columns}) for one, columns in zip(config.sources, named, strict=True)]

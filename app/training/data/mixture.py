@@ -72,9 +72,21 @@ class Mixture:
 
     @classmethod
     def of(cls, config: DataConfig, data: PreparedData) -> "Mixture | None":
-        """Return the mixture of ``data.sources``; None if there is one source."""
-        if not config.sources or (origins := data.origins) is None:
+        """Return the mixture of ``data.sources``; None without them.
+
+        Raises:
+            RecipeError: there are several, and the data do not say which of them a sample is from.
+        """
+        if not config.sources:
             return None
+        origins = data.origins
+        if origins is None:
+            if len(config.sources) > 1:
+                raise RecipeError(
+                    "data.sources has several sources, and the task's data have no origins, which say where each "
+                    "sample is from: give one source, or have the task's data tell their origins"
+                )
+            origins = Origins(*(np.zeros(len(split), np.int16) for split in (data.train, data.validation)))
         shards = data.train.shards
         sizes = np.bincount(origins.train, minlength=len(config.sources)).astype(np.float64)
         given = [source.weight for source in config.sources if source.weight is not None]

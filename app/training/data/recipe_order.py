@@ -47,6 +47,10 @@ def order_of(
         curriculum=Curriculum(difficulty, config.curriculum) if config.curriculum and difficulty is not None else None,
     )
     mixture = Mixture.of(recipe.data, data)
+    if mixture and rules.groups is not None:
+        raise RecipeError(
+            "data.sources are not for samples that are in groups, such as records with other fields: give one source"
+        )
     mixtures = [(period.start, mixture.during(period)) for period in periods or [mixture.period()]] if mixture else []
     order = SampleOrder(samples_of(data.train), rules, config.seed, mixtures)
     for period in order.periods:

@@ -285,3 +285,34 @@ def test_a_column_means_the_same_in_every_format(tmp_path: Path, suffix: str) ->
     places = [processor.encode([{"age": 2, "code": code}])["categories"].item() for code in codes]
     assert sorted(set(places)) == [1, 2, 3]
     assert places[0] == places[3]
+
+
+def other_table(folder: Path, name: str, header: str) -> str:
+    path = folder / name
+    path.write_text("\n".join([header, *(f"{place}.5,red,1,{place}" for place in range(40))]), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"test_source": "age,COLOUR,code,price"}, "is 'colour', which .* does not have: it has age, COLOUR"),
+        ({"second": "age,COLOUR,code,price"}, "is 'colour', which .* does not have: it has age, COLOUR"),
+        ({"second": "age,colour,code,price", "features": ["age"]}, "data.sources.1.columns.features has other columns"),
+    ],
+    ids=["test source", "second source", "features of its own"],
+)
+def test_every_table_of_a_recipe_has_the_features_of_the_first(
+    tmp_path: Path, keys: dict[str, Any], words: str
+) -> None:
+    first = other_table(tmp_path, "first.csv", "age,colour,code,price")
+    recipe = recipe_of(Path(first))
+    if "test_source" in keys:
+        given = {"test_source": other_table(tmp_path, "test.csv", keys["test_source"]), "test_fraction": None}
+    else:
+        second = {"source": other_table(tmp_path, "second.csv", keys["second"])}
+        second |= {"columns": {"label": "price", "features": keys["features"]}} if "features" in keys else {}
+        given = {"source": None, "sources": [{"source": first}, second]}
+    data = {**recipe.data.model_dump(), **given}
+    with pytest.raises(DataError, match=words):
+        prepare(recipe.model_copy(update={"data": DataConfig.model_validate(data)}))
