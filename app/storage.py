@@ -141,7 +141,7 @@ def link(source: UPath, target: UPath) -> None:
         try:
             os.link(source.path, target.path)
         except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV):
+            if error.errno not in (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK, errno.EXDEV):
                 raise
             shutil.copyfile(source.path, target.path)
     else:

@@ -192,11 +192,11 @@ def compare_runs(storage: UPath, named: Sequence[str]) -> Comparison:
         raise RequestError(f"{', '.join(named) or 'no run'} is given: give two or more to compare")
     runs = [find_run(storage, name) for name in named]
     figures = [_figures(run) for run in runs]
-    names = dict.fromkeys(name for each in figures for name in each)
+    names = dict.fromkeys(name for row in figures for name in row)
     return Comparison(
         runs,
         recipe_differences([run.recipe for run in runs]),
-        [Compared(name, tuple(each.get(name, MISSING) for each in figures)) for name in names],
+        [Compared(name, tuple(row.get(name, MISSING) for row in figures)) for name in names],
     )
 
 
