@@ -4,6 +4,7 @@ from collections.abc import Set
 from typing import Literal, TypeAlias, get_args
 
 from app.config import BUILT_IN_TASKS, Recipe
+from app.config.section import Section
 from app.errors import RecipeError
 from app.import_string import import_attribute
 
@@ -66,7 +67,9 @@ def require_supported(recipe: Recipe, supports: Set[Feature]) -> None:
             able = [name for name, task in BUILT_IN_TASKS.items() if feature in import_attribute(task).supports]
             others = f" (these do: {', '.join(able)})" if able else ""
             own = f", or add {feature!r} to the task's supports" if ":" in recipe.task else ""
+            value = recipe.value_of(key)
+            given = "set" if isinstance(value, Section) else repr(value)
             raise RecipeError(
-                f"{key} is {recipe.value_of(key)!r}, which task {recipe.task} does not support{others}: leave it "
+                f"{key} is {given}, which task {recipe.task} does not support{others}: leave it "
                 f"out{own}"
             )
