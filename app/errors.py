@@ -26,11 +26,13 @@ RayloomError
 └── DeliveryError          a receiver did not take a notification
     └── TryLaterError      it may take it later
 
-Each message says what was given, what was expected and what to do. Each error passes all its arguments to its base
-class, so that it survives pickling between Ray's processes.
+Each message says what was given, what was expected and what to do. ``rule`` and ``key`` say the same to programs and
+tests, and stay when a sentence changes. They and other attributes survive pickling between Ray's processes.
 """
 
+import re
 from reprlib import Repr
+from typing import Self
 
 _SHORT = Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 2, 8, 80, 80
@@ -49,9 +51,22 @@ def first_line(error: BaseException) -> str:
 class RayloomError(Exception):
     """A problem that the user can solve. It is shown without a traceback."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        words = re.findall("[A-Z][a-z]+", type(self).__name__.removesuffix("Error"))
+        self.rule = "_".join(words).lower()
+        """What was broken, such as ``columns.missing``; by default the name of the class, such as ``not_served``."""
+        self.key: str | None = None
+        """The recipe key, field, option or parameter concerned, if there is one."""
 
-class RecipeError(RayloomError):
-    """The recipe, an override or a name in it is wrong."""
+    def of(self, rule: str, key: str | None = None) -> Self:
+        """Set the rule and the key: ``raise DataError("...").of("columns.missing", "data.columns")``."""
+        self.rule, self.key = rule, key
+        return self
+
+
+class RecipeError(RayloomError, ValueError):
+    """The recipe, an override or a name in it is wrong. The validators of its sections raise it, too."""
 
 
 class DataError(RayloomError):
@@ -134,13 +149,9 @@ class OverloadError(RayloomError):
     """Too many requests are waiting at the endpoint; answered with status 503."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(message, retry_after_s)
-        self.message = message
+        super().__init__(message)
         self.retry_after_s = retry_after_s
         """Seconds until the waiting requests should be answered; 1 if that is unknown."""
-
-    def __str__(self) -> str:
-        return self.message
 
 
 class DeadlineError(RayloomError):

@@ -21,6 +21,7 @@ from tests.tables import Faults, Record, Tables, rendered
 from tests.workers import forked_workers
 
 __all__ = ["pytest_runtest_setup", "pytest_runtest_teardown"]
+pytest_plugins = ["tests.wording"]
 _PACKAGES = {"browser": ("chromium", "chromium-driver"), "postgres": ("postgresql",)}
 """The Debian packages that fixtures need. A test that uses such a fixture needs its packages."""
 

@@ -7,6 +7,7 @@ from pydantic import ByteSize, Field, PositiveInt, field_validator, model_valida
 from app.config.section import LOCATION, Section, Seed
 from app.config.sources import ColumnsConfig, SourceConfig, join_sources, require_consistent
 from app.config.stream import StreamAddress, StreamConfig, is_stream
+from app.errors import RecipeError
 
 
 class CleanConfig(Section):
@@ -70,10 +71,10 @@ class TokenizerConfig(Section):
     @model_validator(mode="after")
     def _bytes_are_not_learned(self) -> Self:
         if self.kind == "bytes" and self != TokenizerConfig.model_construct(kind="bytes"):
-            raise ValueError(
+            raise RecipeError(
                 "kind bytes has one token for each byte and one for the end of a document: "
                 "leave vocab_size and max_piece_length out, or set kind to bpe"
-            )
+            ).of("keys.contradict")
         return self
 
 
@@ -312,5 +313,5 @@ class DataConfig(Section):
     @classmethod
     def _buckets_ascend(cls, buckets: list[int]) -> list[int]:
         if buckets != sorted(set(buckets)):
-            raise ValueError(f"lengths must ascend without repeats, got {buckets}")
+            raise RecipeError(f"lengths must ascend without repeats, got {buckets}").of("lengths.order")
         return buckets

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from app.config.plan import PlanConfig
+from app.errors import RecipeError
 
 MAX_MICRO_BATCH, MAX_MICRO_TOKENS = 64, 16384
 """Maximum samples or tokens in a micro-batch if the plan does not set ``micro_batch``."""
@@ -54,7 +55,7 @@ def lay_out(plan: PlanConfig, global_batch_size: int, workers: int, in_tokens: b
     ``global_batch_size`` is in samples, or in tokens, which any number of workers can share out.
 
     Raises:
-        ValueError: the global batch cannot be divided evenly, or a share is not a multiple of the micro-batch.
+        RecipeError: the global batch cannot be divided evenly, or a share is not a multiple of the micro-batch.
     """
     data = workers // plan.model_parallel
     if in_tokens:
@@ -62,21 +63,21 @@ def lay_out(plan: PlanConfig, global_batch_size: int, workers: int, in_tokens: b
         count = -(-share // (plan.micro_batch or MAX_MICRO_TOKENS))
         return Layout(plan.tensor, plan.pipeline, data, -(-share // count), count, share)
     if global_batch_size % data:
-        raise ValueError(
+        raise RecipeError(
             f"global_batch_size {global_batch_size} cannot be divided evenly over {data} data-parallel ranks: "
             f"choose a multiple of {data}, such as {-(-global_batch_size // data) * data}"
-        )
+        ).of("batch.uneven")
     share = global_batch_size // data
     micro_batch = plan.micro_batch or _largest_micro_batch(share, is_uneven_allowed=plan.model_parallel == 1)
     if plan.micro_batch and share % plan.micro_batch:
         divisors = [size for size in range(1, share + 1) if share % size == 0]
         nearest = min(divisors, key=lambda size: abs(size - micro_batch))
-        raise ValueError(
+        raise RecipeError(
             f"global_batch_size {global_batch_size} over {data} data-parallel ranks is {share} samples each, not "
             f"divisible by plan.micro_batch {micro_batch} "
             "(global_batch_size = micro_batch x gradient accumulation x data-parallel ranks); "
             f"the nearest plan that can run has micro_batch: {nearest}"
-        )
+        ).of("batch.uneven")
     return Layout(plan.tensor, plan.pipeline, data, micro_batch, -(-share // micro_batch), share)
 
 

@@ -50,7 +50,7 @@ def load_stored_recipe(path: str | Path) -> Recipe:
 
 
 def parse_recipe(tree: dict[str, Any], source: str = "recipe") -> Recipe:
-    """Validate a tree of plain values. Raise RecipeError with one line for each problem."""
+    """Validate a tree of plain values. Raise RecipeError with one line for each problem, and the first one's rule."""
     return _parse(tree, source, context=None)
 
 
@@ -64,9 +64,11 @@ def _read_tree(path: str | Path) -> dict[str, Any]:
     try:
         tree = parse_yaml(read_text(path))
     except yaml.YAMLError as error:
-        raise RecipeError(f"recipe {title!r} is not YAML: {yaml_problem(error)}") from None
+        raise RecipeError(f"recipe {title!r} is not YAML: {yaml_problem(error)}").of("yaml.invalid") from None
     if not isinstance(tree, dict):
-        raise RecipeError(f"recipe {title!r} holds {_show(tree)}: expected keys such as name, task and data")
+        raise RecipeError(f"recipe {title!r} holds {_show(tree)}: expected keys such as name, task and data").of(
+            "recipe.not_keys"
+        )
     return tree
 
 
@@ -74,9 +76,9 @@ def _parse(tree: dict[str, Any], source: str, context: dict[str, bool] | None) -
     try:
         return Recipe.model_validate(tree, context=context)
     except ValidationError as error:
-        raise RecipeError(
-            "\n".join(hide_secrets(f"{source}: {_explain(problem)}") for problem in error.errors())
-        ) from None
+        problems = error.errors()
+        text = "\n".join(hide_secrets(f"{source}: {_explain(problem)}") for problem in problems)
+        raise RecipeError(text).of(*_rule_and_key(problems[0])) from None
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
@@ -104,6 +106,12 @@ def local_paths(recipe: Recipe) -> list[tuple[str, str]]:
     keys = {key for key, field in _fields(Recipe) if LOCATION in field.metadata}
     given = [(key, text) for key, text in texts(recipe.model_dump()) if key in keys]
     return [(key, text) for key, text in given if "://" not in text and not text.startswith(("/", "~"))]
+
+
+def _rule_and_key(problem: ErrorDetails) -> tuple[str, str | None]:
+    """Return what a problem breaks. Our validators raise RecipeError; other rules are named as in Pydantic."""
+    error, key = problem.get("ctx", {}).get("error"), ".".join(map(str, problem["loc"])) or None
+    return (error.rule, error.key or key) if isinstance(error, RecipeError) else (f"recipe.{problem['type']}", key)
 
 
 def _explain(problem: ErrorDetails) -> str:

@@ -21,11 +21,15 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not all(key.split(".")):
-            raise RecipeError(f"override {shown(override)} is not key=value: write it like train.epochs=3")
+            raise RecipeError(f"override {shown(override)} is not key=value: write it like train.epochs=3").of(
+                "override.incomplete"
+            )
         try:
             value = parse_yaml(text)
         except yaml.YAMLError as error:
-            raise RecipeError(f"override {key}: not a YAML value ({yaml_problem(error)}); put it in quotes") from None
+            raise RecipeError(f"override {key}: not a YAML value ({yaml_problem(error)}); put it in quotes").of(
+                "yaml.invalid", key
+            ) from None
         set_value(tree, key, value)
     return tree
 
@@ -47,5 +51,7 @@ def set_value(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _index(items: list[Any], part: str, key: str) -> int:
     if not part.isdecimal() or int(part) >= len(items):
-        raise RecipeError(f"override {key}: {part!r} is not an index into its list (0 to {len(items) - 1})")
+        raise RecipeError(f"override {key}: {part!r} is not an index into its list (0 to {len(items) - 1})").of(
+            "index.unknown", key
+        )
     return int(part)

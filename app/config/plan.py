@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, SerializerFunctionWrap
 
 from app.config.section import Section
 from app.config.yaml_text import parse_yaml
+from app.errors import RecipeError
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Device = Literal["cpu", "gpu"]
@@ -99,7 +100,7 @@ def _read_plan(given: object) -> object:
     except yaml.YAMLError:
         keys = None
     if not isinstance(keys, dict):
-        raise ValueError(f"expected auto, or keys such as zero_stage, got {given!r}")
+        raise RecipeError(f"expected auto, or keys such as zero_stage, got {given!r}").of("plan.unreadable")
     return keys
 
 

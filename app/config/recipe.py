@@ -244,10 +244,7 @@ class Recipe(Section):
     def _task_supports_keys(self, info: ValidationInfo) -> Self:
         """Have a built-in task refuse what it does not support. Jobs, which can import it, ask a person's own task."""
         if self.task in BUILT_IN_TASKS and not is_stored(info):
-            try:
-                import_attribute(BUILT_IN_TASKS[self.task])().require(self)
-            except RecipeError as error:
-                raise ValueError(str(error)) from None
+            import_attribute(BUILT_IN_TASKS[self.task])().require(self)
         return self
 
     @model_validator(mode="after")
@@ -255,7 +252,9 @@ class Recipe(Section):
         """Refuse keys that contradict each other. All others compose."""
         for (one, other), reason in _CONTRADICTIONS.items():
             if self.is_set(one) and self.is_set(other):
-                raise ValueError(f"{one} and {other} contradict each other: {reason}; leave one of them out")
+                raise RecipeError(f"{one} and {other} contradict each other: {reason}; leave one of them out").of(
+                    "keys.contradict", one
+                )
         return self
 
     @model_validator(mode="after")

@@ -4,6 +4,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
+from app.errors import RecipeError
+
 IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 VersionReference = Annotated[str, Field(pattern=rf"^{NAME}(/[1-9][0-9]*)?$")]
@@ -26,7 +28,7 @@ def _read_range(given: object) -> object:
         or len(numbers) > 2
         or sorted(numbers) != [*numbers]
     ):
-        raise ValueError(f"expected a number, or [min, max], got {given!r}")
+        raise RecipeError(f"expected a number, or [min, max], got {given!r}").of("range.invalid")
     return tuple(numbers) if isinstance(given, list) else given
 
 
@@ -35,7 +37,9 @@ NumberOrRange = Annotated[int | tuple[int, int], BeforeValidator(_read_range)]
 
 def _check_custom(resources: dict[str, float]) -> dict[str, float]:
     if known := {"CPU", "GPU", "memory", "object_store_memory"} & resources.keys():
-        raise ValueError(f"{known.pop()} is not a custom resource: CPUs and GPUs have keys of their own")
+        raise RecipeError(f"{known.pop()} is not a custom resource: CPUs and GPUs have keys of their own").of(
+            "resources.built_in"
+        )
     return resources
 
 

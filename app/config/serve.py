@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_va
 from app.config.cascade import CascadeConfig
 from app.config.rollout import CanaryConfig, Role, ScalingConfig, ShadowConfig
 from app.config.section import CustomResources, NumberOrRange, Section
+from app.errors import RecipeError
 
 
 class BatchingConfig(Section):
@@ -37,7 +38,9 @@ class BatchingConfig(Section):
 
 def _absolute(path: str) -> str:
     if not Path(path).is_absolute():
-        raise ValueError(f"{path!r} is a relative path, and a job runs in a copy of the folder: give an absolute one")
+        raise RecipeError(
+            f"{path!r} is a relative path, and a job runs in a copy of the folder: give an absolute one"
+        ).of("path.relative")
     return path
 
 
@@ -160,7 +163,9 @@ class ServeConfig(Section):
         }
         for one, other in combinations(named, 2):
             if named[one] is not None and named[one] == named[other]:
-                raise ValueError(f"{one} and {other} are both {named[one]}: name different versions")
+                raise RecipeError(f"{one} and {other} are both {named[one]}: name different versions").of(
+                    "versions.equal"
+                )
         return self
 
     @model_validator(mode="after")
@@ -173,14 +178,14 @@ class ServeConfig(Section):
     def _a_target_has_a_range(self) -> Self:
         min_replicas, max_replicas = self.replica_range or (1, 1)
         if self.scaling.latency_target_ms is not None and min_replicas == max_replicas:
-            raise ValueError(
+            raise RecipeError(
                 f"scaling.latency_target_ms is {self.scaling.latency_target_ms:g}, and the number of replicas is "
                 "fixed: set replicas to [min, max]"
-            )
+            ).of("replicas.fixed")
         return self
 
     @model_validator(mode="after")
     def _token_is_asked_for(self) -> Self:
         if self.token_file and self.auth == "none":
-            raise ValueError("token_file is given, and auth is none: leave one of them out")
+            raise RecipeError("token_file is given, and auth is none: leave one of them out").of("keys.contradict")
         return self

@@ -23,6 +23,7 @@ from app.config.section import (
     VersionReference,
     is_stored,
 )
+from app.errors import RecipeError
 
 
 class OptimizerConfig(Section):
@@ -265,7 +266,7 @@ class TrainConfig(Section):
     def _can_lay_out(self, workers: int) -> bool:
         try:
             self.layout(workers)
-        except ValueError:
+        except RecipeError:
             return False
         return True
 
@@ -277,7 +278,7 @@ class TrainConfig(Section):
         return size
 
     def layout(self, workers: int) -> Layout:
-        """Return the plan's layout on ``workers`` processes. Raise ValueError if the global batch cannot be divided."""
+        """Return the layout on ``workers`` processes. Raise RecipeError if the global batch cannot be divided."""
         return lay_out(self.plan, self.batch_size, workers, in_tokens=self.tokens_per_batch is not None)
 
     def setting(self, model: ModelTraits | None, inputs: Iterable[str] = ()) -> Setting:

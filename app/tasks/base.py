@@ -208,6 +208,10 @@ def _require_metrics(recipe: Recipe, metrics: Sequence[Metric]) -> None:
     wanted += [("tune", objective.metric, objective.mode) for objective in objectives]
     for key, metric, mode in wanted:
         if metric.startswith("val_") and metric not in modes:
-            raise RecipeError(f"{key}.metric is {metric}, and task {recipe.task} has {', '.join(modes)}: name one")
+            raise RecipeError(f"{key}.metric is {metric}, and task {recipe.task} has {', '.join(modes)}: name one").of(
+                "metric.unknown", f"{key}.metric"
+            )
         if (better := (modes | of_trial)[metric]) != mode:
-            raise RecipeError(f"{key}.mode is {mode}, and {metric} is better at its {better}: set it to that")
+            raise RecipeError(f"{key}.mode is {mode}, and {metric} is better at its {better}: set it to that").of(
+                "metric.direction", f"{key}.mode"
+            )

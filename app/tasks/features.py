@@ -69,4 +69,6 @@ def require_supported(recipe: Recipe, supports: Set[Feature]) -> None:
             own = f", or add {feature!r} to the task's supports" if ":" in recipe.task else ""
             value = recipe.value_of(key)
             given = "set" if isinstance(value, Section) else repr(value)
-            raise RecipeError(f"{key} is {given}, which task {recipe.task} does not support{others}: leave it out{own}")
+            raise RecipeError(
+                f"{key} is {given}, which task {recipe.task} does not support{others}: leave it out{own}"
+            ).of("task.unsupported", key)

@@ -57,7 +57,7 @@ class LanguageModeling(Task):
             raise RecipeError(
                 f"data.tokenizer.vocab_size is {size}: task {recipe.task} needs {_BYTE_TOKENS} or more, one for each "
                 "byte and one for the end of a document"
-            )
+            ).of("tokenizer.too_small", "data.tokenizer.vocab_size")
 
     def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
         from app.data.preparation.data import prepare_documents  # an endpoint reads no data

@@ -42,14 +42,16 @@ def find_task(name: str) -> Task:
         raise RecipeError(
             f"task {name!r} names {kind}: expected a subclass of app.tasks.Task, or a processor like "
             "app.data.text:TextProcessor"
-        )
+        ).of("task.not_a_task")
     if missing := _missing(found):
-        raise RecipeError(f"task {name!r} has no {', no '.join(missing)}: add it to the class {found.__name__}")
+        raise RecipeError(f"task {name!r} has no {', no '.join(missing)}: add it to the class {found.__name__}").of(
+            "task.incomplete"
+        )
     if issubclass(found, ServedTask) and hasattr(found, "facts"):
         raise RecipeError(
             f"task {name!r}: the class {found.__name__} has facts, which are not read there: move them to "
             "the facts of its targets"
-        )
+        ).of("task.facts")
     if unknown := sorted({*found.supports} - FEATURES):
         raise RecipeError(
             f"task {name!r} supports {unknown[0]!r}, which is no feature; {did_you_mean(unknown[0], FEATURES)}"
@@ -59,9 +61,9 @@ def find_task(name: str) -> Task:
     except Exception as error:  # code of the user's own
         raise RecipeError(
             f"task {name!r}: {found.__name__}() fails ({error}): let the class be created without arguments"
-        ) from error
+        ).of("task.not_created") from error
     if fault := _fault_of_metrics(task):
-        raise RecipeError(f"task {name!r}: {fault}")
+        raise RecipeError(f"task {name!r}: {fault}").of("task.metrics")
     task.name = name
     return task
 
@@ -74,7 +76,7 @@ def find_served_task(name: str) -> ServedTask:
         raise RecipeError(
             f"task {name} cannot be compiled or served: expected {', '.join(served)}, or the import string of a "
             "app.tasks.ServedTask"
-        )
+        ).of("task.not_served")
     return task
 
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from app.config import Recipe, dump_recipe, load_recipe, parse_stored_recipe, parse_yaml, with_values
-from app.errors import RecipeError
 from tests.helpers import ROOT, run
+from tests.wording import refused
 
 DIGITS, REVIEWS, STDLIB = (ROOT / f"recipes/{name}.yaml" for name in ("digits", "reviews", "stdlib_gpt"))
 
@@ -54,78 +54,74 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "rule", "key"),
     [
-        ("train.optimzer.lr=1", ["train.optimzer", "'optimizer'"]),
-        ("epochs=3", ["epochs", "'train.epochs'"]),
-        ("train.Epochs=3", ["unknown key train.Epochs", "'epochs'"]),
-        ("alerts.0.metrc=x", ["unknown key alerts.0.metrc", "'metric'"]),
-        ("compile.sparsity=2:4", ["compile.sparsity is '2:4'", "'none' or '2-of-4'"]),
-        ("train.prune={weights: /w, pattern: '2:4'}", ["train.prune.pattern is '2:4'", "'2-of-4'"]),
-        ("data.seed=18446744073709551616", ["data.seed is 18446744073709551616", "less than"]),
-        ("train.epochs=three", ["train.epochs", "'three'", "integer"]),
-        ("train.epochs=true", ["train.epochs", "True", "integer"]),
-        ("train.optimizer.lr=0", ["train.optimizer.lr", "greater than 0"]),
-        ("train.plan.zero_stage=7", ["train.plan.zero_stage", "0, 1, 2 or 3"]),
-        ("train.workers=3", ["global_batch_size 64", "3 data-parallel ranks", "multiple of 3, such as 66"]),
-        ("train.workers=[5, 7]", ["global_batch_size 64", "multiple of 7, such as 70"]),
-        ("train.workers=[4, 1]", ["train.workers", "[min, max]"]),
-        ("train.profile={wait: -1}", ["train.profile.wait", "-1"]),
-        ("train.plan.micro_batch=5", ["micro_batch 5", "32 samples each"]),
-        ("model.factory=small_cnn", ["model.factory", "package.module:name"]),
-        ("data.buckets=[64, 32]", ["data.buckets", "ascend"]),
-        ("data.buckets.9=1", ["'9'", "index"]),
-        ("train.early_stopping.mode=min", ["val_accuracy", "max"]),
-        (
-            "train.early_stopping={metric: val_perplexity}",
-            ["early_stopping.metric is val_perplexity", "val_loss, val_accuracy: name one"],
-        ),
-        ("data.block_length=64", ["data.block_length", "64", "does not support"]),
-        ("data.tokenizer={kind: bytes}", ["data.tokenizer.kind", "does not support"]),
-        ("task=image-clasification", ["language-modeling", "import string"]),
-        ("train.epochs", ["'train.epochs'", "key=value"]),
-        ("serve.canary={percent: 0}", ["serve.canary.percent", "0", "greater than 0"]),
-        ("serve.shadow={percent: 101}", ["serve.shadow.percent", "101", "less than or equal to 100"]),
-        ("serve.canary={version: 2}", ["serve.canary.percent is missing"]),
-        ("serve={version: 2, canary: {percent: 9, version: 2}}", ["serve", "version and canary.version are both 2"]),
-        ("serve.replicas=[4, 1]", ["serve.replicas", "[min, max]", "[4, 1]"]),
-        ("compile.resources={GPU: 1}", ["compile.resources", "GPU is not a custom resource"]),
-        ("serve.resources={rack: 0}", ["serve.resources.rack", "greater than 0"]),
-        ("serve.replicas=0", ["serve.replicas", "[min, max]", "0"]),
-        ("serve={replicas: 2, scaling: {latency_target_ms: 50}}", ["scaling.latency_target_ms is 50", "[min, max]"]),
-        ("serve.token_file=token", ["serve.token_file", "'token'", "absolute"]),
-        ("serve={auth: none, token_file: /token}", ["token_file", "auth is none"]),
-        ("serve.tls={certificate: /c.pem}", ["serve.tls.key"]),
+        ("train.optimzer.lr=1", "recipe.extra_forbidden", "train.optimzer"),
+        ("epochs=3", "recipe.extra_forbidden", "epochs"),
+        ("train.Epochs=3", "recipe.extra_forbidden", "train.Epochs"),
+        ("alerts.0.metrc=x", "recipe.extra_forbidden", "alerts.0.metrc"),
+        ("compile.sparsity=2:4", "recipe.literal_error", "compile.sparsity"),
+        ("train.prune={weights: /w, pattern: '2:4'}", "recipe.literal_error", "train.prune.pattern"),
+        ("data.seed=18446744073709551616", "recipe.less_than", "data.seed"),
+        ("train.epochs=three", "recipe.int_type", "train.epochs"),
+        ("train.epochs=true", "recipe.int_type", "train.epochs"),
+        ("train.optimizer.lr=0", "recipe.greater_than", "train.optimizer.lr"),
+        ("train.plan.zero_stage=7", "recipe.literal_error", "train.plan.zero_stage"),
+        ("train.workers=3", "batch.uneven", "train"),
+        ("train.workers=[5, 7]", "batch.uneven", "train"),
+        ("train.workers=[4, 1]", "range.invalid", "train.workers"),
+        ("train.profile={wait: -1}", "recipe.greater_than_equal", "train.profile.wait"),
+        ("train.plan.micro_batch=5", "batch.uneven", "train"),
+        ("model.factory=small_cnn", "recipe.string_pattern_mismatch", "model.factory"),
+        ("data.buckets=[64, 32]", "lengths.order", "data.buckets"),
+        ("data.buckets.9=1", "index.unknown", "data.buckets.9"),
+        ("train.early_stopping.mode=min", "metric.direction", "train.early_stopping.mode"),
+        ("train.early_stopping={metric: val_perplexity}", "metric.unknown", "train.early_stopping.metric"),
+        ("data.block_length=64", "task.unsupported", "data.block_length"),
+        ("data.tokenizer={kind: bytes}", "task.unsupported", "data.tokenizer.kind"),
+        ("task=image-clasification", "recipe.string_pattern_mismatch", "task"),
+        ("train.epochs", "override.incomplete", None),
+        ("serve.canary={percent: 0}", "recipe.greater_than", "serve.canary.percent"),
+        ("serve.shadow={percent: 101}", "recipe.less_than_equal", "serve.shadow.percent"),
+        ("serve.canary={version: 2}", "recipe.missing", "serve.canary.percent"),
+        ("serve={version: 2, canary: {percent: 9, version: 2}}", "versions.equal", "serve"),
+        ("serve.replicas=[4, 1]", "range.invalid", "serve.replicas"),
+        ("compile.resources={GPU: 1}", "resources.built_in", "compile.resources"),
+        ("serve.resources={rack: 0}", "recipe.greater_than", "serve.resources.rack"),
+        ("serve.replicas=0", "range.invalid", "serve.replicas"),
+        ("serve={replicas: 2, scaling: {latency_target_ms: 50}}", "replicas.fixed", "serve"),
+        ("serve.token_file=token", "path.relative", "serve.token_file"),
+        ("serve={auth: none, token_file: /token}", "keys.contradict", "serve"),
+        ("serve.tls={certificate: /c.pem}", "recipe.missing", "serve.tls.key"),
     ],
 )
-def test_what_cannot_work_is_refused_with_key_value_and_way_out(override: str, words: list[str]) -> None:
-    with pytest.raises(RecipeError) as refused:
+def test_what_cannot_work_is_refused_with_key_value_and_way_out(override: str, rule: str, key: str | None) -> None:
+    with refused(rule, key):
         load_recipe(REVIEWS, [override])
-    assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "rule", "key"),
     [
-        ("data.buckets=[8, 16]", ["data.buckets", "[8, 16]", "language-modeling does not support"]),
-        ("train.linear_baseline=true", ["train.linear_baseline", "does not support"]),
-        ("data.test_fraction=0.1", ["data.test_fraction", "does not support"]),
-        ("data.tokenizer={kind: bytes, vocab_size: 512}", ["data.tokenizer", "leave vocab_size"]),
-        ("data.tokenizer.vocab_size=256", ["256", "257 or more"]),
+        ("data.buckets=[8, 16]", "task.unsupported", "data.buckets"),
+        ("train.linear_baseline=true", "task.unsupported", "train.linear_baseline"),
+        ("data.test_fraction=0.1", "task.unsupported", "data.test_fraction"),
+        ("data.tokenizer={kind: bytes, vocab_size: 512}", "keys.contradict", "data.tokenizer"),
+        ("data.tokenizer.vocab_size=256", "tokenizer.too_small", "data.tokenizer.vocab_size"),
     ],
 )
-def test_keys_that_language_modelling_does_not_take_are_refused(override: str, words: list[str]) -> None:
-    with pytest.raises(RecipeError) as refused:
+def test_keys_that_language_modelling_does_not_take_are_refused(override: str, rule: str, key: str) -> None:
+    with refused(rule, key):
         load_recipe(STDLIB, [override])
-    assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "word"), [("name: [", "not YAML"), ("- a", "expected keys"), ("name: x", "data is missing")]
+    ("content", "rule", "key"),
+    [("name: [", "yaml.invalid", None), ("- a", "recipe.not_keys", None), ("name: x", "recipe.missing", "task")],
 )
-def test_broken_files_are_refused(tmp_path: Path, content: str, word: str) -> None:
+def test_broken_files_are_refused(tmp_path: Path, content: str, rule: str, key: str | None) -> None:
     (tmp_path / "broken.yaml").write_text(content, encoding="utf-8")
-    with pytest.raises(RecipeError, match=word):
+    with refused(rule, key):
         load_recipe(tmp_path / "broken.yaml")
 
 
@@ -145,25 +141,24 @@ def test_words_are_read_by_yaml_1_2_and_written_so_that_they_are_read_again(text
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text",
     [
-        ("train: {}\ndata: {}\ntrain: {}\n", ["line 3, column 1: key 'train' is given twice", "on line 1"]),
-        ("train: {epochs: 1, 'epochs': 2}", ["line 1, column 20: key 'epochs' is given twice"]),
-        ("model: {args: {1: a, 0x1: b}}", ["key 1 is given twice"]),
-        ("model: {args: {lr: .inf}}", ["line 1, column 20: this is not a finite number"]),
-        ("model: {args: {lr: -.INF}}", ["not a finite number"]),
-        ("model: {args: {lr: [.nan]}}", ["not a finite number"]),
-        ("model: {args: {lr: 1e999}}", ["not a finite number"]),
-        ("model: {args: {lr: !!int 1_0}}", ["not a whole number"]),
-        ("model: {args: {lr: !!timestamp x}}", ["could not determine a constructor"]),
-        ("[" * 5000, ["nested too deeply"]),
+        "train: {}\ndata: {}\ntrain: {}\n",
+        "train: {epochs: 1, 'epochs': 2}",
+        "model: {args: {1: a, 0x1: b}}",
+        "model: {args: {lr: .inf}}",
+        "model: {args: {lr: -.INF}}",
+        "model: {args: {lr: [.nan]}}",
+        "model: {args: {lr: 1e999}}",
+        "model: {args: {lr: !!int 1_0}}",
+        "model: {args: {lr: !!timestamp x}}",
+        pytest.param("[" * 5000, id="deep"),
     ],
 )  # fmt: skip
-def test_what_yaml_could_say_in_two_ways_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_what_yaml_could_say_in_two_ways_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "odd.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(RecipeError) as refused:
+    with refused("yaml.invalid"):
         load_recipe(tmp_path / "odd.yaml")
-    assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
 def test_an_anchor_is_merged_and_the_own_key_wins(tmp_path: Path) -> None:
@@ -175,17 +170,17 @@ def test_an_anchor_is_merged_and_the_own_key_wins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("override", ["train.optimizer.lr=.inf", "train.optimizer={lr: 0.1, lr: 0.2}"])
 def test_an_override_is_read_by_the_same_rules(override: str) -> None:
-    with pytest.raises(RecipeError, match=r"not a YAML value \(line 1, column"):
+    with refused("yaml.invalid", override.partition("=")[0]):
         load_recipe(REVIEWS, [override])
 
 
 def test_a_number_that_is_computed_is_finite_too() -> None:
-    with pytest.raises(RecipeError, match=r"train.optimizer.lr is inf: expected a finite number"):
+    with refused("recipe.finite_number", "train.optimizer.lr"):
         with_values(load_recipe(REVIEWS), {"train.optimizer.lr": math.inf})
 
 
 def test_a_plan_that_is_no_yaml_is_refused_by_its_key() -> None:
-    with pytest.raises(RecipeError, match=r"train.plan: expected auto, or keys such as zero_stage, got '{zero_stage"):
+    with refused("plan.unreadable", "train.plan"):
         load_recipe(REVIEWS, ["train.plan='{zero_stage: 1'"])
 
 
@@ -197,9 +192,9 @@ def test_a_missing_file_is_refused() -> None:
 
 
 def test_all_problems_are_told_at_once() -> None:
-    with pytest.raises(RecipeError) as refused:
+    with refused("recipe.greater_than", "train.epochs") as error:
         load_recipe(DIGITS, ["train.epochs=0", "serve.port=0"])
-    assert len(str(refused.value).splitlines()) == 2
+    assert len(str(error.value).splitlines()) == 2
 
 
 def test_the_batch_is_divided() -> None:
