@@ -14,7 +14,7 @@ from tests.helpers import ROOT, run
 JOBS = ["compile", "deploy", "lifecycle", "plan", "prepare", "train", "tune", "undeploy"]
 
 
-def test_a_new_project_passes_its_own_test(tmp_path: Path) -> None:
+def test_a_new_project_passes_its_own_test_also_on_another_file(tmp_path: Path) -> None:
     created = run("rayloom", "init", "tickets", folder=tmp_path)
     assert created.returncode == 0, created.stderr
     files = [Path(line) for line in created.stdout.splitlines()[:-1]]
@@ -22,6 +22,9 @@ def test_a_new_project_passes_its_own_test(tmp_path: Path) -> None:
     assert not [file for file in files if "my_project" in f"{file}{(tmp_path / file).read_text(encoding='utf-8')}"]
     project = tmp_path / "tickets"
     assert load_recipe(project / "recipes/tickets.yaml").name == "tickets"
+    (project / "data/examples.csv").rename(project / "data/own.csv")
+    recipe = project / "recipes/tickets.yaml"
+    recipe.write_text(recipe.read_text(encoding="utf-8").replace("data/examples.csv", "data/own.csv"), encoding="utf-8")
     tested = run(sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", folder=project)
     assert tested.returncode == 0, tested.stdout + tested.stderr
     assert "2 passed" in tested.stdout

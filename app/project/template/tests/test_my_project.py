@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -11,10 +12,11 @@ from app.tasks import prepare
 from app.tuning.space import load_space
 
 ROOT = Path(__file__).parents[1]
-RECIPE = load_recipe(ROOT / "recipes/my_project.yaml", [f"data.source={ROOT / 'data/examples.csv'}"])
+RECIPE = load_recipe(ROOT / "recipes/my_project.yaml")
 
 
-def test_the_model_learns_a_batch() -> None:
+def test_the_model_learns_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # a relative path of the recipe is meant from there
     torch.manual_seed(0)
     data = prepare(RECIPE)
     model = build_model(RECIPE.model, data.facts)
