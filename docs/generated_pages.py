@@ -1,10 +1,11 @@
-"""Reference pages in Markdown that come from code: the recipe's keys, the commands and the endpoint's routes."""
+"""Reference pages in Markdown that come from code and results: keys, commands, routes and the benchmarks' goals."""
 
 import html
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import typer
 from typer.cli import get_docs_for_click
@@ -34,6 +35,25 @@ _COMMANDS = """\
 Every command of `rayloom`, as `rayloom COMMAND --help` describes it. A refusal is one sentence on standard error, and
 the exit code 2.
 """
+_GOALS = """\
+# Goals of the benchmarks
+
+Every benchmark compares its measurements with goals that were set before. This page counts them, the most missed
+first. It is made of the benchmarks' own pages, which explain each miss. All were run on 2 cores without a GPU.
+
+| page | missed | reached |
+| --- | --- | --- |
+"""
+_MISSED = """
+## What was missed
+
+A goal that needs a GPU is open, because no GPU path has run on a GPU yet.
+
+| page | what | goal | reached |
+| --- | --- | --- | --- |
+"""
+_VERDICTS = ("reached", "**missed**", "open")
+_BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -134,8 +154,52 @@ def routes_page() -> str:
     return "\n".join([*lines, ""])
 
 
+class Goal(NamedTuple):
+    """A row of a benchmark's table of goals."""
+
+    what: str
+    goal: str
+    reached: str
+    verdict: str
+
+
+def goals_of(page: Path) -> list[Goal]:
+    """Return the goals in the tables of a benchmark's page. What was measured may take several cells."""
+    rows = [line.split("|")[1:-1] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    judged = [row for row in ([cell.strip() for cell in row] for row in rows) if row[-1] in _VERDICTS]
+    return [Goal(", ".join(what), goal, reached, verdict) for *what, goal, reached, verdict in judged]
+
+
+def goals_page() -> str:
+    """Return the page that counts the goals of every benchmark, and lists those that were missed."""
+    pages = {page: goals for page in sorted(_BENCHMARKS.glob("*/*.md")) if (goals := goals_of(page))}
+    by_share = sorted(pages, key=lambda page: (-_count(pages[page], "**missed**") / len(pages[page]), str(page)))
+    counts = "".join(
+        f"| {_link(page)} | {_count(pages[page], '**missed**')} | {_count(pages[page], 'reached')} |\n"
+        for page in by_share
+    )
+    missed = "".join(
+        f"| {_link(page)} | {row.what} | {row.goal} | {row.reached if row.verdict != 'open' else 'open'} |\n"
+        for page in by_share
+        for row in pages[page]
+        if row.verdict != "reached"
+    )
+    return _GOALS + counts + _MISSED + missed
+
+
+def _count(goals: list[Goal], verdict: str) -> int:
+    return sum(goal.verdict == verdict for goal in goals)
+
+
+def _link(page: Path) -> str:
+    """Return a link to a benchmark's page, by its title."""
+    title = page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    return f"[{title}](../../benchmarks/{page.relative_to(_BENCHMARKS)})"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "recipe.md": recipe_page,
     "commands.md": commands_page,
     "routes.md": routes_page,
+    "goals.md": goals_page,
 }

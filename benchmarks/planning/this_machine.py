@@ -77,8 +77,13 @@ def _report(calibration: Calibration, candidates: list[Candidate], runs: list[Me
     place = order.index(best) + 1
     errors = [abs(c.memory.total / run.memory_bytes - 1) for c, run in zip(candidates, runs, strict=True)]
     goals = [
-        ["the measured best is among the predicted two", f"place {place}", verdict(place <= 2)],
-        ["memory within 10 %", f"at most {max(errors):.0%}", verdict(max(errors) <= _MEMORY_ERROR)],
+        ["predicted place of the measured best", "≤ 2", f"{place}", verdict(place <= 2)],
+        [
+            "memory, largest error",
+            f"≤ {_MEMORY_ERROR:.0%}",
+            f"{max(errors):.0%}",
+            verdict(max(errors) <= _MEMORY_ERROR),
+        ],
     ]
     header = ["plan", "predicted ms", "measured ms", "error", "predicted MB", "measured MB", "error"]
     rates, latency = calibration, calibration.link_latency_s * 1e6
@@ -87,4 +92,4 @@ def _report(calibration: Calibration, candidates: list[Candidate], runs: list[Me
         f"all-reduces {rates.link_bandwidth / 1e9:.2f} GB/s after {latency:.0f} µs. "
         "Times are scaled by one measured plan: ZeRO 1 with micro-batches of 16."
     )
-    return "\n\n".join([table(["goal", "reached", ""], goals), measured, table(header, rows)])
+    return "\n\n".join([table(["what", "goal", "reached", ""], goals), measured, table(header, rows)])

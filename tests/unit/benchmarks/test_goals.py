@@ -1,24 +1,51 @@
-"""The README's table of goals matches the benchmarks' pages."""
+"""What the README and the page of goals say about the benchmarks is on the benchmarks' pages."""
 
 import re
-from pathlib import Path
 
+import pytest
+
+from docs.generated_pages import goals_of, goals_page
 from tests.helpers import ROOT
+from tests.pages import tables
 
-_ROW = re.compile(r"^\| \[.+?\]\((benchmarks/.+?)\) \| (\d+) of (\d+) \| (\d+) \|", re.MULTILINE)
-
-
-def test_the_readme_counts_the_goals_of_every_page_that_has_some_those_most_missed_first() -> None:
-    rows = _ROW.findall((ROOT / "README.md").read_text(encoding="utf-8"))
-    counted = {page: (int(missed), int(goals)) for page, missed, goals, _ in rows}
-    pages = {str(page.relative_to(ROOT)): _goals(page) for page in ROOT.glob("benchmarks/*/*.md")}
-    assert counted == {page: (missed, goals) for page, (missed, goals) in pages.items() if goals}
-    assert all(int(missed) + int(reached) == int(goals) for _, missed, goals, reached in rows)
-    shares = [missed / goals for missed, goals in counted.values()]
-    assert shares == sorted(shares, reverse=True)
+FIGURE = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?")
+LINK = re.compile(r"\]\((benchmarks/.+?)\)")
 
 
-def _goals(page: Path) -> tuple[int, int]:
-    """Return the number of missed goals on a page, and the number of goals with a verdict."""
-    verdicts = re.findall(r"\| (reached|\*\*missed\*\*) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return verdicts.count("**missed**"), len(verdicts)
+def test_the_page_of_goals_is_made_of_the_benchmarks_pages() -> None:
+    """'make docs' writes it anew."""
+    assert (ROOT / "docs/reference/goals.md").read_text(encoding="utf-8") == goals_page()
+
+
+def test_every_verdict_of_a_page_belongs_to_a_goal() -> None:
+    for page in ROOT.glob("benchmarks/*/*.md"):
+        verdicts = re.findall(r"\| (?:reached|\*\*missed\*\*|open) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        goals = goals_of(page)
+        assert len(goals) == len(verdicts)
+        assert all(goal.what and goal.goal and goal.reached for goal in goals), page
+
+
+def rows_of_the_readme() -> list[list[str]]:
+    """The rows of its table of figures."""
+    (header, *rows) = next(table for table in tables(ROOT / "README.md") if table[0][0] == "job")
+    assert header == ["job", "beside", "figures", "where it loses"]
+    return rows
+
+
+@pytest.mark.parametrize("row", rows_of_the_readme(), ids=lambda row: row[0].partition("]")[0].strip("["))
+def test_a_figure_of_the_readme_is_on_the_page_that_its_row_links_to(row: list[str]) -> None:
+    text = " ".join(row)
+    pages = [(ROOT / link).read_text(encoding="utf-8") for link in LINK.findall(text)]
+    assert pages
+    measured = {number_of(figure) for page in pages for figure in FIGURE.findall(page)}
+    for figure in FIGURE.findall(LINK.sub("]", text)):
+        digits = len(figure.partition(".")[2])
+        assert number_of(figure) in {round(number, digits) for number in measured}, figure
+
+
+def number_of(figure: str) -> float:
+    return float(figure.replace(",", ""))
+
+
+def test_the_readme_has_at_most_eight_rows_of_figures() -> None:
+    assert 0 < len(rows_of_the_readme()) <= 8

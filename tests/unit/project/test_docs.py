@@ -20,6 +20,7 @@ from tests.helpers import ROOT
 from tests.pages import Command, blocks, commands, links, pages
 
 COMMANDS = list(commands())
+GUIDES = ("how-to", "tutorial")
 _PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]{2,}\b")  # such as RUN_ID: the reader puts a value there
 
 
@@ -135,6 +136,19 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     generated = {ROOT / "docs/reference" / name for name in PAGES}  # by 'make docs'
     missing = [file for file in files if not ({(page.parent / file).resolve()} & generated)]
     assert [file for file in missing if not (page.parent / file).exists()] == []
+
+
+def test_the_site_groups_its_pages_as_the_readme_does() -> None:
+    listed = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Documentation")[2].split("\n- ")[1:]
+    readme = {item.partition(":")[0]: re.findall(r"\(docs/(.+?)\.md\)", item.partition("\n\n")[0]) for item in listed}
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    trees = re.findall(r"{toctree}\n:caption: (\w+)\n:hidden:\n(.+?)\n```", index, flags=re.DOTALL)
+    site = {caption: pages.splitlines() for caption, pages in trees}
+    assert {name: site.get(name) for name in readme} == readme
+    guides = [page.relative_to(ROOT / "docs").with_suffix("") for page in pages() if page.parent.name in GUIDES]
+    assert sorted(page for group in readme.values() for page in group) == sorted(map(str, guides)), (
+        "each guide is in one group"
+    )
 
 
 def test_commands_for_a_gpu_or_a_cloud_are_marked() -> None:
