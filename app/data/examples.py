@@ -3,16 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel
 from upath import UPath
 
 from app.config import CleanConfig
 from app.storage import write_atomically
-
-if TYPE_CHECKING:  # it imports pyarrow
-    from app.data.kinds import ColumnKind
 
 Modality = Literal["text", "image", "audio", "row", "record"]
 Input = str | bytes
@@ -46,8 +43,6 @@ class Examples:
     labels: list[str]
     left_out: dict[Reason, list[str]] = field(default_factory=dict)
     """Where those lie that cannot be read, by reason."""
-    kinds: "dict[str, ColumnKind]" = field(default_factory=dict)
-    """Of a table: the kind of each column of values."""
 
     @property
     def given(self) -> int:

@@ -67,8 +67,8 @@ def merge_kinds(kinds: dict[str, ColumnKind], more: Kinds) -> None:
         kinds[name] = kinds[name] + kind if name in kinds else kind
 
 
-def resolve_categories(kinds: Kinds, config: ColumnsConfig) -> ColumnsConfig:
-    """Return the columns with all those of categories named.
+def resolve_kinds(kinds: Kinds, config: ColumnsConfig) -> ColumnsConfig:
+    """Return the columns with all those of numbers and all those of categories named.
 
     Raises:
         DataError: a column of ``data.columns.numbers`` has a cell that is no number.
@@ -81,7 +81,9 @@ def resolve_categories(kinds: Kinds, config: ColumnsConfig) -> ColumnsConfig:
             )
     categories = [name for name, kind in kinds.items() if name in config.categories or not kind.are_numbers]
     named = [*config.categories, *(name for name in categories if name not in config.categories)]
-    return config.model_copy(update={"categories": named})
+    return config.model_copy(
+        update={"categories": named, "numbers": [name for name in kinds if name not in categories]}
+    )
 
 
 def in_words(kinds: Kinds, config: ColumnsConfig) -> dict[str, str]:

@@ -74,7 +74,6 @@ class RecordProcessor:
         unfitted = cls.of_fields(config.columns)
         kinds = unfitted._kinds
         records = [unfitted._fields(item) for item in inputs]
-        _require_categories(config)
         processors = {}
         for name, kind in kinds.items():
             if not (found := [unfitted._content(name, record[name]) for record in records if name in record]):
@@ -241,21 +240,12 @@ class RecordProcessor:
         return cls(kinds, processors)
 
 
-def _require_categories(config: DataConfig) -> None:
-    """Raise DataError if ``data.columns.categories`` names a column that no field has."""
-    columns = [column for field in config.columns.fields.values() for column in field.columns or ()]
-    if unknown := [name for name in config.columns.categories if name not in columns]:
-        raise DataError(
-            f"data.columns.categories has {unknown[0]!r}: the columns of fields of kind row are "
-            f"{', '.join(columns) or 'none'}"
-        )
-
-
 def _config_of(name: str, config: DataConfig) -> DataConfig:
-    """Return the configuration of a field, with the categories among its own columns."""
-    own = config.columns.fields[name].columns or ()
-    categories = [column for column in config.columns.categories if column in own]
-    return config.model_copy(update={"columns": config.columns.model_copy(update={"categories": categories})})
+    """Return the configuration of a field, with the numbers and the categories among its own columns."""
+    own, columns = config.columns.fields[name].columns or (), config.columns
+    kinds = {"numbers": columns.numbers, "categories": columns.categories}
+    named = {kind: [column for column in given if column in own] for kind, given in kinds.items()}
+    return config.model_copy(update={"columns": columns.model_copy(update=named)})
 
 
 def _blank(processor: Processor) -> Tensors:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, overload
 
@@ -24,6 +24,11 @@ class RowColumns:
 
     numbers: tuple[str, ...]
     categories: tuple[str, ...]
+
+    @classmethod
+    def of(cls, names: Sequence[str], categories: Collection[str]) -> Self:
+        """Return the columns of a table. Those that are no ``categories`` have numbers."""
+        return cls(*(tuple(name for name in names if (name in categories) is named) for named in (False, True)))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,13 +59,19 @@ class TableRows(Sequence[Row]):
             return rows
         for row in rows:
             _require(row, columns)
-        numbers = [[_number(row[name], name) for name in columns.numbers] for row in rows]
-        categories = [[category_of(row[name]) for name in columns.categories] for row in rows]
-        return cls(
-            columns,
-            np.array(numbers, np.float64).reshape(len(rows), len(columns.numbers)),
-            np.array(categories, object).reshape(len(rows), len(columns.categories)),
-        )
+        return cls.of_cells({name: [row[name] for row in rows] for name in columns.names}, columns)
+
+    @classmethod
+    def of_cells(cls, cells: Mapping[str, Sequence[Any]], columns: RowColumns) -> Self:
+        """Return rows with the cells of each column. Raises DataError for a word in a column of numbers."""
+        count = len(next(iter(cells.values())))
+        numbers = np.empty((count, len(columns.numbers)))
+        categories = np.empty((count, len(columns.categories)), object)
+        for place, name in enumerate(columns.numbers):
+            numbers[:, place] = [number_in(cell, name) for cell in cells[name]]
+        for place, name in enumerate(columns.categories):
+            categories[:, place] = [category_of(cell) for cell in cells[name]]
+        return cls(columns, numbers, categories)
 
     @classmethod
     def of_arrays(cls, columns: RowColumns, arrays: Sequence[NDArray[Any]]) -> Self:
@@ -96,7 +107,7 @@ def _require(row: Row, columns: RowColumns) -> None:
         )
 
 
-def _number(value: Any, name: str) -> float:
+def number_in(value: Any, name: str) -> float:
     """Return a cell of a column of numbers; NaN if it is missing."""
     if (number := number_of(value)) is not None:
         return number
@@ -113,7 +124,7 @@ def number_of(value: Any) -> float | None:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number + 0.0 if math.isfinite(number) else None  # -0.0 is 0
 
 
 _MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "null", "none"})

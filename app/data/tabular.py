@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 from upath import UPath
 
-from app.config import DataConfig
+from app.config import ColumnsConfig, DataConfig
 from app.data.examples import Modality
-from app.data.rows import CATEGORIES, NUMBERS, Row, RowColumns, TableRows, category_of, is_missing, number_of
+from app.data.rows import CATEGORIES, NUMBERS, Row, RowColumns, TableRows, category_of, is_missing, number_in, number_of
 from app.data.targets import Scale
 from app.errors import DataError
 from app.storage import write_atomically
@@ -67,18 +67,20 @@ class TabularProcessor:
 
     @classmethod
     def fit(cls, inputs: Sequence[Row], config: DataConfig) -> Self:
-        """Find the kind of each column: numbers, unless a value is none or ``data.columns.categories`` names it."""
+        """Find the kind of each column: numbers, unless a value is none or ``data.columns.categories`` names it.
+
+        Raises:
+            DataError: no row has a value in a column whose kind ``config`` does not say.
+        """
         names = list(inputs[0]) if inputs else []
-        if unknown := [name for name in config.columns.categories if name not in names]:
-            raise DataError(f"data.columns.categories has {unknown[0]!r}: the columns are {', '.join(names)}")
         numbers, categories = [], []
         for name in names:
             values = [value for row in inputs if not is_missing(value := row.get(name))]
-            parsed = None if name in config.columns.categories else _parse_numbers(values)
-            if parsed is None:
-                categories.append(CategoryColumn(name=name, values=sorted({category_of(value) for value in values})))
+            if _are_numbers(name, values, config.columns):
+                scale = Scale.of([number_in(value, name) for value in values])
+                numbers.append(NumberColumn(name=name, **scale.model_dump()))
             else:
-                numbers.append(NumberColumn(name=name, **Scale.of(parsed).model_dump()))
+                categories.append(CategoryColumn(name=name, values=sorted({category_of(value) for value in values})))
         return cls(numbers, categories)
 
     @property
@@ -145,7 +147,12 @@ class TabularProcessor:
         return cls(settings.numbers, settings.categories)
 
 
-def _parse_numbers(values: Sequence[Any]) -> list[float] | None:
-    """Return the values as finite numbers; None if one is none, or there are none."""
-    numbers = [number for value in values if (number := number_of(value)) is not None]
-    return numbers if numbers and len(numbers) == len(values) else None
+def _are_numbers(name: str, values: Sequence[Any], config: ColumnsConfig) -> bool:
+    if name in (*config.numbers, *config.categories):
+        return name in config.numbers
+    if not values:
+        raise DataError(
+            f"column {name!r} has no value in the rows that the processor is fitted to: name it in "
+            "data.columns.numbers or data.columns.categories, or leave it out of data.columns.features"
+        )
+    return all(number_of(value) is not None for value in values)

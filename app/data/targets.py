@@ -12,6 +12,8 @@ from pydantic import BaseModel
 from upath import UPath
 
 from app.config import DataConfig
+from app.data.rows import number_of
+from app.data.written import digits_of
 from app.errors import DataError
 from app.storage import write_atomically
 
@@ -67,6 +69,8 @@ class LabelRule:
     """What a value of ``Targets.read`` is: an index, a list of indices, a number, or what JSON can hold."""
     counted: Callable[[str], str] = str
     """Returns what a label counts as in ``Targets.fit``, so that long labels need not be kept. Default: itself."""
+    written: Callable[[str, str], str] = lambda label, separator: label  # noqa: ARG005
+    """Returns one text for all labels that mean the same. Gets ``data.columns.separator``, too."""
 
 
 class Targets(Outputs, Protocol):
@@ -162,6 +166,10 @@ class Classes:
         return cls(load_labels(folder))
 
 
+def _write_set(label: str, separator: str) -> str:
+    return json.dumps(sorted(set(split_labels(label, separator))), ensure_ascii=False)
+
+
 @dataclass(frozen=True)
 class LabelSets:
     """Each row has any number of labels. The output has a logit for each label, of shape (rows, labels).
@@ -169,7 +177,7 @@ class LabelSets:
     Labels are given as a list, or as one text in which ``data.columns.separator`` is between them.
     """
 
-    rule: ClassVar[LabelRule] = LabelRule("labels", kept_as="classes")
+    rule: ClassVar[LabelRule] = LabelRule("labels", kept_as="classes", written=_write_set)
     labels: list[str]
     separator: str = "|"
 
@@ -222,6 +230,11 @@ class LabelSets:
         return cls(load_labels(folder))
 
 
+def _write_number(label: str, separator: str) -> str:  # noqa: ARG001
+    number = number_of(label)
+    return label if number is None else digits_of(number, str(number))
+
+
 ROUNDING = 1e-12
 """A standard deviation below this share of the largest number comes from rounding: all numbers are the same."""
 
@@ -234,8 +247,10 @@ class Scale(BaseModel):
 
     @classmethod
     def of(cls, numbers: ArrayLike) -> "Scale":
-        """Measure finite numbers. The deviation is 0 if all are the same."""
+        """Measure finite numbers. The deviation is 0 if all are the same, or there are none."""
         values = np.asarray(numbers, np.float64)
+        if not values.size:
+            return Scale(std=0.0)
         # A power of 2 scales exactly, and no square overflows or vanishes.
         exponent = int(np.frexp(np.abs(values).max())[1])
         scaled = np.ldexp(values, -exponent)
@@ -249,7 +264,7 @@ class Scale(BaseModel):
 class Numbers:
     """Each row has a number. The output is that number, scaled to mean 0 and deviation 1, of shape (rows, 1)."""
 
-    rule: ClassVar[LabelRule] = LabelRule("label", kept_as="number")
+    rule: ClassVar[LabelRule] = LabelRule("label", kept_as="number", written=_write_number)
     labels: ClassVar[list[str]] = []
     num_outputs: ClassVar[int] = 1
     facts: ClassVar[Mapping[str, int]] = {"num_labels": num_outputs}

@@ -60,8 +60,8 @@ def _fitted(recipe: Recipe, kind: SampleKind, processor_type: type[Processor], f
     config = recipe.data.model_copy(update={"columns": columns})
     inputs = Sample.load(folder / SAMPLE_FILE).inputs
     parts: list[Any] = [part for item in inputs for part in kind.parts(item)]
-    if kind.contents == "row":
-        parts = [json.loads(row) for row in parts]
+    if table := ShardIndex.load(folder).table:
+        parts = [{name: row[name] for name in table.names} for row in map(json.loads, parts)]
     return fit_processor(processor_type, parts, config, recipe.model.source)
 
 

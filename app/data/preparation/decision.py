@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from app.config import DataConfig
 from app.data.examples import REASONS, CleaningReport, Reason
-from app.data.kinds import ColumnKind, Kinds, in_words, merge_kinds
 from app.data.preparation.held_out import hold_out
 from app.data.preparation.near_duplicates import NearDuplicates
 from app.data.preparation.stratify import Moves, stratify
@@ -27,8 +26,6 @@ class Decision:
     """What is kept of a source."""
 
     report: CleaningReport
-    kinds: Kinds
-    """Of the columns of a table."""
     labels: list[str]
     kept: NDArray[np.int64]
     """Kept rows of each label in each split, of shape (labels, splits)."""
@@ -76,10 +73,7 @@ def decide(work: UnitWork, judge_units: Callable[[], None]) -> Decision:
     if doubted:
         suspected = doubted if config.clean.label_noise == "report" else 0
         report = report.model_copy(update={"suspected": suspected, "examples": {"label_noise": examples}})
-    kinds: dict[str, ColumnKind] = {}
-    for one in facts:
-        merge_kinds(kinds, one.kinds)
-    return Decision(report.model_copy(update={"columns": in_words(kinds, config.columns)}), kinds, surveys.labels, kept)
+    return Decision(report, surveys.labels, kept)
 
 
 def _count(

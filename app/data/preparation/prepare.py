@@ -13,7 +13,7 @@ from upath import UPath
 from app.config import ColumnsConfig, DataConfig, Recipe
 from app.data.chat import CUT
 from app.data.examples import MAX_EXAMPLES, CleaningReport, Input, Reason
-from app.data.kinds import resolve_categories
+from app.data.kinds import in_words, resolve_kinds
 from app.data.preparation.decision import Decision, decide
 from app.data.preparation.fingerprint import fingerprint_of, settings_of
 from app.data.preparation.progress import UnitProgress
@@ -38,7 +38,7 @@ from app.storage import absolute_location, write_atomically
 SHARDS = "data"
 """Folder of storage that has the shards of each source and way to prepare it."""
 COLUMNS_FILE = "columns.json"
-"""The columns of the source, with those of categories named."""
+"""The columns of the source, with those of numbers and those of categories named."""
 
 RunUnits = Callable[[Callable[[int], int], Sequence[int]], Iterable[int]]
 """Calls a function with the number of each unit, and yields each number when that unit is done."""
@@ -96,13 +96,14 @@ class Preparer:
         units = cut_sources(sources, tests, UNIT_SHARDS * config.shards.size)
         _require_memory(units, config.shards.memory)
         fraction = fraction_for(sum(unit.bytes for unit in units))
-        work = UnitWork(str(folder), config, tuple(units), self.kind, None, fraction)
+        work, columns = self._with_kinds(UnitWork(str(folder), config, tuple(units), self.kind, None, fraction))
         self._run("reading", work, work.survey, "facts-")
         decision = decide(work, lambda: self._judge(work))
         work = self._with_codec(work, decision)
         self._run("writing shards", work, work.write, "unit-")
         self._require_unchanged(sources, tests)
-        self._publish(work, folder, fingerprint, settings, decision.report)
+        report = decision.report.model_copy(update={"columns": columns})
+        self._publish(work, folder, fingerprint, settings, report)
 
     def _resolved(self, sources: list[list[SourceFile]], tests: list[SourceFile]) -> DataConfig:
         """Return the section ``data`` with all columns that are read. Raises DataError if a table lacks one."""
@@ -111,6 +112,8 @@ class Preparer:
             # Rows of all sources have the features of the first one.
             shared = {"features": named[0].features} if named and one.columns.features is None else {}
             named.append(self.kind.resolve(files, one.columns.model_copy(update=shared)))
+            if self.kind.contents == "row" and not named[-1].features:
+                raise DataError(f"data.source {one.source!r} has no column but that of the label: give it features")
         for place, columns in enumerate(named):
             if {*(columns.features or ())} != {*(named[0].features or ())}:
                 raise DataError(
@@ -123,6 +126,24 @@ class Preparer:
             return config.model_copy(update={"columns": named[0]})
         each = [one.model_copy(update={"columns": columns}) for one, columns in zip(config.sources, named, strict=True)]
         return config.model_copy(update={"sources": each})
+
+    def _with_kinds(self, work: UnitWork) -> tuple[UnitWork, dict[str, str]]:
+        """Return the work with the kinds of a table's columns, by which rows are compared; and what each column is."""
+        config = work.config
+        names = [column.name for column in self.kind.columns(config.each_source()[0]).values]
+        _require_known(config.columns, names)
+        if not names:
+            return work, {}
+        self._run("reading columns", work, work.examine, "kinds-")
+        kinds = work.kinds
+        columns = resolve_kinds(kinds, config.columns)
+        named = {"categories": columns.categories, "numbers": columns.numbers}
+        each = [
+            one.model_copy(update={"columns": one.columns and one.columns.model_copy(update=named)})
+            for one in config.sources
+        ]
+        config = config.model_copy(update={"columns": columns, "sources": each})
+        return replace(work, config=config), in_words(kinds, work.config.columns)
 
     def _judge(self, work: UnitWork) -> None:
         from app.data.preparation.noisy_labels import judge_unit  # scikit-learn takes a second to import
@@ -186,8 +207,7 @@ class Preparer:
                 self._fit_tokenizer(sample.inputs).save(folder)
             return work
         sample.save(folder / SAMPLE_FILE)
-        columns = resolve_categories(decision.kinds, work.config.columns)
-        write_atomically(folder / COLUMNS_FILE, columns.model_dump_json(indent=1).encode())
+        write_atomically(folder / COLUMNS_FILE, work.config.columns.model_dump_json(indent=1).encode())
         if self.kind.targets is None:
             return work
         learned = (
@@ -197,18 +217,13 @@ class Preparer:
         trained = decision.rows_of(IN_TRAIN)
         targets = targets.fitted(targets.read([*trained], work.config), [*trained.values()])
         targets.save(folder)
-        return replace(work, targets=targets, table=self._table(work.config, columns.categories))
+        return replace(work, targets=targets, table=self._table(work.config))
 
-    def _table(self, config: DataConfig, categories: Sequence[str]) -> RowColumns | None:
+    def _table(self, config: DataConfig) -> RowColumns | None:
         """Return the columns that shards of a table have: those of the first source. None for other samples."""
         if self.kind.contents != "row":
             return None
-        names = config.each_source()[0].columns.features
-        if not names:
-            raise DataError(f"data.source {config.source!r} has no column but that of the label: give it features")
-        return RowColumns(
-            tuple(name for name in names if name not in categories), tuple(name for name in names if name in categories)
-        )
+        return RowColumns.of(config.each_source()[0].columns.features or (), config.columns.categories)
 
     def _sample(self, work: UnitWork) -> Sample:
         """Return a sample of the training rows that are kept. Compressed files may have more text than they say."""
@@ -264,6 +279,16 @@ class Preparer:
                     f"data.source {config.source!r} has too few tokens in its {split} documents for one block: give "
                     f"more text, or lower data.block_length, which is {config.block_length}"
                 )
+
+
+def _require_known(columns: ColumnsConfig, names: Sequence[str]) -> None:
+    """Raise DataError if the recipe says the kind of a column that is none of these."""
+    for key in ("categories", "numbers"):
+        if unknown := [name for name in getattr(columns, key) if name not in names]:
+            raise DataError(
+                f"data.columns.{key} has {unknown[0]!r}: the columns of numbers and categories are "
+                f"{', '.join(names) or 'none'}"
+            )
 
 
 def _require_memory(units: Sequence[Unit], max_bytes: int) -> None:

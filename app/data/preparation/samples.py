@@ -20,11 +20,11 @@ from app.data.sources.labelled import (
     GROUP,
     INPUT,
     LABEL,
-    features_of,
     group_columns,
     inputs_of,
     labelled_columns,
     resolve_columns,
+    table_of,
 )
 from app.data.sources.tagged import resolve_tagged, tagged_columns, tags_of, texts_of
 from app.data.sources.units import Contents
@@ -154,11 +154,14 @@ class Labelled(SampleKind):
     def inputs(self, rows: Rows, config: DataConfig, verify: bool) -> Iterator[Input | None]:
         return inputs_of(rows, self.columns(config), config.columns, verify)
 
-    def labels(self, rows: Rows, config: DataConfig) -> list[str]:  # noqa: ARG002
-        return [label or "" for label in rows.cells[LABEL].to_pylist()]
+    def labels(self, rows: Rows, config: DataConfig) -> list[str]:
+        written, separator = self.targets.rule.written, config.columns.separator
+        return [written(label, separator) if label else "" for label in rows.cells[LABEL].to_pylist()]
 
     def written(self, rows: Rows, config: DataConfig) -> Iterator[Natural | None]:
-        return features_of(rows, self.columns(config)) if self.contents == "row" else super().written(rows, config)
+        if self.contents == "row":
+            return iter(table_of(rows, self.columns(config).values, config.columns))
+        return super().written(rows, config)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 
@@ -43,8 +43,12 @@ class UnitFacts(BaseModel):
     label_names: list[str]
     unreadable: str | None
     """Where the first row lies that is not a text or picture."""
+
+
+class UnitKinds(BaseModel):
+    """The kinds of the columns of a table, in the rows of a unit."""
+
     kinds: dict[str, ColumnKind] = {}
-    """The kinds of the columns of a table."""
 
 
 class UnitResult(BaseModel):
@@ -114,6 +118,18 @@ class UnitWork:
         names = [name.removeprefix(prefix) for name in list_names(self.work) if name.startswith(prefix)]
         return {int(name.partition(".")[0]) for name in names}
 
+    def kinds_file(self, number: int) -> UPath:
+        """The ``UnitKinds`` of a unit."""
+        return self.work / f"kinds-{number:05d}.json"
+
+    @property
+    def kinds(self) -> dict[str, ColumnKind]:
+        """The kinds of the columns of a table, once all units are examined."""
+        kinds: dict[str, ColumnKind] = {}
+        for unit in self.units:
+            merge_kinds(kinds, UnitKinds.model_validate_json(self.kinds_file(unit.number).read_bytes()).kinds)
+        return kinds
+
     def survey_file(self, number: int) -> UPath:
         """The survey of a unit."""
         return self.work / f"survey-{number:05d}.arrow"
@@ -163,6 +179,15 @@ class UnitWork:
         """The ``UnitResult`` of a unit, written when its shards are."""
         return self.work / f"unit-{number:05d}.json"
 
+    def examine(self, number: int) -> int:
+        """Find the kinds of a table's columns in a unit, and return its number. Raises DataError as ``survey``."""
+        columns, found = self.kind.columns(self._config_of(number)), UnitKinds()
+        values = replace(columns, all=columns.values)
+        for rows in read_unit(self.units[number], values):
+            merge_kinds(found.kinds, kinds_of(rows, values))
+        write_atomically(self.kinds_file(number), found.model_dump_json().encode())
+        return number
+
     def survey(self, number: int) -> int:
         """Survey a unit, and return its number. Raises DataError if it cannot be read."""
         # Pairs are held out afterwards.
@@ -178,7 +203,6 @@ class UnitWork:
             signatures = stack.enter_context(self.signature_files(number).writer()) if near else None
             for rows in self._rows(number):
                 digest.add(rows)
-                merge_kinds(facts.kinds, kinds_of(rows, self.kind.columns(config)))
                 inputs = self.kind.inputs(rows, config, verify=True)
                 cleaned = surveyor.add(inputs, self.kind.labels(rows, config), groups_in(rows))
                 if facts.unreadable is None and None in cleaned:

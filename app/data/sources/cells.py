@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Literal
 
+import numpy as np
 import orjson
 import pyarrow as pa
-import pyarrow.compute as pc
 from upath import UPath
 
 from app.data.written import digits_of, name_of, text_of
@@ -80,6 +80,11 @@ class Columns:
     def content(self) -> Column:
         """The column of the text or the file, which is the first. A source without columns has nothing else."""
         return self.all[0]
+
+    @property
+    def values(self) -> tuple[Column, ...]:
+        """The columns of a table of numbers and categories."""
+        return tuple(column for column in self.all if column.kind == "value")
 
     @property
     def label(self) -> Column | None:
@@ -158,7 +163,7 @@ class _Cells:
         """Return the cells of a column in Arrow."""
         given = _plain(given)
         if self.column.kind == "value" and _are_numbers(given.type):
-            return _without_nan(given)
+            return _exact(given)
         if self.column.kind == "file" and pa.types.is_binary(given.type):
             return given
         if self.column.kind in _NAMES and (texts := _utf8(given)) is not None:
@@ -279,11 +284,14 @@ def _plain(given: pa.Array) -> pa.Array:
     return given.cast(pa.binary()) if is_binary else given
 
 
-def _without_nan(given: pa.Array) -> pa.Array:
-    """Return numbers with null in place of NaN, by which pandas means a missing value."""
+def _exact(given: pa.Array) -> pa.Array:
+    """Return numbers as texts give them: 0.1 for that of float32, and null for NaN, which means a missing value."""
     if not pa.types.is_floating(given.type):
         return given
-    return pc.if_else(pc.is_nan(given), pa.scalar(None, given.type), given)
+    numbers = given.to_numpy(zero_copy_only=False)
+    if numbers.dtype != np.float64:
+        numbers = numbers.astype(str).astype(np.float64)  # the fewest digits that give the number
+    return pa.array(numbers, mask=np.isnan(numbers))
 
 
 def _numbers_as_texts(given: pa.Array) -> list[str | None]:

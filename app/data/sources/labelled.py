@@ -1,8 +1,8 @@
 """All labelled examples of a source, in memory."""
 
-import base64
 import json
 import re
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,8 +12,8 @@ from app.config import ColumnsConfig, DataConfig
 from app.data.audio import require_recording
 from app.data.examples import Examples, Input, Modality, Reason
 from app.data.images import require_picture
-from app.data.kinds import ColumnKind, merge_kinds
-from app.data.rows import Row
+from app.data.kinds import ColumnKind, merge_kinds, resolve_kinds
+from app.data.rows import RowColumns, TableRows
 from app.data.sources.cells import Column, Columns, Kind, Rows
 from app.data.sources.formats import FORMATS, SourceFile
 from app.data.sources.formats.builtin import find_examples
@@ -47,9 +47,14 @@ def load_examples(
         examples = find_examples(source)
     else:
         named = resolve_columns(files, config.columns, modality)
-        examples = Examples(modality, [], [])
-        for rows in read_files(files, labelled_columns(named, modality, label_kind=label_kind)):
-            _add(examples, rows, named)
+        columns = labelled_columns(named, modality, label_kind=label_kind)
+        batches = list(read_files(files, columns))
+        kinds: dict[str, ColumnKind] = {}
+        for rows in batches:
+            merge_kinds(kinds, kinds_of(rows, columns))
+        examples, named = Examples(modality, [], []), resolve_kinds(kinds, named)
+        for rows in batches:
+            _add(examples, rows, columns, named)
     if not examples.given:
         raise DataError(f"{source} has no examples: give a source that has some")
     _require_readable(source, examples, config.clean.max_unreadable)
@@ -114,10 +119,8 @@ def _of_input(config: ColumnsConfig, contents: Modality) -> Iterator[Column]:
         yield Column(INPUT, config.input, "text" if contents == "text" else "file")
 
 
-def _add(examples: Examples, rows: Rows, config: ColumnsConfig) -> None:
+def _add(examples: Examples, rows: Rows, columns: Columns, config: ColumnsConfig) -> None:
     """Add rows."""
-    columns = labelled_columns(config, examples.modality)
-    merge_kinds(examples.kinds, kinds_of(rows, columns))
     labels: list[str] = rows.cells[LABEL].to_pylist()
     for number, (item, given) in enumerate(zip(inputs_of(rows, columns, config), labels, strict=True)):
         if item is None:
@@ -129,20 +132,24 @@ def _add(examples: Examples, rows: Rows, config: ColumnsConfig) -> None:
 
 def kinds_of(rows: Rows, columns: Columns) -> dict[str, ColumnKind]:
     """Return the kinds of the columns of values."""
-    kinds = {column.name: ColumnKind() for column in columns.all if column.kind == "value"}
-    for column in columns.all:
-        if column.kind == "value":
-            kinds[column.name].add(rows.cells[column.key], rows.place)
+    kinds = {column.name: ColumnKind() for column in columns.values}
+    for column in columns.values:
+        kinds[column.name].add(rows.cells[column.key], rows.place)
     return kinds
 
 
 def inputs_of(rows: Rows, columns: Columns, config: ColumnsConfig, verify: bool = True) -> Iterator[Input | None]:
     """Yield the input of each row; None if it cannot be read. A row of a table and a record are JSON objects.
 
-    ``verify``: decode pictures and recordings, to see whether they can be read.
+    Equal rows are equal texts, whatever the format that they come from and the order of their columns.
+
+    Args:
+        config: with the kinds of all columns resolved.
+        verify: decode pictures and recordings, to see whether they can be read.
     """
     if columns.contents == "row":
-        return (json.dumps(row, ensure_ascii=False) for row in features_of(rows, columns))
+        table = table_of(rows, columns.values, config)
+        return (json.dumps(row, ensure_ascii=False, sort_keys=True) for row in table)
     if columns.contents == "record":
         return _records(rows, columns, config, verify)
     return _inputs(rows, columns, verify)
@@ -175,62 +182,52 @@ def _inputs(rows: Rows, columns: Columns, verify: bool) -> Iterator[Input | None
 
 def _records(rows: Rows, columns: Columns, config: ColumnsConfig, verify: bool) -> Iterator[str]:
     """Yield the fields of each row as a JSON object. A record without any field is an empty text."""
-    cells = {column.key: (column, rows.cells[column.key].to_pylist()) for column in columns.all}
+    fields = {name: list(_field(name, rows, columns, config, verify)) for name in config.fields}
     for number in range(len(rows)):
-        row = {key: _json_cell(column, values[number], rows, number) for key, (column, values) in cells.items()}
-        record = _record(row, config, rows if verify else None, number)
-        yield json.dumps(record, ensure_ascii=False) if record else ""
+        record = {name: cells[number] for name, cells in fields.items() if cells[number] is not None}
+        text = json.dumps(record, ensure_ascii=False, default=lambda cell: b64encode(cell).decode())
+        yield text if record else ""
 
 
-def features_of(rows: Rows, columns: Columns) -> Iterator[Row]:
-    """Yield the features of each row of a table."""
-    cells = {column.name: rows.cells[column.key].to_pylist() for column in columns.all if column.kind == "value"}
-    return ({name: values[number] for name, values in cells.items()} for number in range(len(rows)))
+def _field(name: str, rows: Rows, columns: Columns, config: ColumnsConfig, verify: bool) -> Iterator[Any]:
+    """Yield a field of each row; None where it is missing.
 
-
-def _record(row: Mapping[str, Any], config: ColumnsConfig, rows: Rows | None, number: int) -> dict[str, Any]:
-    """Return the fields that a row has.
-
-    With ``rows``, it raises DataError for a picture or a recording that cannot be read.
+    With ``verify``, it raises DataError for a picture or a recording that cannot be read.
     """
-    record = {}
-    for name, field in config.fields.items():
-        key = f"data.columns.fields.{name}"
-        if field.columns is None:
-            value = row[key]
-            if rows is not None and value is not None:
-                path = rows.paths[key].get(number)
-                what = name if path is None else f"file {path!r}"
-                _require_content(field.kind, what, value, rows.place(number))
-        else:
-            found = {column: row[f"{key}.columns.{place}"] for place, column in enumerate(field.columns)}
-            value = found if any(cell is not None for cell in found.values()) else None
-        if value is not None:
-            record[name] = value
-    return record
+    key, field = f"data.columns.fields.{name}", config.fields[name]
+    if field.columns is not None:
+        own = [column for column in columns.values if column.key.startswith(f"{key}.columns.")]
+        for row in table_of(rows, own, config):
+            yield row if any(cell is not None for cell in row.values()) else None
+        return
+    (column,) = (column for column in columns.all if column.key == key)
+    require = _REQUIRED.get(field.kind) if verify else None
+    for number, cell in enumerate(rows.cells[key].to_pylist()):
+        if column.kind == "text":
+            if cell is None:
+                raise DataError(f"{rows.place(number)}: the {column.name} is not text in UTF-8: repair or remove it")
+            yield cell.strip() or None
+            continue
+        if require and cell is not None:
+            path = rows.paths[key].get(number)
+            _require_content(require, name if path is None else f"file {path!r}", cell, rows.place(number))
+        yield cell
+
+
+def table_of(rows: Rows, columns: Sequence[Column], config: ColumnsConfig) -> TableRows:
+    """Return the cells of some columns of values. ``config``: with the kinds of all columns resolved."""
+    cells = {column.name: rows.cells[column.key].to_pylist() for column in columns}
+    return TableRows.of_cells(cells, RowColumns.of(list(cells), config.categories))
 
 
 _REQUIRED: Mapping[str, Callable[[bytes], None]] = {"image": require_picture, "audio": require_recording}
 
 
-def _require_content(kind: str, name: str, value: str, place: str) -> None:
-    if (require := _REQUIRED.get(kind)) is None:
-        return
+def _require_content(require: Callable[[bytes], None], what: str, content: bytes, place: str) -> None:
     try:
-        require(base64.b64decode(value))
+        require(content)
     except DataError as error:
-        raise DataError(f"{place}: the {name} cannot be read ({error}): repair or remove the file") from error
-
-
-def _json_cell(column: Column, value: Any, rows: Rows, number: int) -> Any:
-    """Return a cell as JSON has it; None for an empty one."""
-    if column.kind == "file" and value is not None:
-        return base64.b64encode(value).decode()
-    if column.kind == "text":
-        if value is None:
-            raise DataError(f"{rows.place(number)}: the {column.name} is not text in UTF-8: repair or remove it")
-        return value.strip() or None
-    return value
+        raise DataError(f"{place}: the {what} cannot be read ({error}): repair or remove the file") from error
 
 
 def _require_readable(source: Source, examples: Examples, limit: float) -> None:

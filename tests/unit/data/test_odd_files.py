@@ -189,7 +189,7 @@ JSONL = [
         ("a", "123456789012345678901"), ("b", "9007199254740993"),
     ]),
     jsonl("large numbers in features", '{"n": 12345678901234567890123, "label": 1}\n', [
-        ({"n": "12345678901234567890123"}, "1"),
+        ({"n": 12345678901234567890123.0}, "1"),
     ], contents="row"),
     jsonl("a key twice", '{"text": "a", "text": "b", "label": "x"}\n', refused="line 1…'text' twice…rename"),
     jsonl("a key twice within", '{"text": "a", "label": "x", "more": [{"y": 1, "y": 2}]}\n',
@@ -306,7 +306,7 @@ TABLES = [
 ]  # fmt: skip
 NUMBERS = [
     csv("words of missing values", "n,label\nNA,a\n?,b\nNULL,a\nnan,b\n ,a\n1.5,b\n", [
-        ({"n": cell}, label) for cell, label in zip(["NA", "?", "NULL", "nan", None, "1.5"], "ababab", strict=True)
+        ({"n": cell}, label) for cell, label in zip([None] * 5 + [1.5], "ababab", strict=True)
     ], contents="row"),
     csv("words that are no numbers", 'n,label\n1,a\n"1,234",b\n1_000,a\ninf,b\n1e999,a\n', [
         ({"n": cell}, label) for cell, label in zip(["1", "1,234", "1_000", "inf", "1e999"], "ababa", strict=True)

@@ -52,7 +52,7 @@ def test_a_table_becomes_records_which_are_kept_as_they_are(table: Path, tmp_pat
     recipe = recipe_of(table)
     first = json.loads(load_examples(recipe.data, "record").inputs[0])
     assert list(first) == list(FIELDS)
-    assert first["size"] == {"width": "0", "colour": "red"}
+    assert first["size"] == {"width": 0.0, "colour": "red"}
     assert base64.b64decode(first["photo"]) == (tmp_path / "0.png").read_bytes()
     data: Any = prepare(recipe)
     batch = data.validation.batch(range(len(data.validation)))

@@ -2,11 +2,14 @@
 
 import json
 import math
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from app.config import Recipe
@@ -25,16 +28,15 @@ DAYS = [date(2020, 1, 2), None, date(2021, 12, 31)]
 CODES = ["1.0", "1", " x ", "n/a", "007", "1_000"]
 NAMES = ["amount", "id", "size", "flag", "day", "code", "price"]
 KNOWN = {
-    0: ("367ea5be4feb2fbf", [2, 6, 8, 12]),
-    1: ("000000004feb2fbf", [3, 5, 7, 12]),
-    3: ("a711cfbe4feb2fbf", [2, 6, 8, 10]),
-    4: ("ac2e25404feb2fbf", [1, 5, 7, 11]),
-    5: ("a711cfbe7244ba3f", [2, 4, 9, 13]),
-    6: ("5b82c6be4feb2fbf", [3, 6, 8, 12]),
-    7: ("bdb3cebe4feb2fbf", [0, 5, 7, 12]),
-    8: ("367ea5be7244ba3f", [2, 4, 9, 14]),
-    9: ("000000004feb2fbf", [1, 6, 8, 10]),
-    10: ("59f2cebe4feb2fbf", [2, 5, 7, 11]),
+    0: ("17bd94be72443abf", [2, 6, 8, 12]),
+    1: ("0000000072443abf", [3, 5, 7, 12]),
+    2: ("2bbbc0be4febaf3f", [0, 4, 9, 14]),
+    3: ("64dcc0be72443abf", [2, 6, 8, 10]),
+    5: ("64dcc0be4febaf3f", [2, 4, 9, 13]),
+    6: ("e3c6b7be72443abf", [3, 6, 8, 12]),
+    7: ("b978c0be72443abf", [0, 5, 7, 12]),
+    9: ("0000000072443abf", [1, 6, 8, 10]),
+    10: ("2bbbc0be72443abf", [2, 5, 7, 11]),
 }
 """Some rows of the training split, as the bits of their numbers and the places of their categories."""
 
@@ -105,7 +107,6 @@ def test_a_row_has_the_bits_of_its_cells_in_training_and_at_the_endpoint(tmp_pat
 
 
 def test_encodings_have_known_bits(tmp_path: Path) -> None:
-    # Those of the processor that parsed each row from JSON.
     data = prepared(table(tmp_path))
     given = [int(value) for value in data.train.split.classes]
     batch = data.train.batch([given.index(row) for row in KNOWN])
@@ -142,9 +143,9 @@ def test_a_column_whose_numbers_are_in_the_test_source_alone_says_nothing(tmp_pa
     for name, rows in (("rows", lines), ("tests", ["5,a,1", "6,b,2"])):
         (tmp_path / f"{name}.csv").write_text("\n".join(["n,c,price", *rows]), encoding="utf-8")
     data = prepared(tmp_path / "rows.csv", columns={"categories": []}, test_source=str(tmp_path / "tests.csv"))
-    assert data.facts["num_category_columns"] == 2
+    assert data.facts["num_category_columns"] == data.facts["num_numbers"] == 1
     for split in (data.train, data.test):
-        assert {*split.batch(range(len(split))).inputs["categories"][:, 0].tolist()} == {0}
+        assert {*split.batch(range(len(split))).inputs["numbers"][:, 0].tolist()} == {0.0}
 
 
 @pytest.mark.parametrize("features", [["size", "id"], ["size", "amount", "id"]])
@@ -158,3 +159,67 @@ def test_a_table_with_nothing_but_labels_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("\n".join(["price", *map(str, range(COUNT))]), encoding="utf-8")
     with pytest.raises(DataError, match=r"rows.csv' has no column but that of the label: give it features"):
         prepared(tmp_path / "rows.csv", columns={"categories": []})
+
+
+FORMATS = {"csv": str, "jsonl": int, "parquet": float, "arrow": int}
+"""What counts are written as in each format. Only csv writes amounts in two decimals."""
+
+
+def written(path: Path, numbers: Sequence[int], names: Sequence[str] = ("amount", "code", "count", "price")) -> Path:
+    """Write rows whose values are those of ``numbers``, in the columns' order and the types of the format."""
+    count = FORMATS[path.suffix[1:]]
+    rows = [
+        {
+            "amount": f"{number / 4:.2f}" if count is str else number / 4,
+            "code": count(number % 7),
+            "count": count(number),
+            "price": f"{number}.50" if count is str else number + 0.5,
+        }
+        for number in numbers
+    ]
+    write_table(path, [tuple(row[name] for name in names) for row in rows], names)
+    return path
+
+
+def splits(data: Any) -> dict[str, list[float]]:
+    found = {"train": data.train, "validation": data.validation, "test": data.test}
+    return {name: sorted(split.split.classes) for name, split in found.items()}
+
+
+def test_equal_rows_are_equal_in_every_format(tmp_path: Path) -> None:
+    tests = {suffix: written(tmp_path / f"tests.{suffix}", range(0, COUNT, 5)) for suffix in FORMATS}
+    names = ("count", "price", "code", "amount")
+    for number, suffix in enumerate(FORMATS):
+        source = written(tmp_path / f"rows.{suffix}", range(COUNT), names[number:] + names[:number])
+        shared = {"columns": {"categories": ["code"]}, "clean": {"deduplicate": True}}
+        with_test = prepared(source, **shared, test_fraction=0.2)
+        assert splits(with_test) == splits(
+            prepared(written(tmp_path / "same.csv", range(COUNT)), **shared, test_fraction=0.2)
+        )
+        for given in tests.values():
+            found = prepared(source, **shared, test_source=str(given))
+            assert found.report.dropped == {"in_test": COUNT // 5}, (source, given)
+
+
+def test_equal_rows_of_several_formats_are_duplicates_unless_a_category_is_written_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    for suffix in FORMATS:
+        written(tmp_path / "rows" / f"rows.{suffix}", range(COUNT))
+    data = prepared(tmp_path / "rows", columns={"categories": ["code"]}, clean={"deduplicate": True})
+    assert data.report.dropped == {"duplicate": COUNT * (len(FORMATS) - 1)}
+    lines = [f"{code},{number}" for number in range(COUNT // 2) for code in ("007", "7")]
+    (tmp_path / "codes.csv").write_text("\n".join(["code,price", *lines]), encoding="utf-8")
+    for categories, dropped in ((["code"], {}), ([], {"duplicate": COUNT // 2})):
+        data = prepared(tmp_path / "codes.csv", columns={"categories": categories}, clean={"deduplicate": True})
+        assert data.report.dropped == dropped
+
+
+def test_numbers_of_single_precision_are_those_that_csv_has(tmp_path: Path) -> None:
+    amounts = [0.1 * number for number in range(1, COUNT + 1)]
+    table = pa.table({"amount": pa.array(amounts, pa.float32()), "price": pa.array(amounts, pa.float32())})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    lines = [f"{amount:.1f},{amount:.1f}" for amount in amounts]
+    (tmp_path / "rows.csv").write_text("\n".join(["amount,price", *lines]), encoding="utf-8")
+    tests = {"columns": {"categories": []}, "test_source": str(tmp_path / "rows.csv"), "clean": {"deduplicate": True}}
+    with pytest.raises(DataError, match=f"train split empty .*{COUNT} also in data.test_source"):
+        prepared(tmp_path / "rows.parquet", **tests)

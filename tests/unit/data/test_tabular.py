@@ -174,7 +174,8 @@ def test_a_row_that_cannot_be_read_is_refused(given: Any, words: str) -> None:
     [
         ({"label": "cost"}, "data.columns.label is 'cost', which .*rows.csv' does not have: it has age, colour, code"),
         ({"features": ["age", "size"]}, "data.columns.features.1 is 'size', which"),
-        ({"categories": ["size"]}, "data.columns.categories has 'size': the columns are age, colour, code"),
+        ({"categories": ["size"]}, "data.columns.categories has 'size': the columns of .* are age, colour, code"),
+        ({"numbers": ["size"]}, "data.columns.numbers has 'size': the columns of .* are age, colour, code"),
         ({"label": "colour"}, "has the label 'blue': a regression learns numbers"),
     ],
 )
@@ -211,6 +212,29 @@ def test_several_labels_are_read_from_lists_and_from_texts(tmp_path: Path) -> No
     parts = [part.split.take(range(len(part))) for part in (data.train, data.validation)]
     rows = [row for inputs, values in parts for row in zip(inputs, values, strict=True)]
     assert sorted(rows) == sorted((f"text {number}", [0] * (number % 2) + [1]) for number in range(20))
+
+
+def test_equal_sets_of_labels_are_equal_in_every_format(tmp_path: Path) -> None:
+    rows = [(f"text {number}", ["b", "a"] if number % 2 else ["c"]) for number in range(20)]
+    write_table(tmp_path / "rows.jsonl", rows, ["text", "label"])
+    write_table(
+        tmp_path / "tests.csv", [(text, " | ".join(sorted(labels))) for text, labels in rows[:10]], ["text", "label"]
+    )
+    recipe = recipe_of(tmp_path / "rows.jsonl", "text-multilabel", label="label")
+    config = recipe.data.model_copy(update={"test_source": str(tmp_path / "tests.csv"), "test_fraction": None})
+    data: Any = prepare(recipe.model_copy(update={"data": config}))
+    assert data.report.dropped == {"in_test": 10}
+
+
+def test_the_kind_of_a_column_without_values_is_not_guessed() -> None:
+    rows: list[dict[str, Any]] = [{"age": None, "size": 1}, {"age": "NA", "size": 2}]
+    with pytest.raises(DataError, match=r"column 'age' has no value in the rows .* name it in data.columns.numbers or"):
+        TabularProcessor.fit(rows, DataConfig(source="-"))
+    for kind, facts in (("numbers", (2, 0)), ("categories", (1, 1))):
+        named = DataConfig(source="-", columns=ColumnsConfig.model_validate({kind: ["age"]}))
+        processor = TabularProcessor.fit(rows, named)
+        assert (processor.facts["num_numbers"], processor.facts["num_category_columns"]) == facts
+        assert processor.encode([{"age": 7, "size": 1}])["numbers"][0, 0] == (0.0 if kind == "numbers" else -1.0)
 
 
 def test_metrics_are_those_of_scikit_learn() -> None:
