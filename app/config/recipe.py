@@ -198,10 +198,10 @@ class Recipe(Section):
     )
 
     def value_of(self, key: str) -> Any:
-        """Return the value of a dotted key; None if it is in a section that is not there."""
+        """Return the value of a dotted key, with places in lists; None if it is in a section that is not there."""
         value: Any = self
         for name in key.split("."):
-            value = value and getattr(value, name)
+            value = value and (value[int(name)] if name.isdecimal() else getattr(value, name))
         return value
 
     def is_set(self, key: str) -> bool:

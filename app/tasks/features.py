@@ -1,6 +1,6 @@
 """What tasks support, the keys of a recipe that need it, and the refusal of a key that a task does not support."""
 
-from collections.abc import Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Literal, TypeAlias, get_args
 
 from app.config import BUILT_IN_TASKS, Recipe
@@ -61,8 +61,8 @@ _KEYS: dict[Feature, str] = {
 
 def require_supported(recipe: Recipe, supports: Set[Feature]) -> None:
     """Raise RecipeError if the recipe sets a key that its task does not support."""
-    missing = ((feature, key) for feature, keys in _KEYS.items() if feature not in supports for key in keys.split())
-    for feature, key in missing:
+    lacking = {feature: keys.split() for feature, keys in _KEYS.items() if feature not in supports}
+    for feature, key in ((feature, key) for feature, keys in lacking.items() for key in _of_all_sources(recipe, keys)):
         if recipe.is_set(key):
             able = [name for name, task in BUILT_IN_TASKS.items() if feature in import_attribute(task).supports]
             others = f" (these do: {', '.join(able)})" if able else ""
@@ -72,3 +72,12 @@ def require_supported(recipe: Recipe, supports: Set[Feature]) -> None:
             raise RecipeError(
                 f"{key} is {given}, which task {recipe.task} does not support{others}: leave it out{own}"
             ).of("task.unsupported", key)
+
+
+def _of_all_sources(recipe: Recipe, keys: Sequence[str]) -> Iterator[str]:
+    """Yield keys, and those of the columns also for each of ``data.sources``."""
+    for key in keys:
+        yield key
+        if key.startswith("data.columns."):
+            for place in range(len(recipe.data.sources)):
+                yield key.replace("data.", f"data.sources.{place}.", 1)

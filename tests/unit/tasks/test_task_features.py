@@ -15,6 +15,7 @@ from tests.helpers import ROOT
 
 FIELDS = "{a: {kind: text}}"
 STREAM = "{source: nats://h:1/S, stream: %s}"
+SOURCES = "{source: null, sources: [{source: a}, {source: b, columns: %s}]}"
 CONSTANT = "train.schedule={name: constant, warmup_fraction: 0.0}"
 
 # The columns are the tasks in the order of ``BUILT_IN_TASKS``: classification of texts, images and rows; regression of
@@ -25,6 +26,9 @@ TABLE = [
     (f"data={STREAM % '{}'}", "x . .  . .  . .  . . .  . . x .", CONSTANT),
     (f"data={STREAM % '{labels: [a, b]}'}", "x . .  . .  . .  . . .  . . . .", CONSTANT),
     ("data={source: null, sources: [{source: a}, {source: b}]}", "x x x  x x  x x  . . .  . x x x"),
+    (f"data={SOURCES % '{input: a}'}", "x x .  x .  x .  . . .  . x x ."),
+    (f"data={SOURCES % '{label: a}'}", "x x x  x x  x x  . . .  . . . ."),
+    (f"data={SOURCES % '{features: [a]}'}", ". . x  . x  . x  . . .  . . . ."),
     ("data.group_column=user", "x x x  x x  x x  x x x  . x x x"),
     ("data.test_fraction=0.1", "x x x  x x  x x  x x x  x x . ."),
     ("data.test_source=b.csv", "x x x  x x  x x  x x x  x x . ."),
