@@ -5,7 +5,9 @@ import json
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -13,9 +15,10 @@ import pytest
 from PIL import Image
 from upath import UPath
 
-from app.config import load_recipe
+from app.config import Recipe, load_recipe
 from app.data.preparation import prepare as preparing
 from app.data.sources.labelled import load_examples
+from app.data.tabular import TabularProcessor
 from app.errors import DataError
 from app.storage import open_storage, to_path
 from app.tasks import prepare
@@ -255,3 +258,80 @@ def test_a_torn_parquet_file_is_to_be_written_again(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"rows\.parquet' cannot be read .*: write it again if it is torn"):
         prepared(path)
+
+
+GOOD = {
+    "text-classification": lambda n: {"text": f"text {n}", "label": "ab"[n % 2]},
+    "text-regression": lambda n: {"text": f"text {n}", "label": n},
+    "text-multilabel": lambda n: {"text": f"text {n}", "label": ["a"] * (n % 2) + ["b"]},
+    "token-classification": lambda n: {"tokens": [f"w{n}", "x"], "tags": ["O", "AB"[n % 2]]},
+    "sentence-embedding": lambda n: {"anchor": f"asks {n}", "positive": f"says {n}"},
+    "language-modeling": lambda n: {"text": f"text {n}"},
+    "tabular-regression": lambda n: {"size": n / 2, "label": n},
+    "tabular-multilabel": lambda n: {"size": n / 2, "label": ["a"] * (n % 2) + ["b"]},
+}
+"""A row of each kind of task, by its number."""
+
+
+def of_task(task: str, source: Path, **data: object) -> Recipe:
+    model = {"factory": "a:b", "args": {"dimensions": 8}}
+    tree = {"name": "x", "task": task, "data": {"source": str(source), **data}, "model": model}
+    return Recipe.model_validate(tree)
+
+
+def of_rows(path: Path, task: str, *bad: dict[str, object], first: int = 0) -> Path:
+    """Write good rows, with bad ones from row 26 on."""
+    rows = [GOOD[task](first + number) for number in range(50)]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(json.dumps(row) for row in (*rows[:25], *bad, *rows[25:])), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("task", "bad", "words"),
+    [
+        ("text-classification", {"text": "c", "label": ["a"]}, "'label' is a list"),
+        ("text-classification", {"text": {"a": 1}, "label": "a"}, "'text' is an object"),
+        ("text-regression", {"text": "c", "label": "many"}, "has the label 'many': a regression learns numbers"),
+        ("tabular-regression", {"size": 1, "label": "inf"}, "has the label 'inf': a regression learns numbers"),
+        ("tabular-regression", {"size": [1], "label": 1}, "'size' is a list"),
+        ("tabular-multilabel", {"size": 1, "label": {"a": 1}}, "'label' is an object"),
+        ("text-multilabel", {"text": "c", "label": ["1", "01"]}, "has the labels '01' and '1', .* the same number"),
+        ("token-classification", {"tokens": ["a"], "tags": []}, "has 1 tokens and 0 tags"),
+        ("token-classification", {"tokens": ["a"], "tags": [1]}, "has the tag 1, a number"),
+        ("token-classification", {"tokens": "a", "tags": ["O"]}, "data.columns.tokens is not a list"),
+        ("sentence-embedding", {"anchor": ["a"], "positive": "b"}, "'anchor' is a list"),
+        ("language-modeling", {"text": ["a"]}, "'text' is a list"),
+    ],
+)
+def test_a_row_that_cannot_be_learned_is_named(tmp_path: Path, task: str, bad: dict[str, object], words: str) -> None:
+    of_rows(tmp_path / "data/a.jsonl", task)
+    of_rows(tmp_path / "data/b.jsonl", task, bad, bad)
+    with pytest.raises(DataError, match=rf"data/b\.jsonl', (line|row) 26\b.*{words}"):
+        prepare(of_task(task, tmp_path / "data"))
+
+
+@pytest.mark.parametrize(
+    ("task", "bad", "words"),
+    [
+        ("text-classification", {"text": "c", "label": "odd"}, "has the label 'odd', but .* only a, b"),
+        ("text-multilabel", {"text": "c", "label": ["a", "odd"]}, "has the label 'odd', but .* only a, b"),
+        ("text-regression", {"text": "c", "label": "odd"}, "has the label 'odd': a regression"),
+        ("token-classification", {"tokens": ["a"], "tags": ["ODD"]}, "has the label 'B-ODD', but .* only O, B-A, "),
+    ],
+)
+def test_a_row_of_the_test_source_with_an_unknown_label_is_named(
+    tmp_path: Path, task: str, bad: dict[str, object], words: str
+) -> None:
+    source = of_rows(tmp_path / "a.jsonl", task)
+    tests = of_rows(tmp_path / "tests.jsonl", task, bad, first=100)
+    with pytest.raises(DataError, match=rf"tests\.jsonl', (line|row) 26\b.*data\.test_source .*{words}"):
+        prepare(of_task(task, source, test_source=str(tests)))
+
+
+def test_a_sample_that_the_processor_refuses_is_named(tmp_path: Path) -> None:
+    data: Any = prepare(of_task("tabular-regression", of_rows(tmp_path / "a.jsonl", "tabular-regression")))
+    column = data.processor._numbers[0].model_copy(update={"std": 1e-40})
+    data = replace(data, train=replace(data.train, processor=TabularProcessor([column], [])))
+    with pytest.raises(DataError, match=r"/train-00000-000\.arrow, row 3: a row has .* for 'size'"):
+        data.train.batch([2, 1])
