@@ -126,7 +126,7 @@ def test_a_missing_shard_and_another_index_are_refused(location: str) -> None:
         ShardIndex.load(folder)
     empty = ShardIndex(fingerprint="", created=datetime.now(UTC), task="", source="", settings={}, splits={})
     empty.model_copy(update={"format": "arrow-0"}).save(folder)
-    with pytest.raises(StorageError, match=r"format 'arrow-0', expected 'arrow-4'"):
+    with pytest.raises(StorageError, match=r"format 'arrow-0', expected 'arrow-5'"):
         ShardIndex.load(folder)
 
 
