@@ -156,7 +156,21 @@ class LabelledDataset(Dataset):
         inputs, values = self.split.take(indices)
         if isinstance(self.targets, CollatingTargets):
             return self.targets.collate(self.processor, inputs, values)
-        return self.to_batch(self.processor.encode(inputs), values)
+        try:
+            tensors = self.processor.encode(inputs)
+        except DataError:
+            self._refuse_each(indices)
+            raise
+        return self.to_batch(tensors, values)
+
+    def _refuse_each(self, indices: Sequence[int]) -> None:
+        """Raise DataError for the first sample that cannot be encoded, with its place."""
+        for index in indices:
+            try:
+                self.processor.encode(self.split.take([index])[0])
+            except DataError as error:
+                place = self.shards.place(index) if self.shards else f"row {1 + index:,}"
+                raise DataError(f"{place}: {error}").of(error.rule, error.key) from error
 
     def to_batch(self, tensors: Tensors, values: Sequence[Any]) -> Batch:
         """Return encoded inputs with the targets that ``values`` stand for."""

@@ -140,6 +140,11 @@ class ShardedRows:
         number = max(range(len(self._shards)), key=lambda place: self._shards[place].max_length)
         return int(self.first_rows[number] + np.argmax(self.numbers_of(number, LENGTH)))
 
+    def place(self, row: int) -> str:
+        """Return the shard of a row and its number in it, for messages."""
+        shard = int(self._places(np.array(row)))
+        return f"{self._location}/{self._shards[shard].name}, row {1 + row - self.first_rows[shard]:,}"
+
     def numbers_of(self, shard: int, column: str) -> NDArray[np.int32]:
         """Return a column of numbers of a shard."""
         numbers: NDArray[np.int32] = self._cache.open(shard).column(column).to_numpy()

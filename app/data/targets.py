@@ -55,6 +55,19 @@ class Outputs(Protocol):
         ...
 
 
+class LabelError(DataError):
+    """A label that cannot be read or learned. Preparation adds the file and the row."""
+
+    def __init__(self, message: str, label: str = "") -> None:
+        """``label``: as a row gives it, or one of those that a row gives."""
+        super().__init__(message)
+        self.label = label
+
+    def is_of(self, label: str) -> bool:
+        """Return whether a row with this label has it."""
+        return self.label == label or self.label in split_labels(label, "")
+
+
 @dataclass(frozen=True)
 class LabelRule:
     """How labels are read, compared and kept."""
@@ -80,7 +93,7 @@ class Targets(Outputs, Protocol):
 
     @classmethod
     def fit(cls, labels: Mapping[str, int], config: DataConfig) -> Self:
-        """Return the targets of examples. Raises DataError if nothing can be learned from them.
+        """Return the targets of examples. Raises DataError if nothing can be learned from them; LabelError for one.
 
         Args:
             labels: the number of rows of each label.
@@ -92,7 +105,7 @@ class Targets(Outputs, Protocol):
         """Return the value of each label, as a split keeps it. ``key``: the one of ``data`` that names their source.
 
         Raises:
-            DataError: a label cannot be read, or no row of ``data.source`` has it.
+            LabelError: a label cannot be read, or no row of ``data.source`` has it.
         """
         ...
 
@@ -319,7 +332,7 @@ def split_labels(given: str, separator: str) -> list[str]:
             return [str(label) for label in json.loads(given)]
         except ValueError:
             pass
-    return [label for part in given.split(separator) if (label := part.strip())]
+    return [label for part in (given.split(separator) if separator else [given]) if (label := part.strip())]
 
 
 def softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -329,7 +342,7 @@ def softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _require_distinct(labels: Iterable[str], config: DataConfig) -> None:
-    """Raise DataError if two labels are one number, such as 1 and 1.0: they would be two classes."""
+    """Raise LabelError if two labels are one number, such as 1 and 1.0: they would be two classes."""
     written: dict[float, str] = {}
     for label in sorted(labels):
         try:
@@ -337,9 +350,10 @@ def _require_distinct(labels: Iterable[str], config: DataConfig) -> None:
         except ValueError:
             continue
         if (other := written.setdefault(number, label)) != label:
-            raise DataError(
+            raise LabelError(
                 f"data.source {config.source!r} has the labels {other!r} and {label!r}, which are the same number: "
-                "write it in one way"
+                "write it in one way",
+                label,
             )
 
 
@@ -348,12 +362,13 @@ def _by_label(labels: Sequence[str], scores: NDArray[np.float32]) -> dict[str, f
 
 
 def indices_of(known: Sequence[str], labels: Sequence[str], config: DataConfig, key: str) -> list[int]:
-    """Return the place of each label among those that are known. Raises DataError for any other."""
+    """Return the place of each label among those that are known. Raises LabelError for any other."""
     class_of = {label: index for index, label in enumerate(known)}
     if unknown := sorted(set(labels) - class_of.keys()):
-        raise DataError(
+        raise LabelError(
             f"data.{key} {getattr(config, key)!r} has the label {unknown[0]!r}, but data.source {config.source!r} has "
-            f"only {', '.join(known)}: give a source with these labels only"
+            f"only {', '.join(known)}: give a source with these labels only",
+            unknown[0],
         )
     return [class_of[label] for label in labels]
 
@@ -364,5 +379,7 @@ def _number(label: str, source: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise DataError(f"{source} has the label {label!r}: a regression learns numbers; give numbers, or another task")
+        raise LabelError(
+            f"{source} has the label {label!r}: a regression learns numbers; give numbers, or another task", label
+        )
     return value

@@ -29,6 +29,7 @@ from app.data.sources.formats import FORMATS
 from app.data.sources.formats.base import DOCUMENTS, SourceFile
 from app.data.sources.source import Source
 from app.data.sources.units import Unit, cut_sources, list_files, tell_unread
+from app.data.targets import LabelError
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError
 from app.heartbeat import wait_for_lock
@@ -213,9 +214,12 @@ class Preparer:
         learned = (
             (IN_TRAIN, IN_VALIDATION, IN_TEST) if self.recipe.data.test_source is None else (IN_TRAIN, IN_VALIDATION)
         )
-        targets = self.kind.targets.fit(decision.rows_of(*learned), work.config)
         trained = decision.rows_of(IN_TRAIN)
-        targets = targets.fitted(targets.read([*trained], work.config), [*trained.values()])
+        try:
+            targets = self.kind.targets.fit(decision.rows_of(*learned), work.config)
+            targets = targets.fitted(targets.read([*trained], work.config), [*trained.values()])
+        except LabelError as error:
+            raise work.located(error, [unit.number for unit in work.units]) from error
         targets.save(folder)
         return replace(work, targets=targets, table=self._table(work.config))
 

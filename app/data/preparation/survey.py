@@ -20,7 +20,7 @@ from app.data.preparation.sample import Hashes, SampleBuilder, fractions_of
 from app.data.preparation.samples import SampleKind
 from app.data.preparation.slices import Arrays, Slices
 from app.data.prepared import TEST, TRAIN, VALIDATION
-from app.errors import DataError
+from app.data.targets import LabelError
 
 _MAX_LABELS = 100_000
 """Number of different labels of a unit above which the column is taken for something else."""
@@ -154,7 +154,7 @@ class Surveyor:
     def add(
         self, inputs: Iterable[Input | None], labels: Sequence[str] | None, groups: Sequence[str] | None
     ) -> list[Input | None]:
-        """Survey some rows, and return the cleaned inputs. Raises DataError if there are too many labels."""
+        """Survey some rows, and return the cleaned inputs. Raises LabelError if there are too many labels."""
         cleaned = [self._cleaner.convert(item) for item in inputs]
         kind = self._cleaner.kind
         of_inputs = hashes_of(("",) if item is None else kind.parts(item) for item in cleaned)
@@ -166,9 +166,10 @@ class Surveyor:
         )
         places = [self._labels.setdefault(kind.counted(label), len(self._labels)) if label else -1 for label in given]
         if kind.drops_conflicts and len(self._labels) > _MAX_LABELS:
-            raise DataError(
+            raise LabelError(
                 f"the column of data.columns.label has over {_MAX_LABELS:,} different values, such as {given[-1]!r}: "
-                "name the column of the class"
+                "name the column of the class",
+                given[-1] or "",
             )
         # Equal inputs are in one split, whatever their labels.
         splits = self._rule.split(split_keys(groups, of_inputs[1]))

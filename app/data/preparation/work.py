@@ -1,6 +1,6 @@
 """The work on one unit: the survey, and later the shards. It runs in this process or in any other of a cluster."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from app.data.sources.cells import Rows
 from app.data.sources.formats.base import PAIRS
 from app.data.sources.labelled import kinds_of
 from app.data.sources.units import Unit, read_unit
-from app.data.targets import Targets
+from app.data.targets import LabelError, Targets
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 from app.storage import list_names, stream_atomically, to_path, write_atomically
@@ -204,7 +204,10 @@ class UnitWork:
             for rows in self._rows(number):
                 digest.add(rows)
                 inputs = self.kind.inputs(rows, config, verify=True)
-                cleaned = surveyor.add(inputs, self.kind.labels(rows, config), groups_in(rows))
+                try:
+                    cleaned = surveyor.add(inputs, self.kind.labels(rows, config), groups_in(rows))
+                except LabelError as error:
+                    raise self.located(error, [number]) from error
                 if facts.unreadable is None and None in cleaned:
                     facts.unreadable = rows.place(cleaned.index(None))
                 if signatures and cleaned:
@@ -230,12 +233,25 @@ class UnitWork:
             labels = self.kind.labels(rows, config) or [""] * len(inputs)
             if [names[place] for place in places[part]] != list(map(self.kind.counted, labels)):
                 raise self._changed(number)
-            self._add(writers, inputs, labels, codes[part], splits[part])
+            try:
+                self._add(writers, inputs, labels, codes[part], splits[part])
+            except LabelError as error:
+                raise self.located(error, [number]) from error
             _collect(examples, inputs, rows, codes[part])
         shards = {split: writer.close() for split, writer in writers.items()}
         result = UnitResult(shards=shards, examples=examples)
         write_atomically(self.result_file(number), result.model_dump_json().encode())
         return number
+
+    def located(self, error: LabelError, numbers: Iterable[int]) -> LabelError:
+        """Return the error with the file and the row of the first such label in some units. They are read again."""
+        for number in numbers:
+            config = self._config_of(number)
+            for rows in self._rows(number):
+                for row, label in enumerate(self.kind.labels(rows, config) or ()):
+                    if error.is_of(label):
+                        return LabelError(f"{rows.place(row)}: {error}", error.label)
+        return error
 
     def converted(self, number: int) -> Iterator[tuple[int, list[Natural | None], Rows]]:
         """Yield the first row of each batch of a unit, its converted inputs, and the batch."""

@@ -148,29 +148,31 @@ def _write(
 def _validation_texts(config: DataConfig, labels: list[str]) -> LabelledTexts:
     """Return the cleaned rows of ``data.validation_source``. Raises DataError for a label that ``labels`` lacks."""
     rows = _validation_rows(config, LabelledRows.kind)
-    found = LabelledTexts([text for text, _ in rows], [label for _, label in rows], labels)
-    if unknown := sorted({*found.labels} - {*labels}):
-        raise DataError(
-            f"{_KEY} {config.validation_source!r} has the label {unknown[0]!r}, and data.stream.labels has only "
-            f"{', '.join(labels)}: correct one of them"
-        )
-    return found
+    for _, label, place in rows:
+        if label not in labels:
+            raise DataError(
+                f"{place}: {_KEY} {config.validation_source!r} has the label {label!r}, and data.stream.labels has "
+                f"only {', '.join(labels)}: correct one of them"
+            )
+    return LabelledTexts([text for text, *_ in rows], [label for _, label, _ in rows], labels)
 
 
 def _validation_documents(config: DataConfig) -> list[str]:
     """Return the cleaned documents of ``data.validation_source``."""
-    return [text for text, _ in _validation_rows(config, DocumentRows.kind)]
+    return [text for text, *_ in _validation_rows(config, DocumentRows.kind)]
 
 
-def _validation_rows(config: DataConfig, kind: SampleKind) -> list[tuple[str, str]]:
-    """Return the texts of ``data.validation_source`` that are kept, with their labels if they have any."""
+def _validation_rows(config: DataConfig, kind: SampleKind) -> list[tuple[str, str, str]]:
+    """Return the texts of ``data.validation_source`` that are kept, with their labels if they have any, and places."""
     assert config.validation_source is not None
     cleaner = Cleaner(config.clean, kind)
     texts: list[Input | None] = []
     labels: list[str | None] = []
+    places: list[str] = []
     for rows in read_source(Source(config.validation_source, _KEY), kind.columns(config)):
         texts += [cleaner.convert(item) for item in kind.inputs(rows, config, verify=True)]
         labels += kind.labels(rows, config) or [None] * len(rows)
+        places += map(rows.place, range(len(rows)))
     codes = np.array([cleaner.code(text, label) for text, label in zip(texts, labels, strict=True)], np.uint8)
     drop_equal(codes, list(map(digest_of, texts)), labels, config.clean.deduplicate is not False)
     dropped = Counter(REASONS[code - 1] for code in codes[codes != KEPT].tolist())
@@ -179,7 +181,7 @@ def _validation_rows(config: DataConfig, kind: SampleKind) -> list[tuple[str, st
     print(f"{_KEY} {config.validation_source}: {report}", flush=True)
     if not kept:
         raise DataError(f"{_KEY} {config.validation_source!r} has no row after cleaning: give more rows")
-    return [(str(texts[row]), labels[row] or "") for row in kept]
+    return [(str(texts[row]), labels[row] or "", places[row]) for row in kept]
 
 
 def _digests(texts: Iterable[str]) -> frozenset[bytes]:
