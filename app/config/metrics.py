@@ -1,6 +1,8 @@
-"""The names of metrics in recipes, and whether more or less of each is better."""
+"""The names of metrics in recipes, whether more or less of each is better, and by which epochs are compared."""
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator
@@ -41,6 +43,19 @@ def _is_of_trial(given: str) -> str:
         others = [name for name in MODES if not name.startswith("val_")]
         raise ValueError(f"expected val_loss, val_NAME for a metric of the task, or {', '.join(others)}, got {given!r}")
     return given
+
+
+def cost_of(value: float, mode: Mode) -> float:
+    """Convert a value of a metric such that less is better. NaN is the worst."""
+    return math.inf if math.isnan(value) else value if mode == "min" else -value
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The metric by which the epochs of a run are compared."""
+
+    metric: str
+    mode: Mode
 
 
 TaskMetric = Annotated[str, AfterValidator(_is_of_task)]

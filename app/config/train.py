@@ -1,6 +1,5 @@
 """The recipe's ``train``: the training run."""
 
-import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
@@ -50,21 +49,20 @@ class ScheduleConfig(Section):
 class EarlyStoppingConfig(Section):
     """Stop when the last ``patience`` epochs did not improve on the best epoch before them."""
 
-    metric: TaskMetric = Field(
-        default="val_loss",
-        description="metric to watch, by which the best epoch is also chosen: val_loss, or val_NAME of the task's",
+    metric: TaskMetric | None = Field(
+        default=None,
+        description="metric to watch, by which the best epoch is also chosen: val_loss, or val_NAME of the task's; of "
+        "equal epochs the one with the lowest val_loss is best; default: the task's first metric",
     )
-    mode: Mode = Field(default="min", description="max if more of the metric is better, as of val_accuracy")
+    mode: Mode | None = Field(
+        default=None, description="max if more of the metric is better, as of val_accuracy; default: the metric's own"
+    )
     patience: PositiveInt = Field(
         default=3, description="number of epochs without an improvement after which training ends"
     )
     min_delta: Annotated[float, Field(ge=0.0)] = Field(
         default=0.0, description="minimum change that counts as an improvement"
     )
-
-    def cost(self, value: float) -> float:
-        """Convert a value of the metric such that less is better. NaN is the worst."""
-        return math.inf if math.isnan(value) else value if self.mode == "min" else -value
 
 
 class ProfileConfig(Section):
@@ -229,11 +227,6 @@ class TrainConfig(Section):
     hang_timeout_s: Annotated[float, Field(gt=0.0)] = Field(
         default=600.0, description="seconds without progress after which a worker counts as hung, and is named"
     )
-
-    @property
-    def selection(self) -> EarlyStoppingConfig:
-        """The metric by which the best epoch is chosen: early stopping's, or its default."""
-        return self.early_stopping or EarlyStoppingConfig()
 
     @property
     def workers_range(self) -> tuple[int, int]:

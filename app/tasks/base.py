@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import Recipe, TrainConfig
-from app.config.metrics import MODES, Mode
+from app.config.metrics import MODES, Mode, Selection
 from app.data.examples import Natural
 from app.data.prepared import Dataset, PreparedData, SplitData
 from app.data.processor import Processor
@@ -76,7 +76,35 @@ class Task(ABC):
     def require(self, recipe: Recipe) -> None:
         """Raise RecipeError for keys or metrics that the task does not support, and for what it needs and lacks."""
         require_supported(recipe, self.supports)
-        _require_metrics(recipe, self.metrics)
+        self._require_metrics(recipe)
+
+    def selection(self, config: TrainConfig) -> Selection:
+        """Return the metric by which epochs are compared: that of early stopping, else the task's first."""
+        stopping = config.early_stopping
+        metric = (stopping and stopping.metric) or f"val_{self.metrics[0].name if self.metrics else 'loss'}"
+        return Selection(metric, (stopping and stopping.mode) or self._modes.get(metric, "min"))
+
+    @property
+    def _modes(self) -> dict[str, Mode]:
+        """Whether more or less of the loss and of each metric is better."""
+        return {"val_loss": "min", **{f"val_{metric.name}": metric.mode for metric in self.metrics}}
+
+    def _require_metrics(self, recipe: Recipe) -> None:
+        """Raise RecipeError if the recipe selects by a metric that the task has not, or in the wrong direction."""
+        modes, selection = self._modes, self.selection(recipe.train)
+        of_trial = {name: mode for name, mode in MODES.items() if not name.startswith("val_")}
+        objectives = recipe.tune.objectives if recipe.tune else []
+        wanted = [("train.early_stopping", selection.metric, selection.mode)]
+        wanted += [("tune", objective.metric, objective.mode) for objective in objectives]
+        for key, metric, mode in wanted:
+            if metric.startswith("val_") and metric not in modes:
+                raise RecipeError(
+                    f"{key}.metric is {metric}, and task {recipe.task} has {', '.join(modes)}: name one"
+                ).of("metric.unknown", f"{key}.metric")
+            if (better := (modes | of_trial)[metric]) != mode:
+                raise RecipeError(f"{key}.mode is {mode}, and {metric} is better at its {better}: set it to that").of(
+                    "metric.direction", f"{key}.mode"
+                )
 
     @abstractmethod
     def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
@@ -196,22 +224,3 @@ class ServedTask(Task):
     def load_test(self, recipe: Recipe, folder: UPath) -> Dataset | None:  # noqa: ARG002
         """Load the test split; None if there is none. Only compile calls it, for the published version."""
         return self.data.load_test(folder, self.processor, self.targets)
-
-
-def _require_metrics(recipe: Recipe, metrics: Sequence[Metric]) -> None:
-    """Raise RecipeError if the recipe selects by a metric that the task has not, or in the wrong direction."""
-    modes: dict[str, Mode] = {"val_loss": "min", **{f"val_{metric.name}": metric.mode for metric in metrics}}
-    of_trial = {name: mode for name, mode in MODES.items() if not name.startswith("val_")}
-    selection = recipe.train.selection
-    objectives = recipe.tune.objectives if recipe.tune else []
-    wanted = [("train.early_stopping", selection.metric, selection.mode)]
-    wanted += [("tune", objective.metric, objective.mode) for objective in objectives]
-    for key, metric, mode in wanted:
-        if metric.startswith("val_") and metric not in modes:
-            raise RecipeError(f"{key}.metric is {metric}, and task {recipe.task} has {', '.join(modes)}: name one").of(
-                "metric.unknown", f"{key}.metric"
-            )
-        if (better := (modes | of_trial)[metric]) != mode:
-            raise RecipeError(f"{key}.mode is {mode}, and {metric} is better at its {better}: set it to that").of(
-                "metric.direction", f"{key}.mode"
-            )

@@ -10,6 +10,7 @@ import torch
 
 from app.best_effort import warn
 from app.config import TrainConfig
+from app.config.metrics import Selection
 from app.data.prepared import Indices
 from app.errors import NonFiniteLossError
 from app.tasks.objective import Totals
@@ -38,6 +39,7 @@ class Loop:
     """Training and validation, epoch after epoch, from the run's current position."""
 
     config: TrainConfig
+    selection: Selection
     total_steps: int
     worker: Worker
     engine: TrainingEngine
@@ -117,14 +119,14 @@ class Loop:
         # An epoch that ``max_steps`` has cut short still has to be validated.
         if self.position.epoch > self.config.epochs or (self._steps_left() <= 0 and not self.position.batches_done):
             return True
-        stopping = self.config.early_stopping
+        stopping, metric = self.config.early_stopping, self.selection.metric
         if not stopping:
             return False
-        values = [record.value_of(stopping.metric) for record in self.records]
-        if not should_stop(values, stopping):
+        values = [record.value_of(metric) for record in self.records]
+        if not should_stop(values, self.selection.mode, stopping):
             return False
         self.worker.print(
-            f"stopped early after epoch {self.records[-1].epoch}: {stopping.metric} has not improved for "
+            f"stopped early after epoch {self.records[-1].epoch}: {metric} has not improved for "
             f"{stopping.patience} epochs"
         )
         return True

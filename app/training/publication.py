@@ -10,6 +10,7 @@ from upath import UPath
 from app.artifacts import ADAPTER, CHECKPOINTS, DATA, METRICS_FILE, WEIGHTS
 from app.best_effort import best_effort
 from app.config import TrainConfig, load_stored_recipe
+from app.config.metrics import Selection
 from app.data.prepared import PreparedData
 from app.errors import StorageError
 from app.pages.page import REPORT_FILE
@@ -18,7 +19,7 @@ from app.planner.prediction import Prediction
 from app.published.weights import convert_weights, publish_weights
 from app.runs import CONFIG_FILE, Outcome, Run
 from app.storage import to_path
-from app.tasks import load_prepared
+from app.tasks import find_task, load_prepared
 from app.telemetry.profiler import PROFILE
 from app.training.baseline import baseline_of
 from app.training.checkpoints.reader import export_weights
@@ -42,7 +43,8 @@ def finish_run(
         # The newest one, because a step can be saved twice.
         saved = next(checkpoint for checkpoint in reversed(store.committed()) if checkpoint.step == ending.step)
         return Outcome(metrics, {"checkpoint": str(store.folder_of(saved)), "report": report}, status="stopped")
-    best, checkpoint = _best_intact(store, ending.records, recipe.train)
+    selection = find_task(recipe.task).selection(recipe.train)
+    best, checkpoint = _best_intact(store, ending.records, selection)
     weights = run.folder / WEIGHTS
     adapter = run.folder / ADAPTER if recipe.model.adapter else None
     publish_weights(partial(export_weights, checkpoint), data, recipe, weights, adapter)
@@ -94,12 +96,12 @@ def export_checkpoint(
     return chosen
 
 
-def _best_intact(store: CheckpointStore, records: list[EpochRecord], config: TrainConfig) -> tuple[EpochRecord, UPath]:
+def _best_intact(store: CheckpointStore, records: list[EpochRecord], selection: Selection) -> tuple[EpochRecord, UPath]:
     """Return the best epoch that has an intact checkpoint, and the folder of that checkpoint."""
     kept = {checkpoint.step: checkpoint for checkpoint in store.committed()}
     candidates = [record for record in records if record.step in kept]
     while candidates:
-        best = best_of(candidates, config)
+        best = best_of(candidates, selection)
         if store.is_intact(kept[best.step]):
             return best, store.folder_of(kept[best.step])
         # A damaged checkpoint costs an epoch, not the run.

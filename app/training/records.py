@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.config import EarlyStoppingConfig, PlanConfig, TrainConfig
+from app.config.metrics import Mode, Selection, cost_of
 from app.planner.prediction import Prediction
 from app.telemetry.record import MemoryRecord, ReadingRecord, Record
 from app.training.stop_request import StopRequest
@@ -145,13 +146,17 @@ class StoppedTrainMetrics(BaseModel):
     paused: bool
 
 
-def best_of(records: Iterable[EpochRecord], config: TrainConfig) -> EpochRecord:
+def epoch_cost(record: EpochRecord, selection: Selection) -> tuple[float, float]:
+    """Return the cost of an epoch, by which less is better: of the metric, then of ``val_loss``."""
+    return cost_of(record.value_of(selection.metric), selection.mode), cost_of(record.val_loss, "min")
+
+
+def best_of(records: Iterable[EpochRecord], selection: Selection) -> EpochRecord:
     """Return the best epoch; the earliest of equal ones."""
-    selection = config.selection
-    return min(records, key=lambda record: selection.cost(record.value_of(selection.metric)))
+    return min(records, key=lambda record: epoch_cost(record, selection))
 
 
-def should_stop(values: Sequence[float], config: EarlyStoppingConfig) -> bool:
+def should_stop(values: Sequence[float], mode: Mode, config: EarlyStoppingConfig) -> bool:
     """Return whether none of the last ``patience`` values is better than the best value before them.
 
     With k = ``patience``, d = ``min_delta`` and mode ``min``, stop when there are more than k values and
@@ -162,7 +167,7 @@ def should_stop(values: Sequence[float], config: EarlyStoppingConfig) -> bool:
     other value.
     """
     # Lower is better for both modes, and NaN is worst.
-    costs = [config.cost(value) for value in values]
+    costs = [cost_of(value, mode) for value in values]
     before, recent = costs[: -config.patience], costs[-config.patience :]
     if not before:
         return False

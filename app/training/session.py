@@ -18,6 +18,7 @@ from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import blueprint_of
 from app.storage import no_op
+from app.tasks import find_task
 from app.telemetry.alerts import Alerts, Notification, Notifier
 from app.telemetry.events import EventKind, EventLog
 from app.telemetry.metrics import Publish
@@ -176,6 +177,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     plan, data, worker, stack = attempt.plan, attempt.data, attempt.worker, attempt.stack
     recipe, config, run_folder = plan.recipe, plan.recipe.train, attempt.run_folder
     layout = config.layout(worker.size)
+    selection = find_task(recipe.task).selection(config)
     activity = Activity(watchdog.beat, watchdog.report_progress)
     order = _order_of(plan, data, run_folder, activity)
     # One process looks for a checkpoint, so that all build the model in the same way.
@@ -187,14 +189,14 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     stop_signals = _listen_for_stops(run_folder, worker, alerts, stack)
     # With ``mirror.flush``, the logs in storage are never behind a committed checkpoint.
     folder = run_folder / CHECKPOINTS
-    checkpoints = CheckpointManager(folder, engine, config, layout, worker, activity, mirror.flush)
+    checkpoints = CheckpointManager(folder, engine, config, selection, layout, worker, activity, mirror.flush)
     stack.callback(checkpoints.close)
     metrics = RunMetrics(attempt.publish, run_folder.name, recipe, plan.total_steps, lambda: checkpoints.last_commit)
 
     def open_sinks(position: Position, records: list[EpochRecord]) -> Sequence[Sink]:
         if not worker.is_first:
             return ()
-        progress = Progress(config, plan.total_steps, position.step, records)
+        progress = Progress(config, selection, plan.total_steps, position.step, records)
         return (*_open_logs(mirror, position.step, records, stack), alerts, progress, metrics)
 
     taught = _with_teacher(data, recipe) if config.teacher else data
@@ -204,6 +206,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     report = watchdog.rest()(attempt.report)
     return Loop(
         config=config,
+        selection=selection,
         total_steps=plan.total_steps,
         worker=worker,
         engine=engine,

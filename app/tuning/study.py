@@ -194,7 +194,7 @@ class SearchStudy:
             self._open[number].set_user_attr(PAUSED, True)
             self._record_rung_result(number, kept_value(self._open[number]))
 
-    def report(self, number: int, epoch: int, value: float | None, cost: float) -> None:
+    def report(self, number: int, epoch: int, value: float | None, cost: tuple[float, float]) -> None:
         """Record an epoch's objective. With several objectives, Optuna stores no values of epochs.
 
         Training keeps the weights of the epoch with the lowest ``cost``.
@@ -206,7 +206,7 @@ class SearchStudy:
                 with warnings.catch_warnings(action="ignore"):
                     trial.report(value, epoch)
                 kept = trial.user_attrs.get(KEPT)
-                if math.isfinite(value) and (kept is None or cost < kept[0]):
+                if math.isfinite(value) and (kept is None or cost < tuple(kept[0])):
                     trial.set_user_attr(KEPT, [cost, value])
             # This comes last, so that an epoch that is only half recorded is reported again.
             trial.set_user_attr(EPOCHS, epoch)

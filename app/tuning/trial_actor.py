@@ -15,9 +15,10 @@ from app.checksums import CHECKSUMS_FILE
 from app.config import Recipe
 from app.errors import ActorBusyError, TrainingError
 from app.storage import to_path, upload
+from app.tasks import find_task
 from app.training.checkpoints.store import CheckpointStore
 from app.training.coordination.shared_folder import require_mark
-from app.training.records import Ending, EpochRecord
+from app.training.records import Ending, EpochRecord, epoch_cost
 from app.training.reporting.recorder import Report
 from app.tuning.objectives import epoch_value, final_values
 from app.tuning.trial_config import LAST_REPORTED_EPOCH, NUMBER, VALUES, EpochResult, FinalResult, trial_recipe
@@ -121,9 +122,8 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         first = self._tune.objectives[0]
         return None if first.is_measured_at_end else epoch_value(record, first)
 
-    def _cost(self, record: EpochRecord) -> float:
-        selection = self._trial.train.selection
-        return selection.cost(record.value_of(selection.metric))
+    def _cost(self, record: EpochRecord) -> tuple[float, float]:
+        return epoch_cost(record, find_task(self._trial.task).selection(self._trial.train))
 
     def _newest_checkpoint(self) -> UPath:
         """Wait for the checkpoint of the last reported epoch, and return the newest one.

@@ -30,7 +30,7 @@ class EpochResult(BaseModel):
     epoch: int
     value: float | None
     """The first objective, which may be infinite; None if it is only measured after the last epoch."""
-    cost: float
+    cost: tuple[float, float]
     """Training keeps the weights of the epoch with the lowest cost."""
 
 

@@ -6,6 +6,7 @@ from upath import UPath
 
 from app.best_effort import warn
 from app.config import Layout, TrainConfig
+from app.config.metrics import Selection
 from app.storage import no_op
 from app.training.activity import Activity
 from app.training.checkpoints.fragments import fragments_of
@@ -27,6 +28,7 @@ class CheckpointManager:
         folder: UPath,
         engine: TrainingEngine,
         config: TrainConfig,
+        selection: Selection,
         layout: Layout,
         worker: Worker,
         activity: Activity,
@@ -38,7 +40,7 @@ class CheckpointManager:
         """
         # This is called for its errors only.
         fragments_of(engine, layout)
-        self._engine, self._config, self._layout = engine, config, layout
+        self._engine, self._config, self._selection, self._layout = engine, config, selection, layout
         self._worker, self._activity = worker, activity
         self._store = CheckpointStore(folder, activity.report_progress, warn if worker.is_first else no_op)
         self._writer = CheckpointWriter(self._store, config.checkpoint, activity.report_progress, before_commit)
@@ -87,7 +89,7 @@ class CheckpointManager:
             frozen = self._writer.takes_frozen
             return take_snapshot(self._engine, self._layout, position, records, self._config.precision, frozen)
 
-        self._writer.save(take, best_of(records, self._config).step if records else None)
+        self._writer.save(take, best_of(records, self._selection).step if records else None)
         self._saved = position.step, position.epoch
 
     def has_lost(self) -> bool:

@@ -9,6 +9,7 @@ from upath import UPath
 from app.artifacts import METRICS_FILE
 from app.best_effort import BestEffort
 from app.config import TrainConfig
+from app.config.metrics import Selection
 from app.storage import to_path, write_atomically
 from app.telemetry.mirror import Mirror
 from app.training.records import EpochRecord, StepRecord, best_of
@@ -94,8 +95,14 @@ class Progress:
     """Prints a line every few seconds within an epoch, and one after each epoch."""
 
     def __init__(
-        self, config: TrainConfig, total_steps: int, first_step: int, epochs_so_far: Sequence[EpochRecord]
+        self,
+        config: TrainConfig,
+        selection: Selection,
+        total_steps: int,
+        first_step: int,
+        epochs_so_far: Sequence[EpochRecord],
     ) -> None:
+        self._selection = selection
         self._config, self._total_steps, self._first_step = config, total_steps, first_step
         self._epochs = list(epochs_so_far)
         self._started = self._printed = time.monotonic()
@@ -108,7 +115,7 @@ class Progress:
                     self._print_step(last)
             case (*_, EpochRecord() as last):
                 self._epochs.append(last)
-                self._print_epoch(last, is_best=best_of(self._epochs, self._config) is last)
+                self._print_epoch(last, is_best=best_of(self._epochs, self._selection) is last)
 
     def _print_step(self, record: StepRecord) -> None:
         self._print(

@@ -12,7 +12,7 @@ import torch
 
 from app.config import BUILT_IN_TASKS, PlanConfig, TrainConfig, load_recipe
 from app.config.layout import lay_out
-from app.config.metrics import MODES
+from app.config.metrics import MODES, Selection
 from app.data.labelled import LabelledData
 from app.data.prepared import IGNORED
 from app.data.targets import Classes
@@ -221,9 +221,9 @@ def test_the_best_epoch_is_chosen_by_a_metric_of_ones_own() -> None:
     records = [EpochRecord.model_validate_json(record.model_dump_json()) for record in given]
     assert [record.metrics["val_own"] for record in records[:2]] == [0.5, 0.75]
     config = TrainConfig.model_validate({"early_stopping": {"metric": "val_own", "mode": "max", "patience": 2}})
-    assert best_of(records, config).epoch == 2
+    assert best_of(records, Selection("val_own", "max")).epoch == 2
     assert config.early_stopping is not None
-    assert should_stop([record.value_of("val_own") for record in records], config.early_stopping)
+    assert should_stop([record.value_of("val_own") for record in records], "max", config.early_stopping)
     assert math.isnan(records[0].value_of("val_accuracy")), "a task without one"
 
 

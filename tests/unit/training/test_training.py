@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from app.config import EarlyStoppingConfig, ModelConfig, ScheduleConfig, TrainConfig, load_recipe
+from app.config.metrics import Selection
 from app.errors import RecipeError, TrainingError
 from app.models.factory import build_model, logits_of
 from app.runs import CONFIG_FILE, Run
+from app.tasks import find_task
 from app.training.data.ranks import DataRank, validation_share
 from app.training.data.recipe_order import count_steps, order_of
 from app.training.engine.batch_norm import synchronize_batch_norm
@@ -79,20 +81,32 @@ def test_validation_sees_each_sample_once(world_size: int) -> None:
     ],
 )
 def test_early_stopping_by_hand(values: list[float], patience: int, min_delta: float, expected: bool) -> None:
-    less = EarlyStoppingConfig(metric="val_loss", mode="min", patience=patience, min_delta=min_delta)
-    more = EarlyStoppingConfig(metric="val_accuracy", mode="max", patience=patience, min_delta=min_delta)
-    assert should_stop(values, less) is expected
-    assert should_stop([-value for value in values], more) is expected
+    config = EarlyStoppingConfig(patience=patience, min_delta=min_delta)
+    assert should_stop(values, "min", config) is expected
+    assert should_stop([-value for value in values], "max", config) is expected
 
 
 @pytest.mark.parametrize("metric", ["val_loss", "val_accuracy"])
 @pytest.mark.parametrize(("values", "best"), [([nan, 0.5, 0.5], 1), ([0.5, nan], 0), ([nan, nan], 0)])
 def test_the_best_epoch_is_the_first_of_equals_and_has_a_number(metric: str, values: list[float], best: int) -> None:
-    mode = "max" if metric == "val_accuracy" else "min"
-    config = TrainConfig(early_stopping=EarlyStoppingConfig(metric=metric, mode=mode))
+    selection = Selection(metric, "max" if metric == "val_accuracy" else "min")
     numbers = {"step": 1, "train_loss": 1.0, "val_loss": 1.0, "val_accuracy": 0.1, "samples_per_s": 1.0}
     records = [EpochRecord(**{**numbers, "epoch": epoch, metric: value}) for epoch, value in enumerate(values)]
-    assert best_of(records, config).epoch == best
+    assert best_of(records, selection).epoch == best
+
+
+@pytest.mark.parametrize("given", [{}, {"early_stopping": None}, {"early_stopping": {"patience": 1}}])
+def test_the_metric_of_the_task_chooses_the_best_epoch_and_the_loss_among_equals(given: dict[str, object]) -> None:
+    values = [(0.6667, 1.3), (0.4167, 0.9), (0.6667, 1.1), (0.6667, nan)]
+    fields = {"train_loss": 1.0, "samples_per_s": 1.0, "step": 1}
+    records = [
+        EpochRecord(epoch=epoch, val_accuracy=accuracy, val_loss=loss, **fields)
+        for epoch, (accuracy, loss) in enumerate(values, start=1)
+    ]
+    config = TrainConfig.model_validate(given)
+    assert best_of(records, find_task("image-classification").selection(config)).epoch == 3
+    errors = find_task("tabular-regression").selection(config)
+    assert (errors.metric, errors.mode) == ("val_mae", "min")
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_patience_counts_trials_that_wait_at_a_rung(url: URL, tmp_path: Path) ->
     for value, is_over in ((0.5, False), (0.6, False), (0.4, False), (0.6, True)):
         proposal = study.ask(MAX_TRIALS)
         assert proposal is not None
-        result = EpochResult(epoch=1, value=value, cost=-value).model_dump()
+        result = EpochResult(epoch=1, value=value, cost=(-value, 0.0)).model_dump()
         trial = ray_trial(proposal, last_result=result)
         callback.on_trial_start(trial=trial)
         callback.on_trial_result(trial=trial, result=result)
@@ -104,7 +104,7 @@ def test_a_search_that_goes_on_knows_what_was_spent_when_its_last_epoch_was_hear
     callback = StudyCallback(study, recipe.tune, UPath(tmp_path), budget, Table([], 3), None, lambda: None)
     trial = ray_trial(proposal)
     callback.on_trial_start(trial=trial)
-    callback.on_trial_result(trial=trial, result=EpochResult(epoch=1, value=0.5, cost=-0.5).model_dump())
+    callback.on_trial_result(trial=trial, result=EpochResult(epoch=1, value=0.5, cost=(-0.5, 0.0)).model_dump())
     assert callback.broken is None
     after = resume(url)
     assert after.epochs_trained == 1

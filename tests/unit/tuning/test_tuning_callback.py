@@ -43,7 +43,7 @@ def error_file(folder: Path, text: str) -> str:
 
 def test_a_trial_whose_last_epoch_ends_the_search_is_complete(url: URL, tmp_path: Path) -> None:
     study, callback = begin(url, tmp_path, "tune.stop.epochs=2", epochs=1)
-    last = FinalResult(epoch=1, value=0.5, cost=-0.5, final_values=[0.5], stopped_early=False).model_dump()
+    last = FinalResult(epoch=1, value=0.5, cost=(-0.5, 0.0), final_values=[0.5], stopped_early=False).model_dump()
     trial = ray_trial(propose(study), last_result=last)
     callback.on_trial_start(trial=trial)
     callback.on_trial_result(trial=trial, result=last)
@@ -129,8 +129,8 @@ def test_the_table_shows_a_trial_that_lingers_after_its_last_epoch(
     table = Table([], epochs=3)
     for number in (1, 2):
         table.started(number, {"width": 8})
-    table.epoch(1, EpochResult(epoch=3, value=0.5, cost=0.5))
+    table.epoch(1, EpochResult(epoch=3, value=0.5, cost=(0.5, 0.0)))
     now_s = 60.0
-    table.epoch(2, EpochResult(epoch=1, value=0.75, cost=0.75))
+    table.epoch(2, EpochResult(epoch=1, value=0.75, cost=(0.75, 0.0)))
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
     assert rows[1:] == [["1", "running", "3/3"], ["2", "running", "1/3"]]

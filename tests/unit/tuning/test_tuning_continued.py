@@ -14,7 +14,7 @@ from tests.studies import MAX_TRIALS, ask, create, resume
 
 def test_a_study_of_auto_is_resumed_as_that_of_the_default_plan(url: URL) -> None:
     study = create(url, "train.plan=auto")
-    study.report(ask(study), 1, 0.5, cost=-0.5)
+    study.report(ask(study), 1, 0.5, cost=(-0.5, 0.0))
     for plan in ("auto", "{zero_stage: 1}"):
         assert [trial.intermediate_values for trial in resume(url, f"train.plan={plan}").trials] == [{1: 0.5}]
     with pytest.raises(TuningError, match="differ from those that study 'one' was started with"):
@@ -24,15 +24,15 @@ def test_a_study_of_auto_is_resumed_as_that_of_the_default_plan(url: URL) -> Non
 def test_a_search_that_was_cut_off_repeats_nothing_and_retries_what_ran(url: URL) -> None:
     before = create(url)
     done, running = ask(before), before.ask(MAX_TRIALS)
-    before.report(done, 1, 0.8, cost=-0.8)
+    before.report(done, 1, 0.8, cost=(-0.8, 0.0))
     before.complete(done, [0.8], stopped_early=False)
     assert running is not None
-    before.report(running.number, 1, 0.4, cost=-0.4)
+    before.report(running.number, 1, 0.4, cost=(-0.4, 0.0))
     after = resume(url)
     again = after.ask(MAX_TRIALS)
     assert again == running
     assert (after.last_reported_epoch(again.number), before.last_reported_epoch(running.number)) == (1, 1)
-    after.report(again.number, 2, 0.6, cost=-0.6)
+    after.report(again.number, 2, 0.6, cost=(-0.6, 0.0))
     after.complete(again.number, [0.6], stopped_early=True)
     assert [trial.intermediate_values for trial in after.trials] == [{1: 0.8}, {1: 0.4, 2: 0.6}]
     fresh = [ask(after) for _ in range(3)]

@@ -98,7 +98,7 @@ def test_a_trial_without_a_number_is_the_last_to_be_promoted(url: URL) -> None:
     study = create(url)
     number = ask(study)
     for epoch, value in enumerate((-math.inf, 0.4), 1):
-        study.report(number, epoch, value, cost=-value)
+        study.report(number, epoch, value, cost=(-value, 0.0))
         assert [best.number for best in study.best] == [number] * (epoch - 1)
 
 

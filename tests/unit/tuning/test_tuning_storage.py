@@ -128,7 +128,7 @@ def test_a_database_server_keeps_several_studies(postgres: PostgresServer) -> No
     first, second = create(postgres.url, name="first"), create(postgres.url, name="second")
     for study, value in ((first, 0.25), (second, 0.75)):
         number = ask(study)
-        study.report(number, 1, value, cost=-value)
+        study.report(number, 1, value, cost=(-value, 0.0))
         study.complete(number, [value], stopped_early=False)
     left = ask(first)
     after = resume(postgres.url, name="first")
@@ -174,7 +174,7 @@ def test_a_study_on_an_object_store_goes_on_on_another_machine(
     lost = location_on(tmp_path / "lost", bucket)
     study = create(lost)
     with keep_snapshots(lost):
-        study.report(number := ask(study), 1, 0.5, cost=-0.5)
+        study.report(number := ask(study), 1, 0.5, cost=(-0.5, 0.0))
         study.complete(number, [0.5], stopped_early=False)
         running = ask(study)
     for unknown in (ask(study), ask(study)):  # no snapshot was taken after these trials

@@ -46,7 +46,7 @@ def test_a_value_of_the_recipe_that_the_space_cannot_draw_is_drawn_and_named(
 def test_a_stopped_trial_is_pruned_and_keeps_what_it_reported(url: URL) -> None:
     study = create(url)
     for epoch, value in ((1, 0.9), (2, 0.5)):
-        study.report(number := 0 if epoch > 1 else ask(study), epoch, value, cost=-value)
+        study.report(number := 0 if epoch > 1 else ask(study), epoch, value, cost=(-value, 0.0))
     study.prune(number, "stopped by asha after epoch 2")
     (trial,) = optuna.load_study(study_name="one", storage=str(url)).trials
     assert trial.state == TrialState.PRUNED
@@ -60,8 +60,8 @@ def test_a_trial_that_was_cut_short_is_the_best_by_the_epoch_that_training_would
     study = create(url)
     for first, second in ((0.6, 0.7), (0.75, 0.5)):
         number = ask(study)
-        study.report(number, 1, first, cost=1.0)
-        study.report(number, 2, second, cost=2.0)  # kept by val_loss, say
+        study.report(number, 1, first, cost=(1.0, 0.0))
+        study.report(number, 2, second, cost=(2.0, 0.0))  # kept by val_loss, say
     study.complete(0, [0.7], stopped_early=False)
     assert [trial.number for trial in study.best] == [1]
     study.prune(1, "tune.stop.epochs 4 are trained")
@@ -81,10 +81,10 @@ def test_a_trial_that_goes_on_from_another_counts_the_epochs_that_it_trained(
     proposal = before.ask(MAX_TRIALS)
     assert proposal is not None
     for own in (1, 2):
-        before.report(proposal.number, own, 0.9, cost=-0.9)
+        before.report(proposal.number, own, 0.9, cost=(-0.9, 0.0))
     others = {**proposal.values, "train.optimizer.lr": 0.0123}
     before.record_clone(proposal.number, others, epoch)
-    before.report(proposal.number, epoch + 1, 0.5, cost=-0.5)
+    before.report(proposal.number, epoch + 1, 0.5, cost=(-0.5, 0.0))
     assert before.best[0].user_attrs["kept"][1] == 0.5, "its own best weights are gone"
     after = resume(url, *POPULATION)
     again = after.ask(MAX_TRIALS)
@@ -127,7 +127,7 @@ def test_samplers_and_later_searches_learn_of_the_values_that_a_trial_of_a_popul
 def test_a_trial_that_failed_is_never_the_best(url: URL) -> None:
     study = create(url)
     for value in (0.9, 0.4):
-        study.report(ask(study), 1, value, cost=-value)
+        study.report(ask(study), 1, value, cost=(-value, 0.0))
     study.fail(0, "NonFiniteLossError: step 3")
     study.complete(1, [0.4], stopped_early=False)
     assert [trial.number for trial in study.best] == [1]
@@ -270,7 +270,7 @@ def test_of_several_objectives_the_front_is_kept(url: URL, tmp_path: Path) -> No
     )
     for values in ([0.9, 100.0], [0.8, 50.0], [0.7, 80.0]):
         number = ask(study)
-        study.report(number, 1, values[0], cost=-values[0])
+        study.report(number, 1, values[0], cost=(-values[0], 0.0))
         study.complete(number, values, stopped_early=False)
     metrics = TuneMetrics.of(study, ["val_accuracy", "parameters"], None)
     assert [item.trial for item in metrics.pareto_front] == [0, 1]
@@ -287,14 +287,14 @@ def test_a_trial_that_waits_is_known_to_the_sampler_and_goes_on_after_a_restart(
     before = create(url)
     first = before.ask(MAX_TRIALS)
     assert first is not None
-    before.report(first.number, 1, 0.4, cost=-0.4)
+    before.report(first.number, 1, 0.4, cost=(-0.4, 0.0))
     before.pause(first.number)
     after = resume(url)
     second = after.ask(MAX_TRIALS)
     assert second is not None
     assert second.number == 1  # the first one is not begun anew
     assert after.unpause(first.number) == first
-    after.report(first.number, 2, 0.7, cost=-0.7)
+    after.report(first.number, 2, 0.7, cost=(-0.7, 0.0))
     after.complete(first.number, [0.7], stopped_early=False)
     after.pause(second.number)
     after.end_running("not promoted")
@@ -306,7 +306,7 @@ def test_trials_that_wait_are_not_read_anew_and_all_that_is_written_is_known(url
     study, read = create(url), []
     for _ in range(12):
         number = ask(study)
-        study.report(number, 1, number / 100, cost=-number / 100)
+        study.report(number, 1, number / 100, cost=(-number / 100, 0.0))
         study.pause(number)
     note = lambda row, _: read.append(row.number)  # noqa: E731
     event.listen(TrialModel, "load", note)
@@ -316,7 +316,7 @@ def test_trials_that_wait_are_not_read_anew_and_all_that_is_written_is_known(url
     study.record_failure(number, "killed")
     study.fail(number, "killed again")
     study.unpause(3)
-    study.report(3, 2, 0.5, cost=-0.5)
+    study.report(3, 2, 0.5, cost=(-0.5, 0.0))
     study.complete(3, [0.5], stopped_early=False)
     known = study.study.get_trials(deepcopy=False)
     assert known == optuna.load_study(study_name="one", storage=str(url)).trials
