@@ -17,8 +17,8 @@ FIGURES: dict[str, dict[str, str]] = {
         "val_loss": "metrics.val_loss",
         "val_perplexity": "metrics.val_perplexity",
         "epochs": "metrics.epochs",
-        "steps": "metrics.steps",
         "samples_per_s": "metrics.samples_per_s",
+        "verdict": "metrics.judgement.verdict",
     },
     "tune": {
         "best_value": "metrics.best_value",
@@ -32,9 +32,9 @@ FIGURES: dict[str, dict[str, str]] = {
         "model": "artifacts.model",
         "engine": "metrics.chosen.engine",
         "precision": "metrics.chosen.precision",
-        "accuracy": "metrics.accuracy.accuracy",
+        "score": "metrics.accuracy.score.value",
         "latency_ms": "metrics.point.latency_ms",
-        "throughput": "metrics.point.throughput",
+        "verdict": "metrics.accuracy.judgement.verdict",
     },
     "deploy": {
         "model": "artifacts.model",
@@ -51,8 +51,8 @@ FIGURES: dict[str, dict[str, str]] = {
         "fewest_devices": "metrics.fewest_devices",
     },
     "lifecycle": {
-        "val_accuracy": "metrics.train.val_accuracy",
-        "accuracy": "metrics.compile.accuracy.accuracy",
+        "verdict": "metrics.train.judgement.verdict",
+        "score": "metrics.compile.accuracy.score.value",
         "precision": "metrics.compile.chosen.precision",
         "latency_ms": "metrics.compile.point.latency_ms",
         "model": "artifacts.model",

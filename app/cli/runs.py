@@ -11,6 +11,7 @@ from app.cli.options import Storage, chosen_storage
 from app.cli.tables import aligned
 from app.config import load_stored_recipe
 from app.errors import RequestError, StorageError
+from app.figures import figures_of
 from app.pages.page import REPORT_FILE
 from app.pages.words import duration, minute, number
 from app.reports.catalog import (
@@ -61,6 +62,7 @@ def show(run_id: RunId, storage: Storage = None) -> None:
     if result:
         rows.append(("time", duration(result.duration_s)))
         rows += [("error", result.error)] if result.error else []
+        rows += [(name, str(value)) for name, value in figures_of(result.job, result.model_dump()).items()]
         rows += [(name, number(value)) for name, value in flat_metrics(result.metrics).items()]
     if run.job == "train":
         rows += [(name, str(value)) for name, value in cost_of(run.usage).items()]

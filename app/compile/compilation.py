@@ -2,14 +2,16 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from app.best_effort import best_effort
 from app.compile.choice import Choice, best_at_length, best_point, ranked, serving_defaults
 from app.compile.files import Log, ModelFile, ModelFiles
 from app.compile.parity import check_signature, compare
 from app.compile.records import BuiltPlan, PublishedScore, VariantRecord
-from app.compile.reference import score_on
+from app.compile.reference import Reference
 from app.compile.source import Source
 from app.compile.timing import (
     Concurrency,
@@ -26,6 +28,7 @@ from app.config import CompileConfig, ComputePrecision
 from app.engines.base import Engine
 from app.errors import CompileError, EngineError
 from app.repository.score import Score
+from app.telemetry.judgement import Judgement
 
 _FINALISTS = 2
 """Number of variants that are measured in every setting. The others are measured with all cores for one batch."""
@@ -105,14 +108,16 @@ class Compilation:
         Then measure the score of the chosen variant on the test split, once.
 
         Raises:
-            CompileError: no variant passes the gates, or no setting meets the objective.
+            CompileError: no variant passes the gates, no setting meets the objective, or the score misses a gate.
         """
         finalists = self._finalists()
         for record in finalists:
             self.points += self._measure_other_settings(record)
         point = best_point(self._timed_in_turns([self._best_of(record) for record in finalists]), self.config.objective)
         record, serving = self.record_of(point), serving_defaults(point, self.points, self.config.objective)
-        return Choice(record, point, serving, self._published_score(record, point))
+        published = self._published_score(record, point)
+        self._require_score(published)
+        return Choice(record, point, serving, published)
 
     def baseline_of(self, point: OperatingPoint) -> OperatingPoint | None:
         """Return PyTorch's best point on the same device, if it was measured."""
@@ -245,14 +250,34 @@ class Compilation:
         """Measure the score on the test split, or return that on the compared rows. None: they have no labels."""
         if record.score is None:
             return None
+        source = self.source_model
+        name, answers = source.split, replace(source.reference, score=record.score)
         # Read only now: rows that chose nothing show how the version does on new ones.
-        if (test := self.source_model.load_test()) is None:
-            rows = len(self.source_model.reference.rows)
-            return PublishedScore(split=self.source_model.split, rows=rows, score=record.score)
-        with closing(self._open(record.variant, point.concurrency)) as engine:
-            judge = self.source_model.reference.judge
-            score = score_on(engine, test, judge, max(self.config.batch_sizes))
-        return PublishedScore(split="test", rows=len(test), score=score)
+        if test := source.load_test():
+            with closing(self._open(record.variant, point.concurrency)) as engine:
+                answers = Reference.of(engine, test, source.reference.judge, max(self.config.batch_sizes))
+            name = "test"
+        judgements: list[Judgement | None] = []
+        best_effort(lambda: judgements.append(source.judge(name, answers)), "the score has no verdict", "the job")
+        judgement = next(iter(judgements), None)
+        return PublishedScore(split=name, rows=len(answers.rows), score=answers.score, judgement=judgement)
+
+    def _require_score(self, published: PublishedScore | None) -> None:
+        """Raise CompileError if the score misses a gate of the recipe."""
+        gates, score = self.config.gates, published.score if published else None
+        if gates.min_score is not None:
+            limit = Score(value=gates.min_score, mode=score.mode if score else "max")
+            if score is None or not score.quality >= limit.quality:
+                raise CompileError(
+                    f"compile.gates.min_score is {gates.min_score:g}, and the version has {published or 'no score'}: "
+                    "nothing was published; give more data, another model, or another gate"
+                ).of("gate.min_score", "compile.gates.min_score")
+        judgement = published.judgement if published else None
+        if gates.above_baseline and not (judgement and judgement.is_above_baselines):
+            reason = judgement.verdict if judgement else "the score has no baseline"
+            raise CompileError(f"compile.gates.above_baseline is true: nothing was published, because of {reason}").of(
+                "gate.above_baseline", "compile.gates.above_baseline"
+            )
 
     def _skip(self, skipped: Iterable[Skipped]) -> None:
         for variant in skipped:

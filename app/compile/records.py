@@ -7,6 +7,7 @@ from app.compile.variants import BUILT_AHEAD, Variant
 from app.config import ComputePrecision
 from app.repository.manifest import Quantization, Split
 from app.repository.score import Scored
+from app.telemetry.judgement import Judgement
 
 
 class PublishedScore(Scored):
@@ -14,6 +15,8 @@ class PublishedScore(Scored):
 
     split: Split
     rows: int
+    judgement: Judgement | None = None
+    """None: the score has no baseline."""
 
     def __str__(self) -> str:
         known = f"{self.score.metric}: {self.score.value:.4f}".replace("_", " ") if self.score else "score: not known"

@@ -13,6 +13,7 @@ from torch import Tensor
 from app.data.prepared import Batch, Dataset
 from app.engines.base import Engine, Signature
 from app.repository.score import Score
+from app.tasks.judgement import Predictions, spread
 from app.tasks.metrics import Metric, SklearnMetric
 from app.tasks.objective import select_counted
 from app.tensors import OUTPUT, Tensors, concat_rows, slice_rows
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 BATCH = 64
 """Maximum rows in one batch."""
+_PREDICTIONS = 2000
+"""Rows that a judgement looks at, beside the score of all."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,13 @@ class Reference:
     """The score of these outputs."""
 
     @classmethod
-    def of(cls, engine: Engine, split: Dataset, judge: "Judge") -> "Reference":
-        """Run ``engine`` on the whole split."""
+    def of(cls, engine: Engine, split: Dataset, judge: "Judge", max_rows: int = BATCH) -> "Reference":
+        """Run ``engine`` on the whole split, in batches of at most ``max_rows``."""
         rows = Rows.of(split, engine.signature)
         outputs, tally = [], Tally(judge)
         for group in rows.groups:
             parts = []
-            for indices in rows.chunks(group):
+            for indices in rows.chunks(group, max_rows):
                 batch = rows.split.batch(indices)
                 parts.append(engine.run(batch.inputs))
                 tally.add(parts[-1], batch)
@@ -96,6 +99,14 @@ class Reference:
             for indices in self.rows.chunks(group, max_rows):
                 yield self.rows.split.batch(indices), slice_rows(outputs, start, start + len(indices))
                 start += len(indices)
+
+    @property
+    def predictions(self) -> Predictions:
+        """The judged outputs and the targets of some of the rows."""
+        counted = [self.judge.counted(outputs, batch) for batch, outputs in self.batches()]
+        outputs, targets = (torch.cat(parts) for parts in zip(*counted, strict=True))
+        chosen = spread(len(targets), _PREDICTIONS)
+        return Predictions(outputs[chosen], targets[chosen])
 
 
 @dataclass(frozen=True)
@@ -159,14 +170,6 @@ class Tally:
             return None
         value = metric.value_of(self._rows) if isinstance(metric, SklearnMetric) else metric.value(self._sums)
         return Score(metric=metric.name, value=value, mode=metric.mode)
-
-
-def score_on(engine: Engine, split: Dataset, judge: Judge, max_rows: int = BATCH) -> Score | None:
-    """Return the score of ``engine`` on a split, in batches of at most ``max_rows``."""
-    tally = Tally(judge)
-    for batch in Rows.of(split, engine.signature).batches(max_rows):
-        tally.add(engine.run(batch.inputs), batch)
-    return tally.score
 
 
 def chunks(indices: Sequence[int], size: int) -> Iterator[Sequence[int]]:

@@ -90,6 +90,8 @@ def write_report(report: CompileReport, folder: UPath) -> UPath:
     page = Page(f"{report.recipe}, compiled", state)
     if report.error:
         page.add_error(report.error)
+    if report.accuracy and (judgement := report.accuracy.judgement):
+        page.add_verdict(judgement.verdict, judgement.mood, judgement.basis)
     page.add_facts(_facts(report))
     page.add_heading("Variants")
     page.add_table(*_variants(report))

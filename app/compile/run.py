@@ -93,6 +93,9 @@ def choose_and_publish(run: Run, compilation: Compilation, log: Log) -> Outcome:
     manifest = publish(compilation, choice, recipe.name, Repository(run.storage), run.folder)
     log(f"published {manifest.name}, version {manifest.version}, now in production: {manifest.engine_key}")
 
+    if (published := choice.accuracy) and (judgement := published.judgement) and judgement.findings:
+        log(f"warning: {manifest.name}, version {manifest.version}, is in production with {judgement.verdict}")
+
     metrics = CompileMetrics(
         variants=compilation.records,
         skipped=compilation.skipped,

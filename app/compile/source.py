@@ -18,6 +18,7 @@ from app.data.prepared import Dataset
 from app.engines.base import Engine, EngineSettings, ShapeProfile, Signature
 from app.repository.manifest import Lineage, Split
 from app.repository.score import Score
+from app.telemetry.judgement import Judgement
 from app.tensors import Tensors
 
 CALIBRATION_BATCH = 16
@@ -102,6 +103,10 @@ class Source(ABC):
     @abstractmethod
     def load_test(self) -> Dataset | None:
         """Read the test split; None if there is none. Only for the published accuracy, never to choose a variant."""
+
+    def judge(self, name: str, answers: Reference) -> Judgement | None:  # noqa: ARG002
+        """Judge the answers on the split of this name. None: there is nothing to compare them with."""
+        return None
 
     @abstractmethod
     def save_codec(self, folder: UPath) -> None:

@@ -16,6 +16,7 @@ from app.compile.quantization.finetune import Rounding, train_rounded
 from app.compile.reference import EncodedBatches, Judge, Reference, Rows, chunks
 from app.compile.source import Source, calibration_indices
 from app.config import Int8FinetuneConfig, Precision, Recipe
+from app.data.labelled import CollatingTargets, LabelledDataset
 from app.data.prepared import Dataset, PreparedData
 from app.engines.base import Engine, EngineSettings, Signature
 from app.engines.torch import TorchEngine
@@ -24,6 +25,8 @@ from app.models.sparsity import prune_2_to_4
 from app.published.loaded import check_answers
 from app.published.weights import TrainedModel, load_weights
 from app.repository.manifest import Lineage
+from app.tasks.judgement import Judge as RecipeJudge
+from app.telemetry.judgement import Judgement
 from app.tensors import OUTPUT, Tensors
 
 _ANSWERED_ROWS = 4
@@ -98,6 +101,15 @@ class SourceModel(Source):
 
     def load_test(self) -> Dataset | None:
         return self.trained.task.load_test(self.trained.recipe, self.weights.parent / DATA)
+
+    def judge(self, name: str, answers: Reference) -> Judgement | None:
+        split, train = answers.rows.split, self.data.train
+        if not isinstance(split, LabelledDataset) or not isinstance(train, LabelledDataset):
+            return None
+        if isinstance(split.targets, CollatingTargets) or answers.score is None:
+            return None
+        judge = RecipeJudge.of(self.trained.recipe, self.trained.task, train)
+        return judge.judge(name, split, answers.score.value, answers.predictions) if judge else None
 
     def require_samples(self, count: int | None) -> None:
         """Raise CompileError if the training split has fewer than ``count`` samples."""

@@ -60,6 +60,16 @@ class GatesConfig(Section):
         description="minimum mean cosine similarity of a row's logits to PyTorch's; the sine of this angle limits the "
         "relative error of single numbers, and of all if there is no accuracy",
     )
+    min_score: float | None = Field(
+        default=None,
+        description="minimum score of the version, or maximum of an error, on the test split if there is one; default: "
+        "none",
+    )
+    above_baseline: bool = Field(
+        default=False,
+        description="publish only a version that is better than the constant and the linear baseline by more than its "
+        "95 % interval; false: one that is not is published with a warning",
+    )
 
 
 class ObjectiveConfig(Section):

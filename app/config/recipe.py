@@ -205,10 +205,21 @@ class Recipe(Section):
         return value
 
     def is_set(self, key: str) -> bool:
-        """Return whether a dotted key has another value than its default. A stored recipe holds every key."""
+        """Return whether a dotted key has another value than its default. A stored recipe holds every key.
+
+        A switch that is off is not set, if by default the task decides.
+        """
         parent, _, name = key.rpartition(".")
         section = self.value_of(parent) if parent else self
-        return section is not None and getattr(section, name) != type(section).model_fields[name].default
+        if section is None:
+            return False
+        value, default = getattr(section, name), type(section).model_fields[name].default
+        return bool(value != default and (value, default) != (False, None))
+
+    @property
+    def differences(self) -> dict[str, Any]:
+        """The values that differ from their defaults, by dotted keys."""
+        return dict(_differences(self))
 
     def with_plan(self, plan: PlanConfig, **train: Any) -> "Recipe":
         """Return the recipe with this plan, and with other values of ``train``. They are not checked."""
@@ -289,3 +300,13 @@ class Recipe(Section):
                 if given != DataConfig.model_fields[key].default:
                     raise ValueError(f"data.{key} is what model.pretrained brings: leave one of them out")
         return self
+
+
+def _differences(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a section that differ from their defaults, by dotted keys."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _differences(value, f"{prefix}{name}.")
+        elif value != field.get_default(call_default_factory=True):
+            yield f"{prefix}{name}", value

@@ -170,9 +170,10 @@ class TrainConfig(Section):
         default=None, description="random changes of the training samples; default: none"
     )
     prune: PruneConfig | None = Field(default=None, description="trained weights to prune and train on; default: none")
-    linear_baseline: bool = Field(
-        default=False,
-        description="for texts with one label: also fit a linear model on the same split as a baseline",
+    linear_baseline: bool | None = Field(
+        default=None,
+        description="also fit a linear model to at most 20,000 rows of the same split; default: for texts and tables, "
+        "unless they are a stream",
     )
     report_samples: NonNegativeInt = Field(
         default=2000,

@@ -78,21 +78,15 @@ class LabelJudge:
             biases[fold, places] = model.intercept_
         judge = cls(np.array(labels, np.str_), weights, biases, np.ones(len(labels)))
         own = judge._probabilities(vectors, folds)[np.arange(len(texts)), classes]
-        sums, counts = (np.bincount(classes, given, len(labels)) for given in (own, None))
-        # A class without texts, or with texts in one fold only, is never suggested.
-        thresholds = np.divide(sums, counts, out=np.full(len(labels), np.inf), where=sums > 0.0)
-        return cls(judge.labels, weights, biases, thresholds)
+        # A class with texts in one fold only is never suggested.
+        return cls(judge.labels, weights, biases, mean_probabilities(own, classes, len(labels)))
 
     def suggest(self, texts: Sequence[str], classes: NDArray[Any], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the likelier class of each text, of shape (texts,); ``FINE`` where its own is not suspect."""
         if not texts:
             return np.empty(0, np.int64)
         probabilities = self._probabilities(_vectors_of(texts, self.weights.shape[1]), keys % np.uint64(_FOLDS))
-        sure = np.where(probabilities >= self.thresholds, probabilities, 0.0)
-        likeliest = sure.argmax(axis=1)
-        # A rare class has a low threshold. So a label that the model agrees with is not suspect, as in cleanlab.
-        is_doubted = (sure.max(axis=1) > 0.0) & (likeliest != classes) & (probabilities.argmax(axis=1) != classes)
-        return np.where(is_doubted, likeliest, FINE)
+        return doubted(probabilities, classes, self.thresholds)
 
     def _probabilities(self, vectors: Any, folds: NDArray[np.uint64]) -> NDArray[np.float64]:
         """Return the out-of-fold class probabilities of each text, of shape (texts, classes)."""
@@ -113,6 +107,33 @@ class LabelJudge:
         """Return what ``save`` wrote."""
         with np.load(BytesIO(path.read_bytes())) as arrays:
             return cls(**arrays)
+
+
+def mean_probabilities(own: NDArray[Any], classes: NDArray[Any], num_classes: int) -> NDArray[np.float64]:
+    """Return the mean probability of each class over its own rows, of shape (classes,); infinite for one without rows.
+
+    Args:
+        own: the probability of each row's own class.
+        classes: the class of each row.
+    """
+    sums, counts = (np.bincount(classes, given, num_classes) for given in (own, None))
+    means: NDArray[np.float64] = np.divide(sums, counts, out=np.full(num_classes, np.inf), where=sums > 0.0)
+    return means
+
+
+def doubted(probabilities: NDArray[Any], classes: NDArray[Any], thresholds: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the likelier class of each row, of shape (rows,); ``FINE`` where its own is not suspect.
+
+    Args:
+        probabilities: of each class, of shape (rows, classes), by a model that was not trained on the rows.
+        classes: the class of each row, as labelled.
+        thresholds: ``mean_probabilities``.
+    """
+    sure = np.where(probabilities >= thresholds, probabilities, 0.0)
+    likeliest = sure.argmax(axis=1)
+    # A rare class has a low threshold. So a label that the model agrees with is not suspect, as in cleanlab.
+    is_doubted = (sure.max(axis=1) > 0.0) & (likeliest != classes) & (probabilities.argmax(axis=1) != classes)
+    return np.where(is_doubted, likeliest, FINE)
 
 
 def require_kept(before: Collection[str], after: Collection[str]) -> None:

@@ -131,6 +131,15 @@ class HasTargets(Protocol):
     def targets(self) -> Outputs: ...
 
 
+@runtime_checkable
+class HasConstants(Protocol):
+    """Targets that know the best constant answers."""
+
+    def constants(self, values: Sequence[Any]) -> Mapping[str, NDArray[np.float32]]:
+        """Return the output row of each, by a name in words, from the values of training rows."""
+        ...
+
+
 @dataclass(frozen=True)
 class Classes:
     """Each row has one of several labels. The output has a logit for each, of shape (rows, labels)."""
@@ -164,6 +173,11 @@ class Classes:
 
     def batch(self, values: Sequence[int]) -> NDArray[np.int64]:
         return np.array(values, np.int64)
+
+    def constants(self, values: Sequence[int]) -> Mapping[str, NDArray[np.float32]]:
+        """Return the answer with the most frequent label."""
+        counts = np.bincount(np.asarray(values, np.int64), minlength=self.num_outputs)
+        return {"the majority class": np.eye(self.num_outputs, dtype=np.float32)[counts.argmax()]}
 
     def decode(self, outputs: NDArray[np.float32]) -> list[Answer]:
         """Return the most likely label of each row, and the probability of each label."""
@@ -224,6 +238,12 @@ class LabelSets:
         for row, classes in enumerate(values):
             targets[row, list(classes)] = 1.0
         return targets
+
+    def constants(self, values: Sequence[Sequence[int]]) -> Mapping[str, NDArray[np.float32]]:
+        """Return the answer with each label that half of the rows have, and at least the most frequent one."""
+        shares = self.batch(values).mean(axis=0)
+        chosen = shares >= min(0.5, float(shares.max()))
+        return {"the most frequent labels": np.where(chosen, 1.0, -1.0).astype(np.float32)}
 
     def decode(self, outputs: NDArray[np.float32]) -> list[Answer]:
         """Return the labels of each row whose probability is at least a half, and the probability of each label."""
@@ -301,6 +321,11 @@ class Numbers:
     def batch(self, values: Sequence[float]) -> NDArray[np.float32]:
         """Return scaled numbers, of shape (rows,)."""
         return ((np.array(values) - self.scale.mean) / self.scale.std).astype(np.float32)
+
+    def constants(self, values: Sequence[float]) -> Mapping[str, NDArray[np.float32]]:
+        """Return the mean and the median."""
+        found = {"the mean's error": np.mean(values), "the median's error": np.median(values)}
+        return {name: self.batch([float(number)]) for name, number in found.items()}
 
     def decode(self, outputs: NDArray[np.float32]) -> list[Answer]:
         """Return the number of each row."""

@@ -126,11 +126,13 @@ class Chart {
     return parts;
   }
 
-  series({index, x, y, kind}) {
+  series({index: place, x, y, kind}) {
+    const index = shade(place, kind);
     const color = `var(--series-${index % 8})`;
     const points = x.map((value, at) => [this.place.x(value), this.place.y(y[at])]);
     const known = points.filter(([left, top]) => Number.isFinite(left) && Number.isFinite(top));
     const group = element("g", {});
+    const isFaint = kind === "faint";
     if (kind !== "points") {
       let path = "", pen = "M";
       for (const [left, top] of points) {
@@ -138,9 +140,10 @@ class Chart {
         if (isKnown) path += `${pen}${left.toFixed(1)},${top.toFixed(1)}`;
         pen = isKnown ? "L" : "M";
       }
-      group.append(element("path", {class: "curve", d: path, stroke: color, "stroke-dasharray": dash(index)}));
+      group.append(element("path", {class: isFaint ? "curve faint" : "curve", d: path, stroke: color,
+        "stroke-dasharray": dash(index)}));
     }
-    if (kind !== "line" || known.length === 1) {
+    if (!["line", "faint"].includes(kind) || known.length === 1) {
       for (const [left, top] of known) group.append(marker(index, left, top));
     }
     return group;
@@ -200,14 +203,15 @@ class Chart {
 
   drawLegend() {
     this.legend.hidden = this.data.series.length < 2;
-    this.legend.replaceChildren(...this.data.series.map((series, index) => {
+    this.legend.replaceChildren(...this.data.series.map((series, place) => {
+      const index = shade(place, series.kind);
       const button = Object.assign(document.createElement("button"), {type: "button"});
       const sample = element("svg", {viewBox: "0 0 24 12", "aria-hidden": "true"});
       if (series.kind !== "points") {
-        sample.append(element("path", {d: "M0,6H24", class: "curve", stroke: `var(--series-${index % 8})`,
+        sample.append(element("path", {d: "M0,6H24", class: `curve ${series.kind}`, stroke: `var(--series-${index % 8})`,
           "stroke-dasharray": dash(index)}));
       }
-      if (series.kind !== "line") sample.append(marker(index, 12, 6));
+      if (!["line", "faint"].includes(series.kind)) sample.append(marker(index, 12, 6));
       button.append(sample, series.name);
       button.setAttribute("aria-pressed", String(!this.hidden.has(series.name)));
       button.addEventListener("click", () => {
@@ -228,6 +232,11 @@ function closest(series, value, place) {
     if (away < distance && series.y[at] !== null) [found, distance] = [series.y[at], away];
   });
   return found;
+}
+
+/** The number of a series' color: a faint one has that of the series before it. */
+function shade(index, kind) {
+  return kind === "faint" ? Math.max(0, index - 1) : index;
 }
 
 function dash(index) {

@@ -11,7 +11,7 @@ from markupsafe import Markup
 MAX_POINTS = 1000
 """Maximum number of points of a curve in a page. A screen shows no more."""
 
-Kind = Literal["line", "points", "both"]
+Kind = Literal["line", "points", "both", "faint"]
 Mood = Literal["good", "bad", "busy", ""]
 
 
@@ -68,6 +68,7 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     kind: Kind = "line"
+    """``both``: a line with points. ``faint``: a line in the background, in the color of the series before it."""
     labels: Sequence[str] = ()
     """What each point is, shown under the pointer."""
 

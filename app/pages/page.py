@@ -1,7 +1,7 @@
 """A page that a person opens after a run: one HTML file that needs no network."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -11,7 +11,8 @@ from markupsafe import Markup
 from upath import UPath
 
 from app.pages.assets import STYLE, read_asset
-from app.pages.content import Chart, Link, State
+from app.pages.content import Chart, Link, Mood, State
+from app.pages.words import percent
 from app.storage import write_atomically
 
 REPORT_FILE = "report.html"
@@ -65,6 +66,10 @@ class Page:
         """Add a paragraph that stands out: why a run failed."""
         self._add("error", text)
 
+    def add_verdict(self, verdict: str, mood: Mood, basis: str) -> None:
+        """Add the one sentence that a person reads first, and what it is based on."""
+        self._add("verdict", verdict, mood, basis)
+
     def add_code(self, text: str, summary: str | None = None) -> None:
         """Add preformatted text; with ``summary``, folded under it."""
         self._add("code", text, summary)
@@ -90,13 +95,10 @@ class Page:
         caption = self._sections[-1].heading or self._title
         self._add("table", caption, kinds, cells)
 
-    def add_bars(self, amounts: Mapping[str, tuple[float, str]]) -> None:
-        """Add a bar for each amount, with the words beside it. The longest bar is the largest amount."""
-        largest = max((amount for amount, _ in amounts.values()), default=0.0) or 1.0
-        rows = [
-            {"name": name, "percent": f"{100 * amount / largest:.1f}", "text": words}
-            for name, (amount, words) in amounts.items()
-        ]
+    def add_bars(self, amounts: Mapping[str, float], words: Callable[[float], str]) -> None:
+        """Add a bar for each amount, with its words and its share beside it. A whole track is the sum of all."""
+        whole = sum(amounts.values()) or 1.0
+        rows = [(name, percent(amount / whole), words(amount)) for name, amount in amounts.items()]
         self._add("bars", rows)
 
     def add_matrix(self, labels: Sequence[str], counts: Sequence[Sequence[int]]) -> None:

@@ -1,5 +1,6 @@
 """The curves of a training run, read from its ``metrics.jsonl``."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,6 +12,9 @@ from app.pages.content import Chart, Kind, Series
 from app.shared_files import read
 from app.telemetry.record import ReadingRecord, numbers, parse_line
 
+_SMOOTHED_OVER = 40.0
+"""Twice the number of parts of a curve that its smoothed values are means of."""
+
 Of = Literal["step", "epoch"]
 
 
@@ -20,6 +24,21 @@ class Curve:
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
+
+    @property
+    def smoothed(self) -> "Curve":
+        """The mean of the values so far, in which older ones count less and less, over a twentieth of the curve."""
+        share = min(1.0, _SMOOTHED_OVER / max(1, len(self.values)))
+        total = weight = 0.0
+        means = []
+        for value in self.values:
+            if not math.isfinite(value):
+                means.append(math.nan)
+                continue
+            total, weight = total + share * (value - total), weight + share * (1.0 - weight)
+            # The first means would be too low without the weight.
+            means.append(total / weight)
+        return Curve(self.steps, means)
 
     def to_series(self, name: str, kind: Kind = "line") -> Series:
         """Return the curve for a chart."""
@@ -63,7 +82,7 @@ class Curves:
         for name, (of, metric) in names.items():
             curve = (self.of_epochs if of == "epoch" else self.of_steps).get(metric)
             if curve is not None:
-                found.append(curve.to_series(name, "both" if of == "epoch" else "line"))
+                found += _series_of(name, of, metric, curve)
         return Chart(title, "step", label, found, **options) if found else None
 
     def total(self, prefix: str) -> dict[str, float]:
@@ -73,6 +92,14 @@ class Curves:
             for name, curve in self.of_epochs.items()
             if name.startswith(prefix)
         }
+
+
+def _series_of(name: str, of: Of, metric: str, curve: Curve) -> list[Series]:
+    if of == "epoch":
+        return [curve.to_series(name, "both")]
+    if metric == "loss":  # noisy from step to step
+        return [curve.smoothed.to_series(name), curve.to_series("each step", "faint")]
+    return [curve.to_series(name)]
 
 
 def read_curves(run_folder: UPath) -> Curves:

@@ -65,7 +65,7 @@ def deployment_page(path: UPath) -> Page:
     if record:
         _add_versions(page, record.model, run.storage)
         page.add_heading("Time by phase")
-        page.add_bars({name: (seconds, duration(seconds)) for name, seconds in record.phases_s.items()})
+        page.add_bars(record.phases_s, duration)
     page.add_heading("Recipe")
     page.add_code(run.recipe_text, "Show the whole recipe, with every default")
     return page

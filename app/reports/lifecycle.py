@@ -7,13 +7,14 @@ from upath import UPath
 from app.errors import StorageError
 from app.pages.content import State
 from app.pages.page import Page
-from app.pages.words import duration, number, percent
+from app.pages.words import duration, number
 from app.reports.run_folder import RunFolder, cost_of, headline, link_to_run
 from app.reports.versions import facts_of, trail_of
 from app.repository.repository import Repository
 from app.runs import folder_of_run
 from app.shared_files import read
 from app.storage import write_atomically
+from app.telemetry.judgement import Judgement
 from app.telemetry.usage import Usage
 
 _PARTS_FILE = "parts.json"
@@ -33,6 +34,7 @@ def lifecycle_page(path: UPath) -> Page:
     page = Page(f"{run.recipe.get('name', run.run_id)}, from data to an endpoint", run.state)
     if run.result and run.result.error:
         page.add_error(run.result.error)
+    _add_verdicts(page, parts)
     if figures := _figures(run, parts):
         page.add_figures(figures)
     page.add_heading("Parts")
@@ -44,8 +46,26 @@ def lifecycle_page(path: UPath) -> Page:
     return page
 
 
+def _add_verdicts(page: Page, parts: dict[str, RunFolder]) -> None:
+    """Add what training and compile say of the model."""
+    results = {job: parts[job].result for job in ("compile", "train") if job in parts}
+    metrics = {job: result.metrics for job, result in results.items() if result}
+    found = [
+        (metrics.get("compile", {}).get("accuracy") or {}).get("judgement"),
+        metrics.get("train", {}).get("judgement"),
+    ]
+    for judgement in map(Judgement.model_validate, filter(None, found)):
+        page.add_verdict(judgement.verdict, judgement.mood, judgement.basis)
+
+
 def _figures(run: RunFolder, parts: dict[str, RunFolder]) -> dict[str, object]:
     figures: dict[str, object] = {}
+    compiled = parts["compile"].result if "compile" in parts else None
+    # Rows that chose nothing say more, so they come first.
+    if (published := compiled and compiled.metrics.get("accuracy")) and published.get("score"):
+        figures[f"{published['split']} {published['score']['metric'].replace('_', ' ')}"] = number(
+            published["score"]["value"]
+        )
     trained = parts["train"].result if "train" in parts else None
     for name, value in trained.metrics.items() if trained else ():
         if name.startswith("val_") and name != "val_loss" and value is not None:
@@ -67,9 +87,8 @@ def _row(job: str, part: RunFolder) -> list[object]:
 def _add_time(page: Page, parts: dict[str, RunFolder]) -> None:
     ended = {job: parts[job].result for job in JOBS if job in parts}
     seconds = {job: result.duration_s for job, result in ended.items() if result}
-    whole = sum(seconds.values()) or 1.0
     page.add_heading("Time and cost")
-    page.add_bars({job: (spent, f"{duration(spent)}, {percent(spent / whole)}") for job, spent in seconds.items()})
+    page.add_bars(seconds, duration)
     usage: list[Usage] = parts["train"].usage if "train" in parts else []
     page.add_facts({f"training's {name}": value for name, value in cost_of(usage).items()})
 

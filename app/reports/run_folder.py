@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from upath import UPath
 
 from app.best_effort import best_effort
-from app.config import parse_yaml, yaml_problem
-from app.errors import StorageError
+from app.config import parse_stored_recipe, parse_yaml, yaml_problem
+from app.errors import RecipeError, StorageError
 from app.heartbeat import HEARTBEAT_FILE
 from app.pages.content import Link, Mood, State
 from app.pages.page import REPORT_FILE, Page
@@ -80,6 +80,14 @@ class RunFolder:
                 "run, or restore the file"
             ) from error
         return loaded if isinstance(loaded, dict) else {}
+
+    @cached_property
+    def differences(self) -> dict[str, Any]:
+        """The keys of the recipe that differ from their defaults; empty if an earlier version wrote it."""
+        try:
+            return parse_stored_recipe(self.recipe).as_given.differences
+        except (RecipeError, StorageError):
+            return {}
 
     @cached_property
     def usage(self) -> list[Usage]:

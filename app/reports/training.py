@@ -1,5 +1,6 @@
 """The page of a training run, from the files in its folder. The run may be under way."""
 
+import json
 from collections.abc import Iterable
 from statistics import fmean
 
@@ -13,9 +14,8 @@ from app.reports.curves import Curves, Of, read_curves
 from app.reports.run_folder import RunFolder, cost_of, link_to_run
 from app.shared_files import read
 from app.telemetry.augmentation import AugmentedSamples, ShownInput
-from app.telemetry.evaluation import EVALUATION_FILE, Evaluation
+from app.telemetry.evaluation import EVALUATION_FILE, Evaluation, WorstSample
 from app.telemetry.events import Event, read_events
-from app.telemetry.record import MAX_STALL
 
 _CHARTS: list[tuple[str, str, dict[str, tuple[Of, str]], dict[str, bool]]] = [
     ("Loss", "loss", {"training": ("step", "loss"), "validation": ("epoch", "val_loss")}, {}),
@@ -48,6 +48,9 @@ _PHASES = {
     "validation": "validation",
     "checkpoint": "checkpoints",
 }
+_MAX_STALL = 0.1
+"""Share of a step that training may wait for data before the page says what bounds reading."""
+_SHORT_CODE = len("sha256:") + 12
 _SURVIVED = ("continued", "rolled_back")
 
 
@@ -55,7 +58,12 @@ def training_page(path: UPath) -> Page:
     """Return the page of the run in this folder."""
     run, curves, events = RunFolder(path), read_curves(path), read_events(path)
     page = Page(f"{run.recipe.get('name', run.run_id)}, trained", run.state)
+    evaluation = _evaluation_of(path)
+    if evaluation and evaluation.judgement and run.status == "succeeded":
+        judgement = evaluation.judgement
+        page.add_verdict(judgement.verdict, judgement.mood, judgement.basis)
     _add_summary(page, run, curves)
+    _add_origin(page, run)
     _add_lineage(page, run)
     page.add_heading("Curves")
     charts = [curves.chart(title, label, names, **options) for title, label, names, options in _CHARTS]
@@ -66,7 +74,8 @@ def training_page(path: UPath) -> Page:
         page.add_text("No step has been recorded yet.")
     _add_time(page, run, curves)
     _add_augmentation(page, path)
-    _add_evaluation(page, path)
+    if evaluation:
+        _add_evaluation(page, evaluation)
     _add_data(page, path, curves)
     _add_events(page, events)
     page.add_heading("Recipe")
@@ -110,6 +119,22 @@ def _latest(curves: Curves) -> dict[str, float]:
     return of_epochs | ({"steps": steps.steps[-1]} if steps else {})
 
 
+def _add_origin(page: Page, run: RunFolder) -> None:
+    """Add where, when and by which code the run was made, and what its recipe asks for."""
+    facts: dict[str, object] = {}
+    if run.usage:
+        last = run.usage[-1]
+        facts = {
+            "machine": last.machine or "unknown",
+            "began": f"{run.usage[0].began:%Y-%m-%d %H:%M} UTC",
+            "code": last.code[:_SHORT_CODE] or "unknown",
+        }
+    page.add_facts(facts)
+    if differences := run.differences:
+        page.add_heading("The recipe's differences from its defaults")
+        page.add_code("\n".join(f"{key}: {json.dumps(value, default=str)}" for key, value in differences.items()))
+
+
 def _add_lineage(page: Page, run: RunFolder) -> None:
     """Add the chain from data to weights. What came of the weights is on the pages of later jobs."""
     recipe, artifacts = run.recipe, run.result.artifacts if run.result else {}
@@ -135,18 +160,21 @@ def _add_time(page: Page, run: RunFolder, curves: Curves) -> None:
     # Several attempts may be of several jobs, and the result has the time of the last job alone.
     if run.result and len(run.usage) == 1:
         amounts["before and after the workers"] = max(0.0, run.result.duration_s - in_workers)
-    whole = sum(amounts.values()) or 1.0
-    page.add_bars(
-        {name: (amount, f"{duration(amount)}, {percent(amount / whole)}") for name, amount in amounts.items()}
-    )
-    stalls = curves.of_steps["data_stall"].values if "data_stall" in curves.of_steps else []
-    if stalls and curves.reading and fmean(stalls) > MAX_STALL:
-        page.add_text(f"Training waited for data in {percent(fmean(stalls))} of a step: {curves.reading}.")
+    page.add_bars(amounts, duration)
+    if "data_stall" in curves.of_steps:
+        page.add_text(_reading(fmean(curves.of_steps["data_stall"].values), curves))
     workers = ", ".join(str(attempt.workers) for attempt in run.usage)
     facts = {"workers" if len(run.usage) < 2 else "workers of each attempt": workers, **cost_of(run.usage)}
     if fragmented := curves.of_steps.get("memory.fragmentation"):
         facts["GPU memory fragmentation"] = f"{percent(max(fragmented.values))} of what torch reserved, at most"
     page.add_facts(facts)
+
+
+def _reading(stall: float, curves: Curves) -> str:
+    """Say whether training waits for its data, and why."""
+    if stall <= _MAX_STALL or curves.reading is None:
+        return f"Data is no bottleneck: {percent(stall)} of a step."
+    return f"Training waited for data in {percent(stall)} of a step: {curves.reading}."
 
 
 def _add_augmentation(page: Page, path: UPath) -> None:
@@ -165,11 +193,12 @@ def _cell(shown: ShownInput) -> str | Picture:
     return Picture(shown.png_base64, "a sample", shown.caption) if shown.png_base64 else shown.text
 
 
-def _add_evaluation(page: Page, path: UPath) -> None:
+def _evaluation_of(path: UPath) -> Evaluation | None:
     content = read(path / EVALUATION_FILE)
-    if content is None:
-        return
-    found = Evaluation.model_validate_json(content)
+    return Evaluation.model_validate_json(content) if content is not None else None
+
+
+def _add_evaluation(page: Page, found: Evaluation) -> None:
     page.add_heading("Predictions on the validation split")
     if found.skipped:
         page.add_text(f"Not made: {found.skipped}.")
@@ -177,6 +206,8 @@ def _add_evaluation(page: Page, path: UPath) -> None:
     page.add_text(f"The weights of the best epoch, on {found.rows:,} of {found.of:,} rows.")
     if found.matrix:
         page.add_matrix(found.labels, found.matrix)
+    if found.numbers:
+        page.add_charts(*_number_charts(found.numbers))
     _add_scores(page, found)
     if found.worst:
         page.add_heading("Worst samples")
@@ -208,6 +239,20 @@ def _add_scores(page: Page, found: Evaluation) -> None:
         page.add_charts(Chart("Reliability", "probability", "share that is right", [reached, ideal]))
 
 
+def _number_charts(numbers: list[tuple[float, float]]) -> tuple[Chart, Chart]:
+    """Return what is predicted of each number, and by how much that is wrong."""
+    true, predicted = map(list, zip(*numbers, strict=True))
+    ends = [min(true), max(true)]
+    residuals = [given - value for value, given in numbers]
+    width = [min(predicted), max(predicted)]
+    return (
+        Chart("Predicted against true", "true", "predicted",
+              [Series("rows", true, predicted, "points"), Series("all right", ends, ends)]),
+        Chart("Residuals", "predicted", "predicted − true",
+              [Series("rows", predicted, residuals, "points"), Series("all right", width, [0.0, 0.0])]),
+    )  # fmt: skip
+
+
 def _worst_table(found: Evaluation) -> tuple[list[str], list[list[object]]]:
     if found.worst[0].label is None:
         return ["text", "mean loss"], [[sample.text or "", f"{sample.loss:.3f}"] for sample in found.worst]
@@ -217,12 +262,17 @@ def _worst_table(found: Evaluation) -> tuple[list[str], list[list[object]]]:
         [
             Picture(sample.png_base64, "the input") if sample.png_base64 else sample.text or "",
             sample.label or "",
-            State(sample.predicted or "", "good" if sample.predicted == sample.label else "bad"),
+            # A number is never just right.
+            sample.predicted if found.numbers else _marked(sample),
             *([f"{sample.probability or 0.0:.4f}"] if has_probability else []),
             f"{sample.loss:.3f}",
         ]
         for sample in found.worst
     ]
+
+
+def _marked(sample: WorstSample) -> State:
+    return State(sample.predicted or "", "good" if sample.predicted == sample.label else "bad")
 
 
 def _share(value: float | None) -> str:

@@ -26,7 +26,7 @@ class TextClassification(Classification):
     """Texts, each with one label."""
 
     processor = TextProcessor
-    supports = PREPARED | MODEL | TEXTS | CLASSES | {"label noise", "linear baseline", "stream"}
+    supports = PREPARED | MODEL | TEXTS | CLASSES | {"label noise", "stream"}
 
     def prepare_stream(self, recipe: Recipe) -> PreparedData:
         from app.data.streaming.prepare import prepare_labelled_stream  # other recipes do not need pyarrow
@@ -38,7 +38,7 @@ class TabularClassification(Classification):
     """Rows of a table, each with one label."""
 
     processor = TabularProcessor
-    supports = PREPARED | MODEL | ROWS | CLASSES | {"mixup"}
+    supports = PREPARED | MODEL | ROWS | CLASSES | {"mixup", "linear baseline"}
 
 
 class ImageClassification(Classification):

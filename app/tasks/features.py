@@ -29,6 +29,7 @@ CLASSES: Features = frozenset(
 TOKENS: Features = frozenset({"buckets", "tokenizer", "text filters"})
 TEXTS: Features = TOKENS | {
     *("input column", "token batches", "near duplicates", "text augmentation", "curriculum by column"),
+    "linear baseline",
 }
 IMAGES: Features = frozenset({"input column", "image", "image augmentation"})
 ROWS: Features = frozenset({"features", "kinds of columns"})

@@ -62,6 +62,18 @@ class Metric(ABC):
         total, count = sums.tolist()
         return float(total / count) if count else math.nan
 
+    def of(self, outputs: "Tensor", targets: "Tensor") -> float:
+        """Return the metric of these rows, given as to ``sums``."""
+        return self.value(self.sums(outputs, targets).double())
+
+    def of_subsets(self, outputs: "Tensor", targets: "Tensor") -> "Callable[[NDArray[Any]], float]":
+        """Return a function from indices of these rows to the metric of the rows that they choose."""
+        import torch
+
+        each = zip(torch.split(outputs, 1), torch.split(targets, 1), strict=True)
+        rows = torch.stack([self.sums(*row).double() for row in each])
+        return lambda indices: self.value(rows[indices].sum(0))
+
     def drop(self, before: float, after: float) -> float:
         """Return how much worse ``after`` is, for the gates: of an error (mode ``min``) as a share of it."""
         if self.mode == "max":
@@ -190,6 +202,12 @@ class SklearnMetric(Metric):
             outputs, targets = outputs[counted], targets[counted]
         predictions, targets = _convert(self.inputs, outputs, targets)
         return predictions.cpu(), targets.cpu()
+
+    def of(self, outputs: "Tensor", targets: "Tensor") -> float:
+        return self.value_of([self.rows(outputs, targets)])
+
+    def of_subsets(self, outputs: "Tensor", targets: "Tensor") -> "Callable[[NDArray[Any]], float]":
+        return lambda indices: self.of(outputs[indices], targets[indices])
 
     def value_of(self, parts: "Sequence[Predicted]") -> float:
         """Return the metric over the rows of all ``parts``. NaN if there is no row.

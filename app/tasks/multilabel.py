@@ -67,7 +67,7 @@ class TabularMultiLabel(MultiLabel):
     """Rows of a table, each with any number of labels."""
 
     processor = TabularProcessor
-    supports = PREPARED | MODEL | ROWS | {"label separator"}
+    supports = PREPARED | MODEL | ROWS | {"label separator", "linear baseline"}
 
 
 def _sorted(answer: Answer) -> Answer:

@@ -102,4 +102,4 @@ class TabularRegression(Regression):
     """Rows of a table, each with a number."""
 
     processor = TabularProcessor
-    supports = PREPARED | MODEL | ROWS
+    supports = PREPARED | MODEL | ROWS | {"linear baseline"}

@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
+from app.telemetry.judgement import Judgement
+
 EVALUATION_FILE = "evaluation.json"
 _BINS = 10
 
@@ -95,8 +97,12 @@ class Evaluation(BaseModel):
     matrix: list[list[int]] | None = None
     """``matrix[i][j]``: rows of label i for which label j was predicted. None: too many labels, or none."""
     scores: list[LabelScore] = []
+    numbers: list[tuple[float, float]] = []
+    """Of a regression: the number of some rows, and what is predicted."""
     calibration: Calibration | None = None
     """None: the task has no probabilities."""
     worst: list[WorstSample] = []
+    judgement: Judgement | None = None
+    """None: the task has no single score, or it could not be computed."""
     skipped: str | None = None
     """Why nothing was evaluated."""

@@ -31,6 +31,10 @@ class Usage(BaseModel):
     workers: int
     device: Literal["cpu", "gpu"]
     cpus_per_worker: float
+    machine: str = ""
+    """The first worker's."""
+    code: str = ""
+    """sha256 of the library's code."""
     energy_j: dict[str, float] = {}
     """Joules by source: ``cpu`` for the processor packages of the first worker's machine, with all that runs there;
     ``gpu`` for the first worker's GPU. A source that cannot be read is missing."""
@@ -216,9 +220,10 @@ def _since_now(open_counter: Callable[[], Counter]) -> Callable[[], float] | Non
     return None
 
 
-def begin_usage(workers: int, device: Literal["cpu", "gpu"], cpus_per_worker: float) -> Usage:
-    """Describe an attempt that begins now."""
-    return Usage(began=datetime.now(UTC), seconds=0.0, workers=workers, device=device, cpus_per_worker=cpus_per_worker)
+def begin_usage(workers: int, device: Literal["cpu", "gpu"], cpus_per_worker: float, **known: str) -> Usage:
+    """Describe an attempt that begins now, with the ``machine`` and the ``code`` if they are ``known``."""
+    began = datetime.now(UTC)
+    return Usage(began=began, seconds=0.0, workers=workers, device=device, cpus_per_worker=cpus_per_worker, **known)
 
 
 def read_usage(run_folder: UPath) -> list[Usage]:

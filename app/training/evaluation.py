@@ -8,7 +8,7 @@ import heapq
 import io
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +21,21 @@ from torch.nn import functional
 from upath import UPath
 
 from app.artifacts import WEIGHTS_FILE
+from app.best_effort import best_effort
 from app.config import Recipe, TrainConfig
 from app.data.labelled import CollatingTargets, LabelledData
 from app.data.pairs import PairData
-from app.data.prepared import IGNORED, Batch, PreparedData
+from app.data.prepared import IGNORED, VALIDATION, Dataset, PreparedData
 from app.data.processor import GroupingProcessor, Processor
-from app.data.targets import Answer, Classes, LabelSets, Targets, softmax
+from app.data.targets import Answer, Classes, LabelSets, Numbers, Targets, softmax
 from app.data.tokenizer import LanguageTokenizer
 from app.models.factory import blueprint_of, logits_of
 from app.storage import local_copy, write_atomically
 from app.tasks import ServedTask, find_task
+from app.tasks.judgement import Judge, Predictions, spread
+from app.tasks.objective import select_counted
 from app.telemetry.evaluation import EVALUATION_FILE, Calibration, Evaluation, LabelScore, WorstSample
+from app.telemetry.judgement import Judgement
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -45,47 +49,90 @@ _PICTURE_SIZE = 96
 _MAX_LABELS = 50
 """Labels up to which a confusion matrix is kept. A larger one cannot be read."""
 
-Prediction = tuple[Sequence[int], Batch, Tensor]
-"""Rows, their batch, and its float32 logits of shape (batch, …, classes)."""
+_MAX_POINTS = 1000
+"""Numbers that a chart shows."""
+_MAX_OUTPUTS = 2**26
+"""Numbers of a model's outputs that are kept in memory."""
+
+Prediction = tuple[Sequence[int], NDArray[Any], Tensor]
+"""Rows, their targets, and the float32 logits of shape (batch, …, classes)."""
 
 
-def write_evaluation(weights: UPath, data: PreparedData, recipe: Recipe, run_folder: UPath) -> None:
-    """Evaluate the model of a weights folder, and write ``evaluation.json``."""
-    write_atomically(run_folder / EVALUATION_FILE, evaluate(weights, data, recipe).model_dump_json().encode())
+NO_SCORES: Mapping[str, float] = {}
 
 
-def evaluate(weights: UPath, data: PreparedData, recipe: Recipe) -> Evaluation:
+def write_evaluation(
+    weights: UPath, data: PreparedData, recipe: Recipe, run_folder: UPath, scores: Mapping[str, float] = NO_SCORES
+) -> Evaluation:
+    """Evaluate the model of a weights folder as ``evaluate`` does, and write ``evaluation.json``."""
+    evaluation = evaluate(weights, data, recipe, scores)
+    write_atomically(run_folder / EVALUATION_FILE, evaluation.model_dump_json().encode())
+    return evaluation
+
+
+def evaluate(weights: UPath, data: PreparedData, recipe: Recipe, scores: Mapping[str, float] = NO_SCORES) -> Evaluation:
     """Run the model on this machine's CPU over ``train.report_samples`` rows, spread over the validation split.
 
-    It takes 30 s at most. A model over 1 GiB is not run.
+    It takes 30 s at most, and as long again for training rows. A model over 1 GiB is not run. ``scores`` are those of
+    the whole split, by their names ``val_NAME``; without them, the model is not judged.
     """
     split = data.validation
     size = (weights / WEIGHTS_FILE).stat().st_size
     if size > _MAX_WEIGHTS_BYTES:
         return Evaluation(rows=0, of=len(split), skipped=f"the weights take {size / 2**30:.1f} GiB, more than 1 GiB")
+    model, task = _load_model(weights, data, recipe), find_task(recipe.task)
     if isinstance(data, PairData):
-        return _of_pairs(data, _load_model(weights, data, recipe), recipe.train)
-    # Rows of similar lengths need little padding in a batch.
-    ordered = sorted(_spread(len(split), recipe.train), key=lambda row: int(split.lengths[row]))
-    rows = _batch_rows(data)
-    batches = [ordered[first : first + rows] for first in range(0, len(ordered), rows)]
-    predictions = _predictions(_load_model(weights, data, recipe), data, batches)
-    task = find_task(recipe.task)
+        return _of_pairs(data, model, recipe.train)
+    predictions = _spread_predictions(model, data, split, recipe.train.report_samples)
     if (
         isinstance(task, ServedTask)
         and isinstance(data, LabelledData)
         and not isinstance(data.targets, CollatingTargets)
     ):
-        return _of_examples(data, task, predictions)
+        made = list(_bounded(predictions))
+        evaluation = _of_examples(data, task, made)
+        judge = Judge.of(recipe, task, data.train)
+
+        def add_judgement() -> None:
+            if judge and scores:
+                evaluation.judgement = _judge(judge, model, data, made, scores)
+
+        best_effort(add_judgement, "the run has no verdict", "the job")
+        return evaluation
     return _of_tokens(data, predictions)
 
 
-def _spread(num_rows: int, config: TrainConfig) -> list[int]:
-    """Return the numbers of at most ``train.report_samples`` rows, spread over all."""
-    chosen: list[int] = np.unique(
-        np.linspace(0, num_rows - 1, min(config.report_samples, num_rows), dtype=int)
-    ).tolist()
-    return chosen
+def _judge(
+    judge: Judge, model: nn.Module, data: LabelledData, made: Sequence[Prediction], scores: Mapping[str, float]
+) -> Judgement:
+    """Return the judgement of a model, which is also run on as many training rows."""
+    rows = sum(len(part) for part, *_ in made)
+    trained = _joined(_bounded(_spread_predictions(model, data, data.train, rows)))
+    return judge.judge(VALIDATION, data.validation, scores[f"val_{judge.metric.name}"], _joined(made), trained)
+
+
+def _spread_predictions(model: nn.Module, data: PreparedData, split: Dataset, count: int) -> Iterator[Prediction]:
+    """Yield the predictions for at most ``count`` rows, spread over a split."""
+    # Rows of similar lengths need little padding in a batch.
+    ordered = sorted(spread(len(split), count), key=lambda row: int(split.lengths[row]))
+    rows = _batch_rows(data)
+    return _predictions(model, split, [ordered[first : first + rows] for first in range(0, len(ordered), rows)])
+
+
+def _joined(made: Iterable[Prediction]) -> Predictions:
+    """Return the outputs and targets of the rows that count."""
+    _, targets, outputs = zip(*made, strict=True)
+    return Predictions(*select_counted(torch.cat(outputs), torch.cat(list(map(torch.from_numpy, targets)))))
+
+
+def _bounded(made: Iterable[Prediction]) -> Iterator[Prediction]:
+    """Yield predictions until their outputs take ``_MAX_OUTPUTS`` numbers."""
+    kept = 0
+    for prediction in made:
+        yield prediction
+        kept += prediction[-1].numel()
+        if kept > _MAX_OUTPUTS:
+            return
 
 
 def _load_model(weights: UPath, data: PreparedData, recipe: Recipe) -> nn.Module:
@@ -102,8 +149,9 @@ def _of_examples(data: LabelledData, task: ServedTask, predictions: Iterable[Pre
     """Return the worst samples of any task, and for labels their scores and the calibration."""
     worst: list[tuple[float, int, NDArray[np.float32]]] = []  # loss, row, outputs
     counts, num_rows = _LabelCounts.of(data.targets), 0
-    for rows, batch, outputs in predictions:
-        targets, given = torch.from_numpy(batch.targets), outputs.numpy()
+    numbers: list[tuple[float, float]] = []  # true, predicted
+    for rows, true, outputs in predictions:
+        targets, given = torch.from_numpy(true), outputs.numpy()
         losses = functional.cross_entropy(outputs, targets, reduction="none") if task.learns_classes else None
         found = task.loss(outputs, targets) if losses is None else losses
         worst += zip(found.tolist(), rows, given, strict=True)
@@ -111,13 +159,18 @@ def _of_examples(data: LabelledData, task: ServedTask, predictions: Iterable[Pre
         worst = heapq.nlargest(_WORST_SAMPLES, worst, key=lambda sample: sample[0])
         num_rows += len(rows)
         if counts:
-            counts.add(given, batch.targets)
+            counts.add(given, true)
+        if isinstance(data.targets, Numbers):
+            values = data.targets.scale.mean + data.targets.scale.std * true.astype(float)
+            found_values = (answer["value"] for answer in data.targets.decode(given))
+            numbers += zip(values.tolist(), found_values, strict=True)
     return Evaluation(
         rows=num_rows,
         of=len(data.validation),
         labels=data.targets.labels,
         matrix=counts.matrix.tolist() if counts and counts.matrix is not None else None,
         scores=counts.scores(data.targets.labels) if counts else [],
+        numbers=[numbers[place] for place in spread(len(numbers), _MAX_POINTS)],
         calibration=counts.calibration if counts else None,
         worst=[_worst_example(data, task, *sample) for sample in worst],
     )
@@ -180,10 +233,12 @@ class _LabelCounts:
 def _of_pairs(data: PairData, model: nn.Module, config: TrainConfig) -> Evaluation:
     """Return the anchors whose own positive is hardest to find among the positives of the evaluated pairs."""
     pairs, texts = data.validation.pairs, data.validation.texts
-    ordered = sorted(_spread(len(pairs), config), key=lambda pair: len(texts[2 * pair]))
+    ordered = sorted(spread(len(pairs), config.report_samples), key=lambda pair: len(texts[2 * pair]))
     parts = [ordered[first : first + _BATCH_ROWS] for first in range(0, len(ordered), _BATCH_ROWS)]
     # Both texts of a pair are in one batch, because the time may be over after any of them.
-    found = list(_predictions(model, data, [[2 * pair + side for side in (0, 1) for pair in part] for part in parts]))
+    found = list(
+        _predictions(model, data.validation, [[2 * pair + side for side in (0, 1) for pair in part] for part in parts])
+    )
     evaluated = [pair for part in parts[: len(found)] for pair in part]
     sides = [functional.normalize(vectors, dim=-1).chunk(2) for _, _, vectors in found]
     anchors, positives = (torch.cat(side) for side in zip(*sides, strict=True))
@@ -208,8 +263,8 @@ def _of_pairs(data: PairData, model: nn.Module, config: TrainConfig) -> Evaluati
 
 def _of_tokens(data: PreparedData, predictions: Iterable[Prediction]) -> Evaluation:
     losses: list[tuple[float, int]] = []  # mean loss, row
-    for rows, batch, logits in predictions:
-        targets = torch.from_numpy(batch.targets)
+    for rows, true, logits in predictions:
+        targets = torch.from_numpy(true)
         # ``cross_entropy`` expects the classes as the second dimension.
         values = functional.cross_entropy(logits.mT, targets, ignore_index=IGNORED, reduction="none").sum(-1)
         # A row may have no target that counts.
@@ -223,14 +278,14 @@ def _of_tokens(data: PreparedData, predictions: Iterable[Prediction]) -> Evaluat
     )
 
 
-def _predictions(model: nn.Module, data: PreparedData, batches: Sequence[Sequence[int]]) -> Iterator[Prediction]:
+def _predictions(model: nn.Module, split: Dataset, batches: Sequence[Sequence[int]]) -> Iterator[Prediction]:
     """Yield predictions, until the time is over."""
     deadline_s = time.monotonic() + _MAX_SECONDS
     for rows in batches:
-        batch = data.validation.batch(rows)
+        batch = split.batch(rows)
         inputs = {name: torch.from_numpy(tensor) for name, tensor in batch.inputs.items()}
         with torch.inference_mode():
-            yield rows, batch, logits_of(model(**inputs)).float()
+            yield rows, batch.targets, logits_of(model(**inputs)).float()
         # After a batch and not before it, so that a slow model has predictions, too.
         if time.monotonic() > deadline_s:
             return
@@ -267,7 +322,7 @@ def _media_of(given: Any, processor: Processor) -> tuple[str | None, bytes | Non
 def _in_words(value: Any, labels: Sequence[str]) -> str:
     """Return the value of an example: a class, several classes, or a number."""
     if not labels:
-        return str(value)
+        return f"{value:g}" if isinstance(value, float) else str(value)
     return ", ".join(labels[index] for index in (value if isinstance(value, list) else [value])) or "none"
 
 

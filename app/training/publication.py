@@ -20,8 +20,8 @@ from app.published.weights import convert_weights, publish_weights
 from app.runs import CONFIG_FILE, Outcome, Run
 from app.storage import to_path
 from app.tasks import find_task, load_prepared
+from app.telemetry.judgement import Judgement
 from app.telemetry.profiler import PROFILE
-from app.training.baseline import baseline_of
 from app.training.checkpoints.reader import export_weights
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.evaluation import write_evaluation
@@ -49,10 +49,14 @@ def finish_run(
     adapter = run.folder / ADAPTER if recipe.model.adapter else None
     publish_weights(partial(export_weights, checkpoint), data, recipe, weights, adapter)
     # The weights are published. What follows is for the report, and cannot fail the run.
+    judgements: list[Judgement | None] = []
+
+    def judge() -> None:
+        judgements.append(write_evaluation(weights, data, recipe, run.folder, best.metrics).judgement)
+
     if recipe.train.report_samples:
-        evaluating = partial(write_evaluation, weights, data, recipe, run.folder)
-        best_effort(evaluating, "the report has no predictions", "the job")
-    baseline = baseline_of(data, best) if recipe.train.linear_baseline else None
+        best_effort(judge, "the report has no predictions and no verdict", "the job")
+    judgement = next(iter(judgements), None)
     predictions: list[Prediction | None] = []
 
     def compare() -> None:
@@ -61,7 +65,10 @@ def finish_run(
         predictions.append(prediction_of(recipe, data, ending.workers, cluster, metrics, profile))
 
     best_effort(compare, "what the planner predicts of this run cannot be computed")
-    reached = TrainMetrics.of(best, ending, recipe.train, baseline, *predictions)
+    reached = TrainMetrics.of(best, ending, recipe.train, judgement, *predictions)
+    if judgement:
+        # The last line, which a person reads first.
+        print(f"{'warning' if judgement.is_void else 'verdict'}: {judgement.verdict}", flush=True)
     artifacts = {"checkpoint": str(checkpoint), "weights": str(weights), "report": report}
     return Outcome(reached, artifacts | ({"adapter": str(adapter)} if adapter else {}))
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from app.config import EarlyStoppingConfig, PlanConfig, TrainConfig
 from app.config.metrics import Mode, Selection, cost_of
 from app.planner.prediction import Prediction
+from app.telemetry.judgement import Judgement
 from app.telemetry.record import MemoryRecord, ReadingRecord, Record
 from app.training.stop_request import StopRequest
 
@@ -105,7 +106,8 @@ class TrainMetrics(BaseModel):
     resumed_from_step: int
     workers: int
     plan: PlanConfig
-    baseline_accuracy: float | None = None
+    judgement: Judgement | None = None
+    """None: the task has no single score, or the model was not run again."""
     prediction: Prediction | None = None
     """What the planner predicted of a step, beside what was measured; None for small models on CPUs."""
 
@@ -115,7 +117,7 @@ class TrainMetrics(BaseModel):
         best: EpochRecord,
         ending: Ending,
         config: TrainConfig,
-        baseline_accuracy: float | None = None,
+        judgement: Judgement | None = None,
         prediction: Prediction | None = None,
     ) -> Self:
         """Return the outcome of a run with this best epoch and this end."""
@@ -132,7 +134,7 @@ class TrainMetrics(BaseModel):
             resumed_from_step=ending.resumed_from_step,
             workers=ending.workers,
             plan=config.plan.model_copy(update={"micro_batch": config.layout(ending.workers).micro_batch}),
-            baseline_accuracy=baseline_accuracy,
+            judgement=judgement,
             prediction=prediction,
         )
 

@@ -12,11 +12,13 @@ from upath import UPath
 
 from app.artifacts import CHECKPOINTS, FAILURE_FILE
 from app.best_effort import warn
+from app.checksums import code_revision
 from app.config import Layout, Recipe, TrainConfig
 from app.config.alerts import Act
 from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError, TrainingError
 from app.models.factory import blueprint_of
+from app.planner.calibration import machine_name
 from app.storage import no_op
 from app.tasks import find_task
 from app.telemetry.alerts import Alerts, Notification, Notifier
@@ -285,7 +287,11 @@ def _measure_usage(mirror: Mirror, config: TrainConfig, worker: Worker) -> Abstr
         uuid = str(torch.cuda.get_device_properties(worker.device).uuid)
         sources["gpu"] = partial(GpuCounter, uuid)
         utilisation = partial(GpuUtilisation, uuid)
-    usage = begin_usage(worker.size, config.device, config.cpus_per_worker)
+    machine = machine_name()
+    if worker.device.type == "cuda":
+        machine = f"{torch.cuda.get_device_name(worker.device)}, {machine}"
+    code = code_revision()
+    usage = begin_usage(worker.size, config.device, config.cpus_per_worker, machine=machine, code=code)
     return UsageMeter(mirror, usage, sources, utilisation).measure()
 
 

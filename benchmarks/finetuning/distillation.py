@@ -16,7 +16,7 @@ from upath import UPath
 
 from app.compile.compilation import Compilation
 from app.compile.publication import publish
-from app.compile.reference import score_on
+from app.compile.reference import Reference
 from app.compile.source_model import SourceModel, load_source_model
 from app.compile.variants import requested_variants
 from app.config import load_recipe
@@ -144,7 +144,7 @@ def _on_test(weights: UPath) -> tuple[float, int]:
     test = source.load_test()
     assert test
     with closing(source.open_module(EngineSettings(threads=source.threads))) as engine:
-        score = score_on(engine, test, source.reference.judge)
+        score = Reference.of(engine, test, source.reference.judge).score
     assert score
     return score.value, len(test)
 

@@ -73,7 +73,7 @@ def _run_trial(study: SearchStudy, max_trials: int) -> Sequence[float]:
     """Run a trial of one epoch, without its training. Return the seconds of each call."""
     proposal, ask_s = _timed(lambda: study.ask(max_trials))
     assert proposal is not None
-    _, report_s = _timed(lambda: study.report(proposal.number, 1, 0.5, cost=-0.5))
+    _, report_s = _timed(lambda: study.report(proposal.number, 1, 0.5, cost=(-0.5, 0.0)))
     _, complete_s = _timed(lambda: study.complete(proposal.number, [0.5], stopped_early=False))
     _, best_s = _timed(lambda: study.best)
     return ask_s, report_s, complete_s, best_s

@@ -117,7 +117,7 @@ class _Rayloom:
         return Task(suggested[VALUES], epochs_of(self.study.study.get_trials(deepcopy=False)[self._number]))
 
     def goes_on(self, epoch: int, value: float) -> bool:
-        self.study.report(self._number, epoch, value, cost=-value)
+        self.study.report(self._number, epoch, value, cost=(-value, 0.0))
         return self._promotion.goes_on(self._number, epoch, value)
 
     def pruned(self) -> None:

@@ -23,6 +23,7 @@ LOSSES[SPIKE] = 50.0
 def page(figure: object = None) -> Page:
     """A page with one of everything, wider than a phone."""
     made = Page(HOSTILE, State(HOSTILE, "good"), [Link(HOSTILE, '"><script>')])
+    made.add_verdict(HOSTILE, "bad", HOSTILE)
     made.add_error(HOSTILE)
     made.add_figures({"loss": HOSTILE})
     made.add_facts({"name": HOSTILE})
@@ -34,7 +35,7 @@ def page(figure: object = None) -> Page:
     made.add_charts(Chart("Settings", "ms", "rows/s", [points], log_x=True, log_y=True))
     made.add_table([HOSTILE, *map(str, range(30))], [[HOSTILE, *range(1000, 1030)]])
     made.add_matrix(["a", HOSTILE], [[3, 1], [0, 0]])
-    made.add_bars({HOSTILE: (1.0, HOSTILE), "none": (0.0, "0 s")})
+    made.add_bars({HOSTILE: 1.0, "most": 3.0}, lambda amount: f"{amount:g} {HOSTILE}")
     made.add_code(HOSTILE, summary=HOSTILE)
     if figure is not None:
         made.add_figure(figure)
@@ -55,6 +56,18 @@ def test_what_is_given_is_shown_as_text(opened: WebDriver) -> None:
     assert seen(opened, "section h2").text == HOSTILE
     assert seen(opened, ".trail a").text == HOSTILE
     assert HOSTILE in seen(opened, ".table tbody td").text
+    assert seen(opened, "section .verdict.bad").text == f"{HOSTILE}."
+
+
+def test_a_bar_fills_its_share_of_the_track(opened: WebDriver) -> None:
+    tracks = opened.find_elements(By.CSS_SELECTOR, ".bars .track")
+    bars = [track.find_element(By.CSS_SELECTOR, "span") for track in tracks]
+    shares = [bar.size["width"] / track.size["width"] for bar, track in zip(bars, tracks, strict=True)]
+    assert shares == pytest.approx([0.25, 0.75], abs=0.01)
+    assert [words.text for words in opened.find_elements(By.CSS_SELECTOR, ".bars .amount")] == [
+        f"1 {HOSTILE}, 25.0 %",
+        f"3 {HOSTILE}, 75.0 %",
+    ]
 
 
 def test_a_chart_shows_its_curves_hides_them_and_names_values_under_the_pointer(opened: WebDriver) -> None:

@@ -13,6 +13,7 @@ from app.artifacts import METRICS_FILE, WEIGHTS_FILE
 from app.config import load_recipe
 from app.data.prepared import DataReport
 from app.models.factory import blueprint_of
+from app.reports.curves import read_curves
 from app.reports.deployment import DeploymentRecord, Laps, deployment_page
 from app.reports.lifecycle import lifecycle_page, note_part
 from app.reports.run_folder import RunFolder, cost_of
@@ -161,6 +162,35 @@ def test_a_page_shows_some_of_what_was_dropped_and_predictions_of_data_in_shards
     assert "under several labels" in page
     assert "text number &lt;7&gt;" in page
     assert f"{len(data.validation)} of {len(data.validation)} rows" in page
+
+
+def test_a_regression_shows_its_numbers_and_marks_none_as_wrong(tmp_path: Path) -> None:
+    recipe = load_recipe(str(ROOT / "recipes/diabetes.yaml"))
+    data = prepare(recipe)
+    folder = write_run(UPath(tmp_path), RUN, metrics={"val_mae": 50.0})
+    (folder / "w").mkdir()
+    safetensors.torch.save_model(blueprint_of(recipe.model, data.facts).model, str(folder / "w" / WEIGHTS_FILE))
+    write_evaluation(folder / "w", data, recipe, folder)
+    page = training_page(folder).to_html()
+    assert "Predicted against true" in page
+    assert "Residuals" in page
+    assert 'class="state bad"' not in page
+
+
+def test_a_noisy_loss_is_smoothed_and_a_short_wait_for_data_is_no_bottleneck(tmp_path: Path) -> None:
+    folder = write_run(UPath(tmp_path), RUN, "train.epochs=7", metrics={"val_loss": 0.5})
+    reading = {"processes": 0, "seconds": 1.0, "cpu_s": 0.9, "queued_s": 0.0, "source": "memory"}
+    steps = [
+        {"step": step, "epoch": 1, "loss": 2.0 + (-1.0) ** step, "data_stall": 0.033, "reading": reading}
+        for step in range(1, 1001)
+    ]
+    (folder / METRICS_FILE).write_text("".join(f"{json.dumps(step)}\n" for step in steps), encoding="utf-8")
+    curves = read_curves(folder)
+    assert np.ptp(curves.of_steps["loss"].smoothed.values[100:]) < 0.1
+    page = training_page(folder).to_html()
+    assert "Data is no bottleneck: 3.3 % of a step." in page
+    assert "train.epochs: 7" in page, "a difference from the default"
+    assert "train.seed: 0" not in page.partition("<details>")[0]
 
 
 def test_a_page_is_made_of_whatever_a_run_has(tmp_path: Path) -> None:

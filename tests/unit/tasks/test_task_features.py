@@ -64,7 +64,7 @@ TABLE = [
     ("train.augment={image: {flip: 0.5}}", ". x .  . .  . .  . . .  . . . ."),
     ("train.augment={audio: {masks: 1}}", ". x .  . .  . .  . . .  . . . ."),
     ("train.augment={mix: {mixup: 0.2}}", ". x x  . .  . .  . . .  . . . ."),
-    ("train.linear_baseline=true", "x . .  . .  . .  . . .  . . . ."),
+    ("train.linear_baseline=true", "x . x  x x  x x  . . .  . . . ."),
     ("train.plan={tensor: 2}", "x x x  x x  x x  x x x  . x x x", "train.workers=2"),
     ("train.plan={pipeline: 2}", "x x x  x x  x x  x x x  . x x x", "train.workers=2"),
     ("serve.cascade={before: [small]}", "x x x  . .  . .  x . .  . . . ."),

@@ -1,7 +1,5 @@
 """Tasks that are refused before they cost anything: unknown, incomplete, or with keys of other tasks."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from upath import UPath
@@ -128,16 +126,6 @@ def test_a_language_model_is_not_compiled_and_a_processor_makes_a_classification
 def test_a_metric_that_the_task_has_not_is_refused_before_data_are_read(overrides: list[str], key: str) -> None:
     with refused("metric.unknown", key):
         prepare(load_recipe(DIGITS, [*overrides, "data.source=/nowhere"]))
-
-
-def test_a_linear_baseline_is_refused_before_training_where_rows_have_several_labels(tmp_path: Path) -> None:
-    rows = "".join(f"text {number},{'a|b' if number % 2 else 'b'}\n" for number in range(80))
-    (tmp_path / "rows.csv").write_text(f"input,label\n{rows}", encoding="utf-8")
-    keys = [f"data.source={tmp_path / 'rows.csv'}", "task=text-multilabel", "train.linear_baseline=true"]
-    keys += ["train.label_smoothing=0.0", "train.early_stopping=null", "tune=null", "train.global_batch_size=8"]
-    keys += ["data.columns={input: input, label: label}"]
-    with refused("task.unsupported", "train.linear_baseline"):
-        load_recipe(str(ROOT / "recipes/reviews.yaml"), keys)
 
 
 @pytest.mark.parametrize("key", ["train.class_weights=balanced", "data.sampling=balanced", "train.label_smoothing=0.1"])

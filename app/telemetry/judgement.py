@@ -1,0 +1,136 @@
+"""The judgement of a model: its score beside what needs no model, and a verdict in one sentence."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, computed_field
+
+from app.config.metrics import Mode
+from app.pages.content import Mood
+
+Finding = Literal["leak", "chance", "linear", "overfit", "noise"]
+
+_MAX_LOST = 1 / 3
+"""Share of what was learned on training rows that a sound model may lose on others."""
+
+
+class Baseline(BaseModel):
+    """The score of something simpler than the model, on the same rows."""
+
+    name: str
+    """Such as ``the majority class`` or ``the linear baseline``."""
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {shortened(self.value)}"
+
+
+class Judgement(BaseModel):
+    """How good a model is on one split, and what that is worth."""
+
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+    metric: str
+    mode: Mode
+    split: str
+    rows: int
+    value: float
+    low: float
+    """The 95 % interval of the score, for other rows of the same kind."""
+    high: float
+    trivial: Baseline | None = None
+    """The best constant answer. None: the task has none."""
+    linear: Baseline | None = None
+    """None: it was not fitted."""
+    trained: float | None = None
+    """The score on training rows."""
+    leaks: list[str] = []
+    """Why the score is not to be trusted, a clause each."""
+    noise: float = 0.0
+    """Share of the rows whose label is likely wrong, if that explains most errors."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def findings(self) -> list[Finding]:
+        """What is wrong with the model or its data, the worst first. Empty: nothing was found."""
+        if self.leaks:
+            return ["leak"]
+        if not self.is_above(self.trivial):
+            return ["chance"]
+        found: dict[Finding, bool] = {
+            "linear": not self.is_above(self.linear),
+            "overfit": self._is_overfitted,
+            "noise": self.noise > 0.0,
+        }
+        return [name for name, holds in found.items() if holds]
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def verdict(self) -> str:
+        """One sentence: the score, what is wrong, and what to do."""
+        baselines = [str(baseline) for baseline in (self.trivial, self.linear) if baseline]
+        if clauses := "; ".join(map(self._clause, self.findings)):
+            beside = ", ".join(baseline for baseline in baselines if baseline not in clauses)
+            return f"{self}{f' ({beside})' if beside else ''}, {clauses}"
+        return f"{self}, better than {' and '.join(baselines)}" if baselines else f"{self}, and no baseline is known"
+
+    @property
+    def basis(self) -> str:
+        """What the score is of, in one sentence."""
+        interval = f"{self.low:.4g} to {self.high:.4g}"
+        return f"On {self.rows:,} {self.split} rows. The 95 % interval for other such rows is {interval}."
+
+    @property
+    def mood(self) -> Mood:
+        """How a page shows the verdict."""
+        return "bad" if self.is_void else "busy" if self.findings else "good"
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the model is worth nothing, as far as the score tells."""
+        return bool({"leak", "chance"} & set(self.findings))
+
+    def __str__(self) -> str:
+        margin = max(self.high - self.value, self.value - self.low)
+        return f"{self.metric.replace('_', ' ')} {shortened(self.value)} ± {shortened(margin)}"
+
+    @property
+    def is_above_baselines(self) -> bool:
+        """Whether the whole interval is better than every baseline, and nothing speaks against the score."""
+        return self.trivial is not None and not {"leak", "chance", "linear"} & set(self.findings)
+
+    def is_above(self, baseline: Baseline | None) -> bool:
+        """Return whether the whole interval is better than a baseline, or there is none."""
+        if baseline is None:
+            return True
+        return self.low > baseline.value if self.mode == "max" else self.high < baseline.value
+
+    @property
+    def _is_overfitted(self) -> bool:
+        if self.trained is None or self.trivial is None or self.low <= self.trained <= self.high:
+            return False
+        gained = self.trained - self.trivial.value
+        return gained != 0.0 and (self.trained - self.value) / gained > _MAX_LOST
+
+    def _clause(self, finding: Finding) -> str:
+        match finding:
+            case "leak":
+                return f"not to be trusted, because {' and '.join(self.leaks)} (leak): remove that, and train again"
+            case "chance":
+                return f"no better than {self.trivial}: check the labels, give more rows, or try another model"
+            case "linear":
+                return f"no better than {self.linear}: more data or another model"
+            case "overfit":
+                return (
+                    f"overfitted, because it reaches {shortened(self.trained or 0.0)} on training rows: more data, a "
+                    "smaller model, or more regularization"
+                )
+            case "noise":
+                return (
+                    f"held down by noise in the labels, of which about {self.noise:.0%} look wrong: read the worst "
+                    "samples, and mend their labels"
+                )
+
+
+def shortened(value: float) -> str:
+    """Return a score with three decimals, or three digits if it is large."""
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
