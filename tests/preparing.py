@@ -24,7 +24,7 @@ from app.data.preparation.writers import LabelledWriter, labelled_schema
 from app.data.prepared import PreparedData
 from app.data.processor import Processor
 from app.data.sharded import ShardReference
-from app.data.shards import ShardIndex
+from app.data.shards import ShardIndex, ShardPlace
 from app.data.targets import Classes, Targets
 from app.models.factory import blueprint_of
 from app.tasks import find_task, prepare
@@ -100,7 +100,8 @@ def in_shards(
         inputs, labels = [item for item, _ in rows], [label for _, label in rows]
         read = partial(targets.read, config=config)
         schema = labelled_schema(processor.modality, targets.rule)
-        writer = LabelledWriter(folder, split, 10**6, schema, read, lambda items: [len(item) for item in items])
+        place = ShardPlace(folder, split, 10**6)
+        writer = LabelledWriter(place, schema, read, lambda items: [len(item) for item in items])
         writer.add(inputs, labels)
         written[split] = writer.close()
     index = ShardIndex(fingerprint="", created=datetime.now(UTC), task="", source="-", settings={}, splits=written)

@@ -24,11 +24,13 @@ from app.config import Recipe, load_recipe
 from app.data.prepared import SHARDS_FILE
 from app.data.sharded import ShardReference
 from app.data.streaming.collector import Collector
-from app.data.streaming.messages import Offsets
+from app.data.streaming.messages import Message, Offsets
 from app.data.streaming.micro_epochs import MicroEpoch
-from app.data.streaming.rows import ChosenRows, LabelledRows, LabelledTexts, Samples
+from app.data.streaming.prepare import unfitted
+from app.data.streaming.rows import ChosenRows, RowsFactory, StreamRows
 from app.data.text import TextProcessor
 from app.ports import is_free, unused
+from app.tasks import find_task
 from app.training.publication import export_checkpoint
 from tests.faults.models import ledger_places
 from tests.helpers import BIN, wait_until
@@ -170,9 +172,13 @@ def recipe(source: str, tmp_path: Path, *keys: str, **stream: object) -> Recipe:
 def collector_of(
     given: Recipe, start: Offsets, is_first: bool = False, clock: Callable[[], float] = time.monotonic
 ) -> Collector:
-    """Return a collector of labelled texts."""
-    make_rows = partial(LabelledRows, given.data, frozenset())
-    return Collector(given, make_rows, start, is_first, clock)
+    """Return a collector of messages."""
+    return Collector(given, rows_of(given), start, is_first, clock)
+
+
+def rows_of(given: Recipe) -> RowsFactory:
+    """Return what makes rows of messages, as far as the recipe says how."""
+    return partial(StreamRows, unfitted(given, find_task(given.task).samples(given)), frozenset())
 
 
 def collect(given: Recipe, start: Offsets, is_first: bool = False) -> ChosenRows:
@@ -183,10 +189,9 @@ def collect(given: Recipe, start: Offsets, is_first: bool = False) -> ChosenRows
                 return chosen
 
 
-def texts_of(samples: Samples) -> Sequence[str]:
-    """Return the texts of labelled samples."""
-    assert isinstance(samples, LabelledTexts)
-    return samples.inputs
+def texts_of(messages: Sequence[Message]) -> list[str]:
+    """Return the texts of messages."""
+    return [json.loads(message.value)["text"] for message in messages]
 
 
 def language_overrides(source: str, storage: Path) -> list[str]:

@@ -51,10 +51,10 @@ class StreamAddress:
 class StreamConfig(Section):
     """How a stream is cut into micro-epochs. Each is an epoch of training, and its messages are trained on once."""
 
-    labels: Annotated[list[str], Field(min_length=2)] | None = Field(
+    labels: Annotated[list[str], Field(min_length=1)] | None = Field(
         default=None,
-        description="all labels that messages may have, because part of a stream may lack some; left out for language "
-        "modelling",
+        description="all labels that messages may have, because part of a stream may lack some: classes, or for "
+        "token-classification the types of entities; left out for other tasks",
     )
     samples: PositiveInt = Field(
         default=10_000,

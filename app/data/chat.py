@@ -1,7 +1,7 @@
 """Data of chats: conversations in shards, packed into blocks in which each attends to itself alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -72,6 +72,9 @@ class ChatData(LanguageData):
         length, is_packed = tokenizer.facts["max_length"], reference.index.settings["chat"]["packing"]
         train, validation = (ChatBlocks(reference.open(split), length, is_packed) for split in (TRAIN, VALIDATION))
         return cls(train, validation, tokenizer, report, reference)
+
+    def with_train(self, rows: ShardedRows) -> Self:
+        return replace(self, train=ChatBlocks(rows, self.train.block_length, self.train.is_packed))
 
     @property
     def tokens_per_sample(self) -> int:

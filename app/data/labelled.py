@@ -216,6 +216,10 @@ class ShardedData(SplitData):
     def summary(self) -> str:
         return f"{super().summary}, in shards in {self.reference.location}"
 
+    def with_train(self, rows: ShardedRows) -> Self:
+        """Return the data with other training rows, such as those of a stream's next micro-epoch."""
+        return replace(self, train=self.open_split(TRAIN, rows, self.processor, self.targets))
+
     def grown(self, prepared: PreparedData) -> Self:
         """Return the data, extended by the sources that ``prepared`` appends. Labels and processor stay.
 
@@ -259,7 +263,3 @@ class LabelledData(ShardedData):
     @classmethod
     def open_split(cls, name: str, rows: ShardedRows, processor: Processor, targets: Outputs) -> LabelledDataset:  # noqa: ARG003
         return LabelledDataset(ShardedSplit(rows), processor, cast(Targets, targets))
-
-    def with_train(self, rows: ShardedRows) -> Self:
-        """Return the data with other training rows, such as those of a stream's next micro-epoch."""
-        return replace(self, train=self.open_split(TRAIN, rows, self.processor, self.targets))

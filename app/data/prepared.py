@@ -207,9 +207,13 @@ class PreparedData(Protocol):
 
 @runtime_checkable
 class GrowingData(Protocol):
-    """Prepared data that a run may add sources to."""
+    """Prepared data that a run may add sources to, or train on further shards of."""
 
     reference: "ShardReference"
+
+    def with_train(self, rows: "ShardedRows") -> PreparedData:
+        """Return the data with other training rows, such as those of a stream's next micro-epoch."""
+        ...
 
     def grown(self, prepared: PreparedData) -> PreparedData:
         """Return the data, extended by the sources that ``prepared`` appends. Labels and processor stay.

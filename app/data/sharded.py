@@ -97,7 +97,11 @@ class ShardReference(BaseModel):
 
     def open(self, split: str) -> "ShardedRows":
         """Return the rows of a split."""
-        return ShardedRows(self.location, self.index.splits.get(split, []), self.config, self.index.table)
+        return self.open_shards(self.index.splits.get(split, []))
+
+    def open_shards(self, shards: Sequence[Shard]) -> "ShardedRows":
+        """Return the rows of shards in the same folder."""
+        return ShardedRows(self.location, shards, self.config, self.index.table)
 
 
 class ShardedRows:

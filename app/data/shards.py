@@ -3,6 +3,7 @@
 A folder is complete when it has its index, which is written last.
 """
 
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
@@ -117,12 +118,24 @@ class ShardIndex(BaseModel):
         return index
 
 
+@dataclass(frozen=True)
+class ShardPlace:
+    """Where shards are written, and how large they are."""
+
+    folder: UPath
+    prefix: str
+    """Files are named ``PREFIX-NUMBER.arrow``."""
+    size: int
+    """Bytes of rows at which a file is full."""
+    max_rows: int | None = None
+    """Rows after these are left out. None: all are written."""
+
+
 class ShardWriter:
     """Writes rows as shards, one at a time: it holds the rows of one shard in memory, and copies of them."""
 
-    def __init__(self, folder: UPath, prefix: str, schema: pa.Schema, size: int) -> None:
-        """Name the files ``PREFIX-NUMBER.arrow``. ``size`` is the number of bytes of rows at which a file is full."""
-        self._folder, self._prefix, self._schema, self._size = folder, prefix, schema, size
+    def __init__(self, place: ShardPlace, schema: pa.Schema) -> None:
+        self.place, self._schema, self._left = place, schema, place.max_rows
         self._batches: list[pa.RecordBatch] = []
         self._bytes = 0
         self.shards: list[Shard] = []
@@ -132,13 +145,16 @@ class ShardWriter:
         """Add rows. Raises DataError if their columns are not those of the other shards."""
         if batch.schema != self._schema:
             raise DataError(f"rows have the columns {batch.schema.names}: expected {self._schema.names}")
+        if self._left is not None:
+            batch = batch.slice(0, self._left)
+            self._left -= batch.num_rows
         while batch.num_rows:
             # The same rows give the same shards, however they are split into batches.
             count = min(batch.num_rows, self._rows_left(batch))
             self._batches.append(batch.slice(0, count))
             self._bytes += self._batches[-1].nbytes
             batch = batch.slice(count)
-            if self._bytes >= self._size:
+            if self._bytes >= self.place.size:
                 self._write()
 
     def close(self) -> list[Shard]:
@@ -149,7 +165,7 @@ class ShardWriter:
 
     def _rows_left(self, batch: pa.RecordBatch) -> int:
         """Return the number of rows of the batch that fit, or the one row that fills the shard."""
-        room, low, high = self._size - self._bytes, 1, batch.num_rows
+        room, low, high = self.place.size - self._bytes, 1, batch.num_rows
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if batch.slice(0, middle).nbytes >= room else (middle + 1, high)
@@ -160,8 +176,8 @@ class ShardWriter:
         self._batches, self._bytes = [], 0
         # A slice would be written with the padding of the array that it was cut from.
         rows = rows.take(pa.array(np.arange(rows.num_rows)))
-        name = f"{self._prefix}-{len(self.shards):03d}.arrow"
-        with stream_atomically(self._folder / name) as file:
+        name = f"{self.place.prefix}-{len(self.shards):03d}.arrow"
+        with stream_atomically(self.place.folder / name) as file:
             # One record batch, whose columns can be memory-mapped.
             with pa.ipc.new_file(file, rows.schema) as table:
                 table.write_table(rows)

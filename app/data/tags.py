@@ -57,6 +57,10 @@ def _distinct(label: str) -> str:
     return json.dumps(sorted(set(json.loads(label))), ensure_ascii=False)
 
 
+def _beginning(kind: str) -> str:
+    return json.dumps([f"B-{kind}"], ensure_ascii=False)
+
+
 @dataclass(frozen=True)
 class Tags:
     """Each token has a logit for each class, of shape (rows, length, classes). Only a word's first token counts.
@@ -64,7 +68,7 @@ class Tags:
     A label is a list of the tags of a text's words, as JSON: O, B-TYPE or I-TYPE. Its value has their classes.
     """
 
-    rule: ClassVar[LabelRule] = LabelRule("nested", agree=True, kept_as="classes", counted=_distinct)
+    rule: ClassVar[LabelRule] = LabelRule("nested", agree=True, kept_as="classes", counted=_distinct, named=_beginning)
     types: list[str]
     words: WordRule
     """How a text is split into words: at white space, or also between letters and other characters."""

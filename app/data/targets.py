@@ -84,6 +84,10 @@ class LabelRule:
     """Returns what a label counts as in ``Targets.fit``, so that long labels need not be kept. Default: itself."""
     written: Callable[[str, str], str] = lambda label, separator: label  # noqa: ARG005
     """Returns one text for all labels that mean the same. Gets ``data.columns.separator``, too."""
+    named: Callable[[str], str] | None = None
+    """Returns a label with the class of this name alone. None: labels are no classes with names."""
+    is_readable: Callable[[str], object] = bool
+    """Returns whether a label can be read, whatever the others are."""
 
 
 class Targets(Outputs, Protocol):
@@ -144,7 +148,7 @@ class HasConstants(Protocol):
 class Classes:
     """Each row has one of several labels. The output has a logit for each, of shape (rows, labels)."""
 
-    rule: ClassVar[LabelRule] = LabelRule("label", agree=True, are_classes=True, kept_as="class")
+    rule: ClassVar[LabelRule] = LabelRule("label", agree=True, are_classes=True, kept_as="class", named=str)
     labels: list[str]
 
     @classmethod
@@ -197,6 +201,10 @@ def _write_set(label: str, separator: str) -> str:
     return json.dumps(sorted(set(split_labels(label, separator))), ensure_ascii=False)
 
 
+def _set_of(label: str) -> str:
+    return json.dumps([label], ensure_ascii=False)
+
+
 @dataclass(frozen=True)
 class LabelSets:
     """Each row has any number of labels. The output has a logit for each label, of shape (rows, labels).
@@ -204,7 +212,7 @@ class LabelSets:
     Labels are given as a list, or as one text in which ``data.columns.separator`` is between them.
     """
 
-    rule: ClassVar[LabelRule] = LabelRule("labels", kept_as="classes", written=_write_set)
+    rule: ClassVar[LabelRule] = LabelRule("labels", kept_as="classes", written=_write_set, named=_set_of)
     labels: list[str]
     separator: str = "|"
 
@@ -293,11 +301,18 @@ class Scale(BaseModel):
         )
 
 
+def _is_number(label: str) -> bool:
+    try:
+        return math.isfinite(float(label))
+    except ValueError:
+        return False
+
+
 @dataclass(frozen=True)
 class Numbers:
     """Each row has a number. The output is that number, scaled to mean 0 and deviation 1, of shape (rows, 1)."""
 
-    rule: ClassVar[LabelRule] = LabelRule("label", kept_as="number", written=_write_number)
+    rule: ClassVar[LabelRule] = LabelRule("label", kept_as="number", written=_write_number, is_readable=_is_number)
     labels: ClassVar[list[str]] = []
     num_outputs: ClassVar[int] = 1
     facts: ClassVar[Mapping[str, int]] = {"num_labels": num_outputs}
@@ -399,12 +414,8 @@ def indices_of(known: Sequence[str], labels: Sequence[str], config: DataConfig, 
 
 
 def _number(label: str, source: str) -> float:
-    try:
-        value = float(label)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
+    if not _is_number(label):
         raise LabelError(
             f"{source} has the label {label!r}: a regression learns numbers; give numbers, or another task", label
         )
-    return value
+    return float(label)

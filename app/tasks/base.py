@@ -117,11 +117,8 @@ class Task(ABC):
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:
         """Load the data that a run of the recipe has saved in ``folder``."""
 
-    def prepare_stream(self, recipe: Recipe) -> PreparedData:
-        """Return the data of a recipe with ``data.stream``: the first micro-epoch, with the validation split.
-
-        A task that supports ``stream`` overrides it.
-        """
+    def samples(self, recipe: Recipe) -> "SampleKind":
+        """Return what the rows of a source are to the task. One that supports ``stream`` overrides it."""
         raise NotImplementedError
 
     def load_with_test(self, recipe: Recipe, folder: UPath) -> PreparedData:
@@ -203,9 +200,7 @@ class ServedTask(Task):
 
         return LabelledData
 
-    @property
-    def samples(self) -> "SampleKind":
-        """What the rows of a source are to the task."""
+    def samples(self, recipe: Recipe) -> "SampleKind":  # noqa: ARG002
         from app.data.preparation.samples import Labelled
 
         return Labelled(self.processor.modality, self._targets)
@@ -213,7 +208,7 @@ class ServedTask(Task):
     def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
         from app.data.preparation.data import prepare_labelled
 
-        return prepare_labelled(recipe, self.samples, self.processor, run_units)
+        return prepare_labelled(recipe, self.samples(recipe), self.processor, run_units)
 
     def load(self, recipe: Recipe, folder: UPath) -> SplitData:  # noqa: ARG002
         return self.data.load(folder, self.processor, self.targets)

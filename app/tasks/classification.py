@@ -1,9 +1,7 @@
 """Classification: each text, image, row of a table or custom input has one of several labels."""
 
-from app.config import Recipe
 from app.data.examples import Modality
 from app.data.images import ImageProcessor
-from app.data.prepared import PreparedData
 from app.data.processor import Processor
 from app.data.tabular import TabularProcessor
 from app.data.targets import Classes
@@ -26,12 +24,7 @@ class TextClassification(Classification):
     """Texts, each with one label."""
 
     processor = TextProcessor
-    supports = PREPARED | MODEL | TEXTS | CLASSES | {"label noise", "stream"}
-
-    def prepare_stream(self, recipe: Recipe) -> PreparedData:
-        from app.data.streaming.prepare import prepare_labelled_stream  # other recipes do not need pyarrow
-
-        return prepare_labelled_stream(recipe, self.processor)
+    supports = PREPARED | MODEL | TEXTS | CLASSES | {"label noise"}
 
 
 class TabularClassification(Classification):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # an endpoint answers without torch
     from torch import Tensor
 
     from app.data.preparation.prepare import RunUnits
+    from app.data.preparation.samples import SampleKind
 
 
 class Retrieval(Metric):
@@ -67,7 +68,7 @@ class SentenceEmbedding(ServedTask):
     metrics = (RecallAt1(), MeanReciprocalRank())
     ignored = ("tokens",)  # of the text, by each version's tokenizer
     # Vectors of whole batches are compared, which no split model has.
-    supports = TOKENS | {"shards", "pairs", "near duplicates", "test split", "curriculum", "pretrained model"}
+    supports = TOKENS | {"shards", "stream", "pairs", "near duplicates", "test split", "curriculum", "pretrained model"}
 
     def batch_loss(self, config: TrainConfig, data: PreparedData) -> Loss:
         from app.tasks.contrastive import Contrastive
@@ -84,6 +85,11 @@ class SentenceEmbedding(ServedTask):
         from app.data.preparation.data import prepare_pairs
 
         return prepare_pairs(recipe, self.processor, Vectors(_dimensions_of(recipe)), run_units)
+
+    def samples(self, recipe: Recipe) -> "SampleKind":  # noqa: ARG002
+        from app.data.preparation.samples import Pairs
+
+        return Pairs()
 
     def answer_natural(self, outputs: NDArray[np.float32], targets: Outputs, given: Encoded) -> list[Answer]:
         """Return the vector of each text, and how many tokens the text has."""

@@ -12,20 +12,21 @@ Feature: TypeAlias = Literal[
     "audio", "audio augmentation", "balanced sampling", "blocks", "buckets", "cascade", "class weights",
     "conversations", "curriculum", "curriculum by column", "curriculum by loss", "features", "fields", "groups",
     "image", "image augmentation", "input column", "kinds of columns", "label column", "label noise",
-    "label separator", "label smoothing", "linear baseline", "mixup", "near duplicates", "pairs", "pipeline",
-    "plain bytes", "pretrained model", "shards", "sources", "stream", "tags", "teacher", "tensor parallelism",
-    "test split", "text augmentation", "text filters", "token batches", "tokenizer",
+    "label separator", "label smoothing", "linear baseline", "mixup", "named labels", "near duplicates", "pairs",
+    "pipeline", "plain bytes", "pretrained model", "shards", "sources", "stream", "tags", "teacher",
+    "tensor parallelism", "test split", "text augmentation", "text filters", "token batches", "tokenizer",
 ]  # fmt: skip
 Features: TypeAlias = frozenset[Feature]
 FEATURES: Features = frozenset(get_args(Feature))
 
 # What several tasks share.
-PREPARED: Features = frozenset({"shards", "sources", "groups", "test split", "label column", "curriculum"})
+PREPARED: Features = frozenset({"shards", "sources", "stream", "groups", "test split", "label column", "curriculum"})
 """What ``ServedTask.prepare`` gives."""
 MODEL: Features = frozenset({"pretrained model", "tensor parallelism", "pipeline"})
-CLASSES: Features = frozenset(
-    {"label smoothing", "class weights", "balanced sampling", "curriculum by loss", "teacher", "cascade"}
-)
+NAMED: Features = frozenset({"named labels"})
+CLASSES: Features = NAMED | {
+    *("label smoothing", "class weights", "balanced sampling", "curriculum by loss", "teacher", "cascade"),
+}
 TOKENS: Features = frozenset({"buckets", "tokenizer", "text filters"})
 TEXTS: Features = TOKENS | {
     *("input column", "token batches", "near duplicates", "text augmentation", "curriculum by column"),
@@ -34,7 +35,7 @@ TEXTS: Features = TOKENS | {
 IMAGES: Features = frozenset({"input column", "image", "image augmentation"})
 ROWS: Features = frozenset({"features", "kinds of columns"})
 RECORDS: Features = frozenset({"fields", "kinds of columns", "buckets", "tokenizer", "image", "audio"})
-READ: Features = RECORDS | ROWS | {"input column", "label separator", "audio augmentation"}
+READ: Features = RECORDS | ROWS | NAMED | {"input column", "label separator", "audio augmentation"}
 """For tasks of one's own: processor and targets may read any key, and their inputs say what can be masked."""
 
 _KEYS: dict[Feature, str] = {
@@ -42,7 +43,8 @@ _KEYS: dict[Feature, str] = {
     "test split": "data.test_fraction data.test_source", "label noise": "data.clean.label_noise",
     "text filters": "data.clean.min_length data.clean.max_length data.clean.max_symbol_share data.clean.languages",
     "near duplicates": "data.clean.near_duplicates", "input column": "data.columns.input",
-    "label column": "data.columns.label data.stream.labels", "label separator": "data.columns.separator",
+    "label column": "data.columns.label", "label separator": "data.columns.separator",
+    "named labels": "data.stream.labels",
     "features": "data.columns.features", "kinds of columns": "data.columns.categories data.columns.numbers",
     "fields": "data.columns.fields", "pairs": "data.columns.anchor data.columns.positive train.temperature",
     "tags": "data.columns.tokens data.columns.tags data.columns.tag_names data.columns.spans",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from app.data.preparation.prepare import RunUnits
+    from app.data.preparation.samples import SampleKind
 
 
 _BYTE_TOKENS = 257
@@ -64,10 +65,10 @@ class LanguageModeling(Task):
 
         return prepare_documents(recipe, run_units)
 
-    def prepare_stream(self, recipe: Recipe) -> PreparedData:
-        from app.data.streaming.prepare import prepare_document_stream
+    def samples(self, recipe: Recipe) -> "SampleKind":  # noqa: ARG002
+        from app.data.preparation.samples import Documents
 
-        return prepare_document_stream(recipe)
+        return Documents()
 
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
         from app.data.language import LanguageData
@@ -79,7 +80,17 @@ class Chat(LanguageModeling):
     """Conversations, of which the assistant's tokens are predicted."""
 
     supports = MODEL | {
-        *("shards", "sources", "groups", "blocks", "conversations", "token batches", "curriculum", "label smoothing"),
+        *(
+            "shards",
+            "sources",
+            "stream",
+            "groups",
+            "blocks",
+            "conversations",
+            "token batches",
+            "curriculum",
+            "label smoothing",
+        ),
     }
 
     def require(self, recipe: Recipe) -> None:
@@ -93,6 +104,11 @@ class Chat(LanguageModeling):
         from app.data.preparation.data import prepare_conversations
 
         return prepare_conversations(recipe, run_units)
+
+    def samples(self, recipe: Recipe) -> "SampleKind":
+        from app.data.preparation.data import conversations_of
+
+        return conversations_of(recipe)
 
     def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
         from app.data.chat import ChatData

@@ -60,14 +60,14 @@ class TextMultiLabel(MultiLabel):
     """Texts, each with any number of labels."""
 
     processor = TextProcessor
-    supports = PREPARED | MODEL | TEXTS | {"label separator"}
+    supports = PREPARED | MODEL | TEXTS | {"label separator", "named labels"}
 
 
 class TabularMultiLabel(MultiLabel):
     """Rows of a table, each with any number of labels."""
 
     processor = TabularProcessor
-    supports = PREPARED | MODEL | ROWS | {"label separator", "linear baseline"}
+    supports = PREPARED | MODEL | ROWS | {"label separator", "named labels", "linear baseline"}
 
 
 def _sorted(answer: Answer) -> Answer:

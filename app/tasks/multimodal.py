@@ -38,4 +38,4 @@ class MultimodalRegression(_OfRecords, Regression):
 class MultimodalMultiLabel(_OfRecords, MultiLabel):
     """Records, each with any number of labels."""
 
-    supports = _OfRecords.supports | {"label separator"}
+    supports = _OfRecords.supports | {"label separator", "named labels"}

@@ -89,8 +89,8 @@ def _missing(task: type[Task]) -> list[str]:
         parts.append("metrics")
     if _prepares_unsaid(task):
         parts.append("supports")
-    if "stream" in task.supports and task.prepare_stream is Task.prepare_stream:
-        parts.append("prepare_stream")
+    if "stream" in task.supports and task.samples is Task.samples:
+        parts.append("samples")
     if issubclass(task, ServedTask):
         parts += [part for part in ("processor", "targets") if not hasattr(task, part)]
         needed = ("facts", "rule") if task.prepare is ServedTask.prepare else ("facts",)
@@ -133,7 +133,7 @@ def prepare(recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
     """
     task = find_task(recipe.task)
     task.require(recipe)
-    return task.prepare_stream(recipe) if recipe.data.stream else task.prepare(recipe, run_units)
+    return task.prepare(recipe, run_units)
 
 
 def load_prepared(recipe: Recipe, folder: UPath) -> PreparedData:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from app.config import Recipe
 from app.data.prepared import IGNORED
 from app.data.tags import Tags
 from app.data.targets import Answer, Outputs
@@ -76,7 +77,7 @@ class TokenClassification(ServedTask):
         (PREPARED - {"label column"})
         | MODEL
         | TOKENS
-        | {"tags", "input column", "near duplicates", "token batches", "label smoothing"}
+        | {"tags", "named labels", "input column", "near duplicates", "token batches", "label smoothing"}
     )
 
     def output(self, targets: Outputs) -> TensorSpec:
@@ -92,8 +93,7 @@ class TokenClassification(ServedTask):
             for text, logits in zip(texts, outputs, strict=True)
         ]
 
-    @property
-    def samples(self) -> "SampleKind":
+    def samples(self, recipe: Recipe) -> "SampleKind":  # noqa: ARG002
         from app.data.preparation.samples import TaggedTexts  # an endpoint reads no data
 
         return TaggedTexts(targets=self._targets)

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from app.config import dump_recipe
 from tests.helpers import folder_of, losses, train_alone
-from tests.streams import left_out, message, nats_server, overrides, times_trained
+from tests.streams import left_out, message, micro_epochs_of, nats_server, overrides, times_trained
+from tests.unit.data.test_stream_tasks import message as content_of_row
+from tests.unit.data.test_stream_tasks import of_task
 
 pytestmark = pytest.mark.slow
 RECIPE = "recipes/reviews.yaml"
@@ -24,3 +27,19 @@ def test_two_processes_learn_what_one_does_from_a_stream_each_message_once(tmp_p
         assert set(times) == {0.0, 1.0}
         assert times.count(0.0) == left_out(folder_of(result), 300)
         assert result["metrics"]["steps"] == times.count(1.0) // 16
+
+
+@pytest.mark.parametrize("task", ["tabular-regression", "image-classification"])
+def test_two_processes_learn_what_one_does_from_rows_of_any_task(tmp_path: Path, task: str) -> None:
+    streamed = of_task(task)
+    with nats_server(tmp_path / "jetstream") as server:
+        server.publish(map(content_of_row, streamed.rows()))
+        recipe = streamed.recipe(tmp_path, f"{server.url}/S", **streamed.stream | {"samples": 32})
+        (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+        keys, path = ["train.epochs=9", "train.early_stopping=null"], str(tmp_path / "recipe.yaml")
+        runs = [
+            train_alone(*keys, f"storage={tmp_path / str(count)}", processes=count, recipe=path) for count in (1, 2)
+        ]
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), abs=1e-5)
+    for result in runs:
+        assert result["metrics"]["epochs"] == len(micro_epochs_of(folder_of(result))) > 3

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
-from upath import UPath
 
 from app.data.chat import CONVERSATIONS, CUT, LEARNED, POSITIONS, TARGETS
 from app.data.conversations import ChatEncoder, EncodedChat, read_messages
@@ -14,7 +13,7 @@ from app.data.examples import Natural
 from app.data.preparation.writers import UNIT_SHARDS, token_type
 from app.data.prepared import IGNORED
 from app.data.sharded import TOKENS
-from app.data.shards import LENGTH, Shard, ShardWriter
+from app.data.shards import LENGTH, Shard, ShardPlace, ShardWriter
 from app.data.tokenizer import LanguageTokenizer
 
 _BLOCKS_AT_ONCE = 1024
@@ -26,14 +25,12 @@ class ChatWriter:
     Those of a unit are packed together. Compressed files may give more, which are packed in several parts.
     """
 
-    def __init__(
-        self, folder: UPath, prefix: str, size: int, tokenizer: LanguageTokenizer, encoder: ChatEncoder, is_packed: bool
-    ) -> None:
+    def __init__(self, place: ShardPlace, tokenizer: LanguageTokenizer, encoder: ChatEncoder, is_packed: bool) -> None:
         self._length, self._encoder, self._is_packed = tokenizer.facts["max_length"], encoder, is_packed
         columns = {TOKENS: pa.list_(token_type(tokenizer)), TARGETS: pa.list_(pa.int32())}
         columns |= {POSITIONS: pa.list_(pa.int32())} if is_packed else {}
         self._schema = pa.schema(columns | dict.fromkeys((LENGTH, CONVERSATIONS, LEARNED, CUT), pa.int32()))
-        self._shards, self._max_bytes = ShardWriter(folder, prefix, self._schema, size), UNIT_SHARDS * size
+        self._shards, self._max_bytes = ShardWriter(place, self._schema), UNIT_SHARDS * place.size
         self._chats: list[EncodedChat] = []
         self._bytes = 0
 

@@ -13,7 +13,8 @@ from app.data.labelled import LabelledData
 from app.data.language import LanguageData
 from app.data.origins import Origins
 from app.data.pairs import PairData
-from app.data.preparation.prepare import COLUMNS_FILE, Preparer, RunUnits
+from app.data.preparation.encoding import COLUMNS_FILE
+from app.data.preparation.prepare import SHARDS, Preparer, RunUnits
 from app.data.preparation.sample import SAMPLE_FILE, Sample
 from app.data.preparation.samples import Conversations, Documents, Pairs, SampleKind
 from app.data.prepared import TRAIN, VALIDATION
@@ -71,18 +72,28 @@ def prepare_documents(recipe: Recipe, run_units: RunUnits = map) -> LanguageData
     return LanguageData.open(reference, LanguageTokenizer.load(folder), report)
 
 
-def prepare_conversations(recipe: Recipe, run_units: RunUnits = map) -> ChatData:
-    """Return conversations in shards. Raises RecipeError if the model has no chat template; DataError as above."""
+def conversations_of(recipe: Recipe) -> Conversations:
+    """Return what a chat is. Raises RecipeError if the model has no chat template."""
     assert recipe.model.source is not None
     pretrained = open_pretrained(recipe.model.source)
     tokenizer = LanguageTokenizer.from_pretrained(pretrained, recipe.data)
-    kind = Conversations(ChatEncoder(pretrained, tokenizer), recipe.data.chat.packing)
-    _, reference, report = _prepare(recipe, kind, run_units)
-    return ChatData.open(reference, tokenizer, report)
+    return Conversations(ChatEncoder(pretrained, tokenizer), recipe.data.chat.packing)
+
+
+def prepare_conversations(recipe: Recipe, run_units: RunUnits = map) -> ChatData:
+    """Return conversations in shards. Raises RecipeError if the model has no chat template; DataError as above."""
+    folder, reference, report = _prepare(recipe, conversations_of(recipe), run_units)
+    return ChatData.open(reference, LanguageTokenizer.load(folder), report)
 
 
 def _prepare(recipe: Recipe, kind: SampleKind, run_units: RunUnits) -> tuple[UPath, ShardReference, CleaningReport]:
-    folder = Preparer(recipe, kind, open_storage(recipe.storage), run_units).prepare()
+    storage = open_storage(recipe.storage)
+    if recipe.data.stream:
+        from app.data.streaming.prepare import prepare_stream  # other recipes need no broker's client
+
+        folder = prepare_stream(recipe, kind, storage / SHARDS)
+    else:
+        folder = Preparer(recipe, kind, storage, run_units).prepare()
     index = ShardIndex.load(folder)
     if recipe.data.sources:
         Origins.of_shards(index.splits[TRAIN], index.splits[VALIDATION]).require_all(recipe.data)

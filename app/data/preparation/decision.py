@@ -43,7 +43,7 @@ def decide(work: UnitWork, judge_units: Callable[[], None]) -> Decision:
     """
     facts = [work.facts(unit.number) for unit in work.units]
     surveys = Surveys(
-        paths=[work.survey_file(unit.number) for unit in work.units],
+        units=[work.survey_of(unit.number) for unit in work.units],
         label_names=[unit.label_names for unit in facts],
         starts=np.cumsum([0, *(unit.rows for unit in facts)]),
     )
@@ -57,7 +57,7 @@ def decide(work: UnitWork, judge_units: Callable[[], None]) -> Decision:
         for start, survey in surveys:
             codes[start : start + len(survey.codes)] = survey.codes
         tests = sum(one.rows for unit, one in zip(work.units, facts, strict=True) if unit.is_test)
-        rules = Duplicates(work.deduplicates, work.kind.drops_conflicts, tests)
+        rules = Duplicates(work.kind.deduplicates(config.clean), work.kind.drops_conflicts, tests)
         resolve(surveys, rules, codes, config.shards.memory)
         if threshold := config.clean.near_duplicates:
             files = [work.signature_files(unit.number) for unit in work.units]

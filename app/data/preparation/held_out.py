@@ -31,12 +31,12 @@ def hold_out(config: DataConfig, surveys: Surveys, codes: NDArray[np.uint8], tes
     Raises:
         DataError: fewer than two pairs can be held out for a split.
     """
-    of_test, of_source = (_Pairs(config, surveys, codes, *rows) for rows in ((0, test_rows), (test_rows, len(codes))))
+    of_test, of_source = (
+        AlonePairs(config, surveys, codes, *rows) for rows in ((0, test_rows), (test_rows, len(codes)))
+    )
     if config.test_source is not None:
-        drawn, texts = of_test.draw(MAX_HELD_OUT)
+        drawn, texts = of_test.draw_all()
         _require_pairs(f"data.test_source {config.test_source!r}", of_test, len(drawn), drawn)
-        for rows, *_ in of_test:
-            codes[np.setdiff1d(rows, drawn)] = code_of("untested")
         for rows, *sides in of_source:
             codes[rows[np.isin(sides, texts).any(axis=0)]] = code_of("in_test")
     sizes = [_size(len(of_source), fraction) for fraction in (config.validation_fraction, config.test_fraction or 0.0)]
@@ -53,7 +53,7 @@ def _size(total: int, fraction: float) -> int:
     return min(max(2, round(fraction * total)), MAX_HELD_OUT) if fraction else 0
 
 
-def _require_pairs(source: str, pairs: "_Pairs", alone: int, rows: NDArray[np.int64]) -> None:
+def _require_pairs(source: str, pairs: "AlonePairs", alone: int, rows: NDArray[np.int64]) -> None:
     if len(rows) < 2:
         raise DataError(
             f"{source} has {len(pairs)} pairs, of which {alone} have texts that are in no other pair: a held-out split "
@@ -61,8 +61,8 @@ def _require_pairs(source: str, pairs: "_Pairs", alone: int, rows: NDArray[np.in
         )
 
 
-class _Pairs:
-    """The rows from ``start`` to ``stop`` that are kept so far."""
+class AlonePairs:
+    """The rows from ``start`` to ``stop`` that are kept so far. Those are drawn whose texts are in no other row."""
 
     def __init__(self, config: DataConfig, surveys: Surveys, codes: NDArray[np.uint8], start: int, stop: int) -> None:
         self._config, self._surveys, self._codes, self._range = config, surveys, codes, (start, stop)
@@ -93,6 +93,13 @@ class _Pairs:
             drawn, texts = np.append(drawn, rows[is_alone]), np.hstack([texts, np.stack(sides)[:, is_alone]])
             floor, limit = float(fractions[-1]), min(8 * limit, most)
         return drawn[:count], texts[:, :count]
+
+    def draw_all(self) -> tuple[NDArray[np.int64], Hashes]:
+        """Return up to ``MAX_HELD_OUT`` rows as ``draw`` does. The others get a code."""
+        drawn, texts = self.draw(MAX_HELD_OUT)
+        for rows, *_ in self:
+            self._codes[np.setdiff1d(rows, drawn)] = code_of("untested")
+        return drawn, texts
 
     def _lowest(self, floor: float, limit: int) -> Arrays:
         """Return the ``limit`` lowest fractions over ``floor``, ascending, with their rows as ``__iter__`` has them."""

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from app.data.examples import MAX_EXAMPLES
 from app.data.label_noise import FINE, LEARNED_CHARACTERS, READ_CHARACTERS, LabelJudge, in_words, require_kept
 from app.data.preparation.sample import Sample, SampleBuilder
-from app.data.preparation.survey import KEPT, SPLITS, Survey, code_of
+from app.data.preparation.survey import KEPT, SPLITS, code_of
 from app.data.preparation.surveys import Surveys
 from app.data.preparation.work import UnitWork
 from app.storage import write_atomically
@@ -81,7 +81,7 @@ def _learn(work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8]) -> LabelJ
 
 def judge_unit(work: UnitWork, number: int) -> int:
     """Write the ``UnitDoubts`` of a unit, and return its number. Raises DataError if the source changed."""
-    judge, surveys = LabelJudge.load(work.judge_file), list(Survey.read(work.survey_file(number)))
+    judge, surveys = LabelJudge.load(work.judge_file), list(work.survey_of(number))
     class_of = {label: place for place, label in enumerate(judge.labels.tolist())}
     # -1 means no label.
     table = np.array([*(class_of[label] for label in work.facts(number).label_names), FINE])

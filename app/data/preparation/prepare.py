@@ -15,6 +15,7 @@ from app.data.chat import CUT
 from app.data.examples import MAX_EXAMPLES, CleaningReport, Input, Reason
 from app.data.kinds import in_words, resolve_kinds
 from app.data.preparation.decision import Decision, decide
+from app.data.preparation.encoding import Encoding
 from app.data.preparation.fingerprint import fingerprint_of, settings_of
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.sample import SAMPLE_FILE, Sample, SampleBuilder, fraction_for
@@ -23,7 +24,6 @@ from app.data.preparation.survey import IN_TEST, IN_TRAIN, IN_VALIDATION, KEPT, 
 from app.data.preparation.work import UnitResult, UnitWork
 from app.data.preparation.writers import UNIT_SHARDS
 from app.data.prepared import TRAIN, VALIDATION
-from app.data.rows import RowColumns
 from app.data.shards import Shard, ShardIndex
 from app.data.sources.formats import FORMATS
 from app.data.sources.formats.base import DOCUMENTS, SourceFile
@@ -34,13 +34,10 @@ from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError
 from app.heartbeat import wait_for_lock
 from app.pretrained import open_pretrained
-from app.storage import absolute_location, write_atomically
+from app.storage import absolute_location
 
 SHARDS = "data"
 """Folder of storage that has the shards of each source and way to prepare it."""
-COLUMNS_FILE = "columns.json"
-"""The columns of the source, with those of numbers and those of categories named."""
-
 RunUnits = Callable[[Callable[[int], int], Sequence[int]], Iterable[int]]
 """Calls a function with the number of each unit, and yields each number when that unit is done."""
 
@@ -132,7 +129,7 @@ class Preparer:
         """Return the work with the kinds of a table's columns, by which rows are compared; and what each column is."""
         config = work.config
         names = [column.name for column in self.kind.columns(config.each_source()[0]).values]
-        _require_known(config.columns, names)
+        require_known(config.columns, names)
         if not names:
             return work, {}
         self._run("reading columns", work, work.examine, "kinds-")
@@ -208,26 +205,15 @@ class Preparer:
                 self._fit_tokenizer(sample.inputs).save(folder)
             return work
         sample.save(folder / SAMPLE_FILE)
-        write_atomically(folder / COLUMNS_FILE, work.config.columns.model_dump_json(indent=1).encode())
-        if self.kind.targets is None:
-            return work
-        learned = (
+        known = (
             (IN_TRAIN, IN_VALIDATION, IN_TEST) if self.recipe.data.test_source is None else (IN_TRAIN, IN_VALIDATION)
         )
-        trained = decision.rows_of(IN_TRAIN)
+        learned, trained = decision.rows_of(*known), decision.rows_of(IN_TRAIN)
         try:
-            targets = self.kind.targets.fit(decision.rows_of(*learned), work.config)
-            targets = targets.fitted(targets.read([*trained], work.config), [*trained.values()])
+            encoding = Encoding(self.kind, work.config).fitted(folder, learned, trained)
         except LabelError as error:
             raise work.located(error, [unit.number for unit in work.units]) from error
-        targets.save(folder)
-        return replace(work, targets=targets, table=self._table(work.config))
-
-    def _table(self, config: DataConfig) -> RowColumns | None:
-        """Return the columns that shards of a table have: those of the first source. None for other samples."""
-        if self.kind.contents != "row":
-            return None
-        return RowColumns.of(config.each_source()[0].columns.features or (), config.columns.categories)
+        return replace(work, targets=encoding.targets, table=encoding.table)
 
     def _sample(self, work: UnitWork) -> Sample:
         """Return a sample of the training rows that are kept. Compressed files may have more text than they say."""
@@ -285,7 +271,7 @@ class Preparer:
                 )
 
 
-def _require_known(columns: ColumnsConfig, names: Sequence[str]) -> None:
+def require_known(columns: ColumnsConfig, names: Sequence[str]) -> None:
     """Raise DataError if the recipe says the kind of a column that is none of these."""
     for key in ("categories", "numbers"):
         if unknown := [name for name in getattr(columns, key) if name not in names]:

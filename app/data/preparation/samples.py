@@ -6,14 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from upath import UPath
+import numpy as np
+from numpy.typing import NDArray
 
-from app.config import ColumnsConfig, DataConfig
+from app.config import CleanConfig, ColumnsConfig, DataConfig
 from app.data.conversations import MESSAGES, ChatEncoder, read_messages, write_messages
 from app.data.examples import Input, Modality, Natural, Reason
 from app.data.pairs import Pair, join_pair, split_pair
-from app.data.preparation.chats import ChatWriter
+from app.data.preparation.chats import ChatWriter, pack
 from app.data.preparation.writers import BlockWriter, SplitWriter
+from app.data.shards import ShardPlace
 from app.data.sources.cells import Column, Columns, Rows
 from app.data.sources.formats.base import CHATS, DOCUMENTS, PAIRS, TAGGED, SourceFile
 from app.data.sources.labelled import (
@@ -73,8 +75,19 @@ class SampleKind(ABC):
         """Whether inputs with several labels are dropped. Otherwise the first of equal inputs is kept."""
         return self.are_classes and self.labels_agree
 
+    min_held_out: ClassVar[int] = 1
+    """Samples of a validation split, at least."""
+
+    def deduplicates(self, config: CleanConfig) -> bool:
+        """Return whether one of several equal rows is kept. By default, rows of tables may be equal."""
+        return self.contents not in ("row", "record") if config.deduplicate is None else config.deduplicate
+
     def resolve(self, files: Sequence[SourceFile], columns: ColumnsConfig) -> ColumnsConfig:  # noqa: ARG002
-        """Return the columns of a source with all that are read. Raises DataError if it lacks one."""
+        """Return the columns of a source with all that are read. A stream has no files.
+
+        Raises:
+            DataError: the files lack one, or the recipe has to name it.
+        """
         return columns
 
     @abstractmethod
@@ -97,6 +110,18 @@ class SampleKind(ABC):
         """Return the parts of an input that are cleaned, and learned from, one by one."""
         return (item,)
 
+    def sizes(self, inputs: Sequence[Input], tokenizer: LanguageTokenizer | None) -> Sequence[int]:  # noqa: ARG002
+        """Return what each row adds to its split, for ``count``."""
+        return [1] * len(inputs)
+
+    def count(self, sizes: NDArray[np.int64], length: int) -> int:  # noqa: ARG002
+        """Return the number of samples that rows of these sizes become. ``length``: ``data.block_length``."""
+        return len(sizes)
+
+    def unused(self, sizes: NDArray[np.int64], count: int, length: int) -> int:  # noqa: ARG002
+        """Return how many tokens of such rows are in none of ``count`` samples."""
+        return 0
+
     @property
     def rule(self) -> LabelRule | None:
         """How labels are read; None if there are none."""
@@ -115,8 +140,8 @@ class TokenKind(SampleKind):
     """Samples that are kept as tokens, which the tokenizer of the data reads."""
 
     @abstractmethod
-    def writer(self, folder: UPath, prefix: str, size: int, tokenizer: LanguageTokenizer) -> SplitWriter:
-        """Return a writer of shards of about ``size`` bytes."""
+    def writer(self, place: ShardPlace, tokenizer: LanguageTokenizer) -> SplitWriter:
+        """Return a writer of shards."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +217,7 @@ class Pairs(SampleKind):
 
     contents: Contents = PAIRS
     what: ClassVar[Literal["pairs"]] = "pairs"
+    min_held_out: ClassVar[int] = 2
     strips: ClassVar[bool] = True
 
     def columns(self, config: DataConfig) -> Columns:
@@ -224,8 +250,20 @@ class Documents(TokenKind):
     def inputs(self, rows: Rows, config: DataConfig, verify: bool) -> Iterator[Input | None]:  # noqa: ARG002
         yield from rows.cells[INPUT].to_pylist()
 
-    def writer(self, folder: UPath, prefix: str, size: int, tokenizer: LanguageTokenizer) -> SplitWriter:
-        return BlockWriter(folder, prefix, size, tokenizer)
+    def sizes(self, inputs: Sequence[Input], tokenizer: LanguageTokenizer | None) -> Sequence[int]:
+        """Return the tokens of each document with its end; an upper bound as long as no tokenizer is learned."""
+        if tokenizer is None:
+            return [len(str(item).encode()) + 1 for item in inputs]
+        return [len(tokenizer.join([str(item)])) for item in inputs]
+
+    def count(self, sizes: NDArray[np.int64], length: int) -> int:
+        return max(int(sizes.sum()) - 1, 0) // length  # the last token is only a target
+
+    def unused(self, sizes: NDArray[np.int64], count: int, length: int) -> int:
+        return int(sizes.sum()) - 1 - count * length
+
+    def writer(self, place: ShardPlace, tokenizer: LanguageTokenizer) -> SplitWriter:
+        return BlockWriter(place, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -252,8 +290,14 @@ class Conversations(TokenKind):
                 raise DataError(f"{rows.place(number)}: {error}") from error
             yield write_messages(messages) if has_answer else None
 
-    def writer(self, folder: UPath, prefix: str, size: int, tokenizer: LanguageTokenizer) -> SplitWriter:
-        return ChatWriter(folder, prefix, size, tokenizer, self.encoder, self.is_packed)
+    def sizes(self, inputs: Sequence[Input], tokenizer: LanguageTokenizer | None) -> Sequence[int]:  # noqa: ARG002
+        return [len(self.encoder.encode(read_messages(str(item))).tokens) - 1 for item in inputs]
+
+    def count(self, sizes: NDArray[np.int64], length: int) -> int:
+        return len(pack(sizes.tolist(), length)) if self.is_packed else len(sizes)
+
+    def writer(self, place: ShardPlace, tokenizer: LanguageTokenizer) -> SplitWriter:
+        return ChatWriter(place, tokenizer, self.encoder, self.is_packed)
 
 
 def groups_in(rows: Rows) -> list[str] | None:

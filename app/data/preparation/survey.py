@@ -6,7 +6,8 @@ The rows themselves are not kept. What is dropped is decided afterwards, from th
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -90,15 +91,29 @@ class Survey:
     """Index into the labels of the unit; -1: the row has no label."""
 
     @classmethod
-    def read(cls, path: UPath) -> "Iterator[Survey]":
-        """Yield the slices of a unit."""
-        with path.open("rb") as file, pa.ipc.open_file(file) as table:
-            for number in range(table.num_record_batches):
-                yield cls(*(column.to_numpy() for column in table.get_batch(number).columns))
+    def join(cls, parts: "Sequence[Survey]") -> "Survey":
+        """Return the survey of the rows of all parts."""
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+    def until(self, end: int) -> "Survey":
+        """Return the survey of the rows before ``end``."""
+        return Survey(*(getattr(self, field.name)[:end] for field in fields(self)))
 
     def with_labels(self, labels: NDArray[np.int32]) -> "Survey":
         """Return the survey with other labels."""
         return replace(self, labels=labels)
+
+
+@dataclass(frozen=True)
+class SurveyFile:
+    """The survey of a unit in a file, in slices."""
+
+    path: UPath
+
+    def __iter__(self) -> Iterator[Survey]:
+        with self.path.open("rb") as file, pa.ipc.open_file(file) as table:
+            for number in range(table.num_record_batches):
+                yield Survey(*(column.to_numpy() for column in table.get_batch(number).columns))
 
 
 SURVEY_SCHEMA = pa.schema(
@@ -136,31 +151,27 @@ class Cleaner:
 
 
 class Surveyor:
-    """Surveys the rows of one unit, of which it holds a slice in memory."""
+    """Surveys rows of one unit after another."""
 
-    def __init__(self, cleaner: Cleaner, rule: Rule, sample: SampleBuilder, file: BinaryIO) -> None:
-        """Write the survey to ``file``. Add rows to ``sample`` unless they are dropped on their own."""
-        self._cleaner, self._rule, self._sample = cleaner, rule, sample
-        self._file, self._slices = pa.ipc.new_file(file, SURVEY_SCHEMA), Slices()
+    def __init__(self, cleaner: Cleaner, rule: Rule) -> None:
+        self._cleaner, self._rule = cleaner, rule
         self._labels: dict[str, int] = {}
-        self.num_rows = 0
-        """Number of rows that were added."""
 
     @property
     def label_names(self) -> list[str]:
         """The labels, in the order of ``Survey.labels``."""
         return list(self._labels)
 
-    def add(
+    def survey(
         self, inputs: Iterable[Input | None], labels: Sequence[str] | None, groups: Sequence[str] | None
-    ) -> list[Input | None]:
-        """Survey some rows, and return the cleaned inputs. Raises LabelError if there are too many labels."""
+    ) -> tuple[list[Input | None], Hashes, Survey]:
+        """Return cleaned inputs, half of the hash of each, and the survey. Raises LabelError if there are too many."""
         cleaned = [self._cleaner.convert(item) for item in inputs]
         kind = self._cleaner.kind
+        given: Sequence[str | None] = labels or [None] * len(cleaned)
         of_inputs = hashes_of(("",) if item is None else kind.parts(item) for item in cleaned)
         agree = labels is None or kind.labels_agree
-        high, low = of_inputs if agree else hashes_of((row,) for row in map(_with_label, cleaned, labels or ()))
-        given: Sequence[str | None] = labels or [None] * len(cleaned)
+        high, low = of_inputs if agree else hashes_of(map(partial(compared_parts, kind), cleaned, given))
         codes = np.array(
             [self._cleaner.code(item, label) for item, label in zip(cleaned, given, strict=True)], np.uint8
         )
@@ -173,9 +184,28 @@ class Surveyor:
             )
         # Equal inputs are in one split, whatever their labels.
         splits = self._rule.split(split_keys(groups, of_inputs[1]))
-        usable = [item if code == KEPT else None for item, code in zip(cleaned, codes.tolist(), strict=True)]
-        self._sample.add(self.num_rows, usable, of_inputs[1])
-        self._write(self._slices.add(high, low, splits, codes, np.array(places, np.int32)))
+        return cleaned, of_inputs[1], Survey(high, low, splits, codes, np.array(places, np.int32))
+
+
+class SurveyWriter(Surveyor):
+    """Surveys the rows of one unit into a file. It holds a slice of them in memory."""
+
+    def __init__(self, cleaner: Cleaner, rule: Rule, sample: SampleBuilder, file: BinaryIO) -> None:
+        """Write the survey to ``file``. Add rows to ``sample`` unless they are dropped on their own."""
+        super().__init__(cleaner, rule)
+        self._sample = sample
+        self._file, self._slices = pa.ipc.new_file(file, SURVEY_SCHEMA), Slices()
+        self.num_rows = 0
+        """Number of rows that were added."""
+
+    def add(
+        self, inputs: Iterable[Input | None], labels: Sequence[str] | None, groups: Sequence[str] | None
+    ) -> list[Input | None]:
+        """Survey some rows, and return the cleaned inputs. Raises DataError if there are too many labels."""
+        cleaned, low, survey = self.survey(inputs, labels, groups)
+        usable = [item if code == KEPT else None for item, code in zip(cleaned, survey.codes.tolist(), strict=True)]
+        self._sample.add(self.num_rows, usable, low)
+        self._write(self._slices.add(survey.high, survey.low, survey.splits, survey.codes, survey.labels))
         self.num_rows += len(cleaned)
         return cleaned
 
@@ -187,6 +217,13 @@ class Surveyor:
         """Write what is left."""
         self._write(self._slices.rest())
         self._file.close()
+
+
+def compared_parts(kind: SampleKind, item: Input | None, label: str | None) -> Sequence[Input]:
+    """Return the parts of a row by which it equals others: of its input, and of its label where equal inputs differ."""
+    if label is None or kind.labels_agree:
+        return ("",) if item is None else kind.parts(item)
+    return (_with_label(item, label),)
 
 
 def _with_label(item: Input | None, label: str) -> bytes:
@@ -222,18 +259,3 @@ def digest_of(item: Input | None, size: int = DIGEST_BYTES) -> bytes:
     """Return the hash of a cleaned input, of ``size`` bytes."""
     content = b"" if item is None else item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
     return hashlib.blake2b(content, digest_size=size).digest()
-
-
-def drop_equal(
-    codes: NDArray[np.uint8], digests: Sequence[bytes], labels: Sequence[str | None], deduplicate: bool
-) -> None:
-    """Write the codes of duplicates and of inputs under several labels into ``codes``, of a few rows in memory."""
-    places: dict[bytes, list[int]] = {}
-    for place in np.flatnonzero(codes == KEPT).tolist():
-        places.setdefault(digests[place], []).append(place)
-    for first, *others in places.values():
-        has_conflict = any(labels[place] != labels[first] for place in others)
-        if has_conflict:
-            codes[first] = code_of("conflicting")
-        if deduplicate or has_conflict:
-            codes[others] = code_of("duplicate" if deduplicate else "conflicting")

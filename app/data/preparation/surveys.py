@@ -1,12 +1,11 @@
 """The surveys of all units, read in slices: which rows are duplicates, or have several labels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from upath import UPath
 
 from app.data.preparation.slices import Arrays, join_slices
 from app.data.preparation.survey import KEPT, Survey, code_of
@@ -17,9 +16,10 @@ _ROW_BYTES = 192
 
 @dataclass(frozen=True)
 class Surveys:
-    """The surveys of all units, in files."""
+    """The surveys of all units."""
 
-    paths: Sequence[UPath]
+    units: Sequence[Iterable[Survey]]
+    """The slices of each unit."""
     label_names: Sequence[Sequence[str]]
     """The labels of each unit, in the order of ``Survey.labels``."""
     starts: NDArray[np.int64]
@@ -33,10 +33,10 @@ class Surveys:
     def __iter__(self) -> Iterator[tuple[int, Survey]]:
         """Yield the first row of each slice, and its survey, whose ``labels`` are indices into those of all units."""
         places = {label: place for place, label in enumerate(self.labels)}
-        for unit, path in enumerate(self.paths):
+        for unit, slices in enumerate(self.units):
             start = int(self.starts[unit])
             table = np.array([*(places[name] for name in self.label_names[unit]), -1], np.int32)
-            for survey in Survey.read(path):
+            for survey in slices:
                 yield start, survey.with_labels(table[survey.labels])
                 start += len(survey.codes)
 

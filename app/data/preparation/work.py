@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -15,13 +14,24 @@ from upath import UPath
 from app.config import DataConfig
 from app.data.examples import MAX_EXAMPLES, REASONS, Natural, Reason
 from app.data.kinds import ColumnKind, merge_kinds
+from app.data.preparation.encoding import Encoding
 from app.data.preparation.sample import SampleBuilder
 from app.data.preparation.samples import SampleKind, TokenKind, groups_in
 from app.data.preparation.signatures import SignatureFiles
-from app.data.preparation.survey import ALL_TEST, ALL_TRAIN, KEPT, SPLITS, Cleaner, Rule, SplitRule, Survey, Surveyor
-from app.data.preparation.writers import LabelledWriter, SplitWriter, labelled_schema
+from app.data.preparation.survey import (
+    ALL_TEST,
+    ALL_TRAIN,
+    KEPT,
+    SPLITS,
+    Cleaner,
+    Rule,
+    SplitRule,
+    SurveyFile,
+    SurveyWriter,
+)
+from app.data.preparation.writers import SplitWriter
 from app.data.rows import RowColumns
-from app.data.shards import Shard
+from app.data.shards import Shard, ShardPlace
 from app.data.sources.cells import Rows
 from app.data.sources.formats.base import PAIRS
 from app.data.sources.labelled import kinds_of
@@ -94,12 +104,6 @@ class UnitWork:
     """The columns of a table, once their kinds are decided."""
 
     @property
-    def deduplicates(self) -> bool:
-        """Whether one of several equal rows is kept. By default, rows of tables may be equal."""
-        given = self.config.clean.deduplicate
-        return self.kind.contents not in ("row", "record") if given is None else given
-
-    @property
     def work(self) -> UPath:
         """The folder of files that are needed until the preparation ends."""
         return to_path(self.folder) / WORK
@@ -130,9 +134,9 @@ class UnitWork:
             merge_kinds(kinds, UnitKinds.model_validate_json(self.kinds_file(unit.number).read_bytes()).kinds)
         return kinds
 
-    def survey_file(self, number: int) -> UPath:
+    def survey_of(self, number: int) -> SurveyFile:
         """The survey of a unit."""
-        return self.work / f"survey-{number:05d}.arrow"
+        return SurveyFile(self.work / f"survey-{number:05d}.arrow")
 
     def sample_file(self, number: int) -> UPath:
         """The sample of a unit."""
@@ -161,7 +165,7 @@ class UnitWork:
 
     def unmoved_splits(self, number: int) -> NDArray[np.uint8]:
         """Return the split of each row of a unit by its hash, as an index into ``SPLITS``."""
-        found = [survey.splits for survey in Survey.read(self.survey_file(number))]
+        found = [survey.splits for survey in self.survey_of(number)]
         return np.concatenate([np.empty(0, np.uint8), *found])
 
     def splits(self, number: int) -> NDArray[np.uint8]:
@@ -196,9 +200,9 @@ class UnitWork:
         config = self._config_of(number)
         facts, digest = UnitFacts(rows=0, label_names=[], unreadable=None), RowsDigest()
         with ExitStack() as stack:
-            file = stack.enter_context(stream_atomically(self.survey_file(number)))
+            file = stack.enter_context(stream_atomically(self.survey_of(number).path))
             sample = SampleBuilder(self.sample_fraction, cuts=not self.kind.strips)
-            surveyor = Surveyor(Cleaner(self.config.clean, self.kind), rule, sample, file)
+            surveyor = SurveyWriter(Cleaner(self.config.clean, self.kind), rule, sample, file)
             near = self.config.clean.near_duplicates is not None
             signatures = stack.enter_context(self.signature_files(number).writer()) if near else None
             for rows in self._rows(number):
@@ -224,7 +228,7 @@ class UnitWork:
         codes = np.frombuffer(self.codes_file(number).read_bytes(), np.uint8)
         splits = self.splits(number)
         examples: dict[Reason, list[str]] = {}
-        found = [survey.labels for survey in Survey.read(self.survey_file(number))]
+        found = [survey.labels for survey in self.survey_of(number)]
         places = np.concatenate([np.empty(0, np.int32), *found])
         names = [*self.facts(number).label_names, ""]  # -1 is no label
         config, writers = self._config_of(number), {split: self._writer(split, number) for split in SPLITS}
@@ -284,13 +288,11 @@ class UnitWork:
                 writers[split].add(kept, [labels[row] for row in chosen])
 
     def _writer(self, split: str, number: int) -> SplitWriter:
-        folder, prefix, size = to_path(self.folder), f"{split}-{number:05d}", self.config.shards.size
-        if isinstance(self.kind, TokenKind):
-            return self.kind.writer(folder, prefix, size, LanguageTokenizer.load(folder))
         key = "test_source" if self.units[number].is_test else "source"
-        read = partial(self.targets.read, config=self.config, key=key) if self.targets else None
-        schema = labelled_schema(self.kind.contents, self.kind.rule, self.table)
-        return LabelledWriter(folder, prefix, size, schema, read, partial(self.kind.lengths, self.config), self.table)
+        place, tokenizer = ShardPlace(to_path(self.folder), f"{split}-{number:05d}", self.config.shards.size), None
+        if isinstance(self.kind, TokenKind):
+            tokenizer = LanguageTokenizer.load(place.folder)
+        return Encoding(self.kind, self.config, self.targets, self.table, tokenizer).writer(place, key)
 
     def _rows(self, number: int) -> Iterator[Rows]:
         return read_unit(self.units[number], self.kind.columns(self._config_of(number)))

@@ -6,13 +6,11 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
-from upath import UPath
 
 from app.data.examples import Natural
 from app.data.rows import CATEGORIES, NUMBERS, RowColumns, TableRows
 from app.data.sharded import INPUT, TOKENS
-from app.data.shards import LENGTH, VALUE, Shard, ShardWriter
+from app.data.shards import LENGTH, VALUE, Shard, ShardPlace, ShardWriter
 from app.data.targets import LabelRule
 from app.data.tokenizer import LanguageTokenizer
 
@@ -64,24 +62,23 @@ class LabelledWriter:
 
     def __init__(
         self,
-        folder: UPath,
-        prefix: str,
-        size: int,
+        place: ShardPlace,
         schema: pa.Schema,
         read: ReadLabels | None,
         measure: Measure,
         table: RowColumns | None = None,
     ) -> None:
-        """Write shards of about ``size`` bytes, named ``PREFIX-NUMBER.arrow``.
+        """Write shards.
 
         Args:
+            place: where they are written.
             schema: as ``labelled_schema`` returns it.
             read: returns the value of each label, as ``Targets.read`` does. None: there are no labels.
             measure: returns the length of each input.
             table: the columns of inputs that are rows of a table.
         """
         self._schema, self._read, self._measure, self._table = schema, read, measure, table
-        self._shards = ShardWriter(folder, prefix, schema, size)
+        self._shards = ShardWriter(place, schema)
         self._is_json = read is not None and schema.field(VALUE).type == pa.string()
 
     def add(self, inputs: Sequence[Natural], labels: Sequence[str]) -> None:
@@ -112,21 +109,17 @@ class LabelledWriter:
 class BlockWriter:
     """Tokenises documents, and writes them in blocks. Tokens at the end that fill no block are left out."""
 
-    def __init__(self, folder: UPath, prefix: str, size: int, tokenizer: LanguageTokenizer) -> None:
+    def __init__(self, place: ShardPlace, tokenizer: LanguageTokenizer) -> None:
         self._tokenizer, self._length = tokenizer, tokenizer.facts["max_length"]
         # The last token of each is only a target.
         block = pa.list_(token_type(tokenizer), self._length + 1)
         self._schema = pa.schema({TOKENS: block, LENGTH: pa.int32()})
-        self._shards = ShardWriter(folder, prefix, self._schema, size)
+        self._shards = ShardWriter(place, self._schema)
         self._rest = tokenizer.join([])
 
     def add(self, inputs: Sequence[Natural], labels: Sequence[str]) -> None:  # noqa: ARG002
         """Add cleaned documents."""
-        self.add_tokens(self._tokenizer.join(cast(Sequence[str], inputs)))
-
-    def add_tokens(self, tokens: NDArray[np.unsignedinteger[Any]]) -> None:
-        """Add the tokens of documents, of shape (tokens,)."""
-        tokens = np.concatenate([self._rest, tokens])
+        tokens = np.concatenate([self._rest, self._tokenizer.join(cast(Sequence[str], inputs))])
         count = max(len(tokens) - 1, 0) // self._length
         self._rest = tokens[count * self._length :]
         if not count:

@@ -221,10 +221,11 @@ class _Cells:
     def _files(self, values: Sequence[Any]) -> pa.Array:
         cells = list(self._each(values, _as_file))
         self.paths.update((number, cell) for number, cell in enumerate(cells) if isinstance(cell, str))
-        # Storage serves many requests at once.
-        contents = map_concurrently(to_path(self.path), lambda item: self._content(*item), self.paths.items())
-        for number, content in zip(self.paths, contents, strict=True):
-            cells[number] = content
+        if self.paths:
+            # Storage serves many requests at once.
+            contents = map_concurrently(to_path(self.path), lambda item: self._content(*item), self.paths.items())
+            for number, content in zip(self.paths, contents, strict=True):
+                cells[number] = content
         return pa.array(cells, pa.binary())
 
     def _content(self, number: int, given: str) -> bytes:

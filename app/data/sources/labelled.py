@@ -65,9 +65,14 @@ def resolve_columns(files: Sequence[SourceFile], config: ColumnsConfig, contents
     """Return the columns of tables with all features named: those of the first file, except the label.
 
     Raises:
-        DataError: a table lacks a feature or a field, which a row of JSON lines may lack.
+        DataError: a table lacks a feature or a field, which a row of JSON lines may lack; or there are no files, and
+            no features are named.
     """
-    if contents not in ("row", "record"):
+    if contents == "row" and not files and not config.features:
+        raise DataError(
+            "data.columns.features is missing: a stream has no header, so name the features of a message"
+        ).of("columns.missing", "data.columns.features")
+    if contents not in ("row", "record") or not files:
         return config
     names = {file.path: column_names(file) for file in files}
     names = {path: found for path, found in names.items() if found} or names

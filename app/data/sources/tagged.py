@@ -22,9 +22,10 @@ _BEGINS, _INSIDE = ("B", "S", "U"), ("I", "E", "L", "M")
 def resolve_tagged(files: Sequence[SourceFile], config: ColumnsConfig) -> ColumnsConfig:
     """Return the columns of tokens and tags; with ``tokens`` None if the first file has spans in their place.
 
-    Raises:
-        DataError: it has neither.
+    Without files, the recipe says which. Raises DataError if the file has neither.
     """
+    if not files:
+        return config
     names = column_names(files[0]) if files[0].format in FORMATS else [config.spans]
     if config.tokens in names:
         return config

@@ -156,7 +156,7 @@ class JetStreamReader:
             self._consumed += 1
             if numbers.consumer != self._consumed:
                 raise BrokerUnreachableError(f"data.source {self._source!r}: messages were lost on the way; read again")
-            messages.append(Message(0, numbers.stream, message.data))
+            messages.append(Message(0, numbers.stream, message.data, message.subject))
         return messages
 
     def _run(self, work: Coroutine[Any, Any, Answer]) -> Answer:

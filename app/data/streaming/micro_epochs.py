@@ -12,19 +12,16 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 from upath import UPath
 
-from app.config import Recipe, ShardsConfig
+from app.config import Recipe
 from app.data.examples import CleaningReport
 from app.data.preparation.survey import DIGEST_BYTES
-from app.data.prepared import TRAIN
-from app.data.sharded import ShardedRows
 from app.data.shards import Shard
 from app.data.streaming.collector import Collector
 from app.data.streaming.messages import Offsets
-from app.data.streaming.rows import ChosenRows, RowsFactory, Samples
+from app.data.streaming.rows import ChosenRows, RowsFactory
 from app.shared_files import read
 from app.storage import write_atomically
 
-SHARDS_CONFIG = ShardsConfig()
 _DIGESTS_FILE = "validation.digests"
 
 
@@ -67,7 +64,8 @@ class MicroEpochStore:
 
     def write(self, number: int, chosen: ChosenRows) -> MicroEpoch:
         """Write a micro-epoch: its shards, then its manifest."""
-        report, total_rows = chosen.report, len(chosen.train)
+        shards = chosen.write_train(self.folder)
+        report, total_rows = chosen.report, sum(shard.rows for shard in shards)
         if (content := read(self._manifest(number - 1))) is not None:
             earlier = MicroEpoch.model_validate_json(content)
             report, total_rows = earlier.report + report, earlier.total_rows + total_rows
@@ -75,7 +73,7 @@ class MicroEpochStore:
             number=number,
             start=chosen.start,
             stop=chosen.stop,
-            shards=self.write_shards(TRAIN, chosen, chosen.train),
+            shards=shards,
             report=report,
             total_rows=total_rows,
             unused_tokens=chosen.unused_tokens,
@@ -83,18 +81,13 @@ class MicroEpochStore:
         write_atomically(self._manifest(number), written.model_dump_json(indent=1).encode())
         return written
 
-    def write_shards(self, split: str, chosen: ChosenRows, samples: Samples) -> list[Shard]:
-        """Write samples as shards, named by the range: the sums of offsets over the partitions, which only grow."""
-        first, end = (sum(offsets.values()) for offsets in (chosen.start, chosen.stop))
-        return samples.write(self.folder, f"{split}-{first:012d}-{end:012d}", SHARDS_CONFIG.size)
-
     def save_in_validation(self, digests: Iterable[bytes]) -> None:
-        """Write the digests of the texts of ``data.validation_source``."""
+        """Write the digests of held-out rows that later messages may equal."""
         write_atomically(self.folder / _DIGESTS_FILE, b"".join(sorted(digests)))
 
     @property
     def in_validation(self) -> frozenset[bytes]:
-        """The digests of the texts of ``data.validation_source``. Messages with such a text are not trained on."""
+        """The digests of held-out rows. Messages that equal one are not trained on."""
         content = read(self.folder / _DIGESTS_FILE) or b""
         return frozenset(content[place : place + DIGEST_BYTES] for place in range(0, len(content), DIGEST_BYTES))
 
@@ -105,10 +98,6 @@ class MicroEpochStore:
         self._manifest(number).unlink(missing_ok=True)
         for shard in MicroEpoch.model_validate_json(content).shards:
             (self.folder / shard.name).unlink(missing_ok=True)
-
-    def open(self, found: MicroEpoch) -> ShardedRows:
-        """Return the rows of a micro-epoch."""
-        return ShardedRows(str(self.folder), found.shards, SHARDS_CONFIG)
 
     def _manifest(self, number: int) -> UPath:
         return self.folder / f"micro-epoch-{number:06d}.json"

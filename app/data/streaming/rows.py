@@ -1,148 +1,143 @@
-"""The rows of a micro-epoch: JSON messages, cleaned and split like rows of other sources."""
+"""The rows of a micro-epoch: messages, surveyed, cleaned and split like the rows of other sources."""
 
+import bisect
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from upath import UPath
 
-from app.config import DataConfig
-from app.data.examples import MAX_EXAMPLES, REASONS, CleaningReport, Reason, in_words
-from app.data.preparation.sample import SAMPLE_SIZE
-from app.data.preparation.samples import Labelled, SampleKind
+from app.data.examples import MAX_EXAMPLES, REASONS, CleaningReport, Input, Reason, in_words
+from app.data.preparation.encoding import Encoding
+from app.data.preparation.held_out import hold_out
+from app.data.preparation.sample import SampleBuilder
+from app.data.preparation.samples import TokenKind, groups_in
 from app.data.preparation.survey import (
+    ALL_TRAIN,
     IN_TRAIN,
     IN_VALIDATION,
     KEPT,
     Cleaner,
+    Rule,
     SplitRule,
+    Survey,
+    Surveyor,
     code_of,
+    compared_parts,
     digest_of,
-    drop_equal,
-    split_keys,
 )
-from app.data.preparation.writers import LabelledWriter, labelled_schema
-from app.data.shards import Shard
-from app.data.sources.cells import as_label, as_text
-from app.data.sources.lines import parse_json
-from app.data.streaming.messages import Message, Offsets
-from app.data.targets import Classes
+from app.data.preparation.surveys import Duplicates, Surveys, resolve
+from app.data.prepared import TRAIN
+from app.data.shards import Shard, ShardPlace
+from app.data.sources.cells import Rows
+from app.data.sources.formats.base import PAIRS
+from app.data.sources.labelled import kinds_of
+from app.data.streaming.messages import Message, MessageFormat, Offsets
+from app.data.targets import LabelError
+from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 
-_BAD: tuple[Reason, ...] = ("malformed", "unlabelled", "unknown_label")
+_BAD: tuple[Reason, ...] = ("malformed", "unlabelled", "unknown_label", "not_text", "unreadable")
+_BAD_CODES = {code_of(reason) for reason in _BAD}
 _MIN_JUDGED = 100
 """Number of messages from which the share of bad ones is judged: among fewer, one says little."""
 _MAX_EXAMPLE = 120
-
-
-class Samples(Protocol):
-    """The samples of a split, before they are written."""
-
-    def __len__(self) -> int: ...
-
-    def write(self, folder: UPath, prefix: str, size: int) -> list[Shard]:
-        """Write the samples as shards of about ``size`` bytes, named ``PREFIX-NUMBER.arrow``."""
-        ...
-
-
-@dataclass(frozen=True)
-class LabelledTexts:
-    """Cleaned texts with the label of each."""
-
-    inputs: Sequence[str]
-    labels: Sequence[str]
-    known: Sequence[str]
-    """All labels, in the order of the classes."""
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def write(self, folder: UPath, prefix: str, size: int) -> list[Shard]:
-        """Write them as shards: see ``Samples``."""
-        classes = {label: place for place, label in enumerate(self.known)}
-        read, measure = (lambda labels: [classes[label] for label in labels]), (lambda texts: list(map(len, texts)))
-        writer = LabelledWriter(folder, prefix, size, labelled_schema("text", Classes.rule), read, measure)
-        writer.add(self.inputs, self.labels)
-        return writer.close()
 
 
 @dataclass(frozen=True)
 class ChosenRows:
     """The samples of a micro-epoch, and the range of messages that they come from."""
 
+    encoding: Encoding
     start: Offsets
     stop: Offsets
     """Offset after the last message, by partition."""
-    train: Samples
-    """In whole batches."""
-    validation: Samples
+    train: Sequence[Message]
+    samples: int
+    """Training samples that the messages become, in whole batches."""
+    validation: Sequence[Message]
     """Empty after the first micro-epoch, and with ``data.validation_source``."""
     report: CleaningReport
     unused_tokens: int = 0
     """Tokens at the end of its last document that fill no block."""
 
+    @property
+    def format(self) -> MessageFormat:
+        """How messages are read."""
+        return MessageFormat.of(self.encoding.kind, self.encoding.config)
+
+    def place(self, folder: UPath, split: str, max_rows: int | None = None) -> ShardPlace:
+        """Return where shards are, named by the range: the sums of offsets over the partitions, which only grow."""
+        first, end = (sum(offsets.values()) for offsets in (self.start, self.stop))
+        return ShardPlace(folder, f"{split}-{first:012d}-{end:012d}", self.encoding.config.shards.size, max_rows)
+
+    def write_train(self, folder: UPath) -> list[Shard]:
+        """Write the training samples as shards."""
+        return self.encoding.write(self.place(folder, TRAIN, self.samples), self.format.batches(self.train))
+
 
 @dataclass(frozen=True)
-class _Row:
+class _Read:
     """A message as it was read."""
 
-    partition: int
-    offset: int
-    text: str
-    label: str | None
-    """None: the task has no labels."""
-    code: int
-    """``KEPT``, or the code of the reason to drop it regardless of other messages."""
+    item: Input | None
+    label: str
     group: str
-    digest: bytes
-    """Hash of the text."""
-    shown: str
-    """The beginning of the message, if it is dropped."""
+    reason: Reason | None = None
+    """Why it is bad. None: it is not."""
+    told: str = ""
+    """That it is bad, in words."""
 
 
-class StreamRows(ABC):
-    """Collects the rows of one micro-epoch."""
+class StreamRows:
+    """Collects the rows of one micro-epoch.
 
-    kind: SampleKind = Labelled("text", Classes)
-    """What a message is."""
+    What is chosen depends on the messages alone, and not on how many arrive at a time. A micro-epoch has what
+    preparation would make of the messages up to its last one.
+    """
 
     def __init__(
-        self, config: DataConfig, in_validation: Collection[bytes], start: Mapping[int, int], is_first: bool
+        self, encoding: Encoding, in_validation: Collection[bytes], start: Mapping[int, int], is_first: bool
     ) -> None:
         """Collect rows from ``start`` on.
 
         Args:
-            config: how messages are read, cleaned and split.
-            in_validation: digests of the texts of ``data.validation_source``. Messages with such a text are dropped.
+            encoding: how messages are read, cleaned and written.
+            in_validation: digests of held-out rows. Messages that equal one are dropped.
             start: offset of the first message, by partition.
             is_first: whether rows are held out for validation. Later micro-epochs drop such rows.
         """
+        config = encoding.config
         assert config.stream is not None
-        self._config, self._start, self._in_validation = config, dict(start), in_validation
-        self._labels = config.stream.labels
+        self._encoding, self._kind, self._config = encoding, encoding.kind, config
+        self._format = MessageFormat.of(encoding.kind, config)
+        self._in_validation, self._start, self._is_first = in_validation, dict(start), is_first
         self._max_bad = config.stream.max_bad
-        self._cleaner = Cleaner(config.clean, self.kind)
-        self._rule = SplitRule(config.seed, config.held_out_fraction, 0.0)
-        self._keeps_held_out = is_first
+        # Pairs are held out afterwards.
+        rule: Rule = (
+            ALL_TRAIN if self._kind.contents == PAIRS else SplitRule(config.seed, config.held_out_fraction, 0.0)
+        )
+        self._surveyor = Surveyor(Cleaner(config.clean, self._kind), rule)
         self.needs_validation = is_first and config.held_out_fraction > 0.0
         """Whether the micro-epoch must have a sample for validation."""
-        self._rows: list[_Row] = []
+        self._messages: list[Message] = []
+        self._surveys: list[Survey] = []
+        self._sizes: list[int] = []
+        """What each row adds to its split; 0 for a row that is dropped whatever the others are."""
         self._bad = 0
-        self.candidates = 0
-        """Rows that are not dropped whatever the others are. Some are duplicates, or held out."""
+        self._first_bad = ""
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._messages)
 
     @property
     def stop(self) -> Offsets:
         """Offset after the last message, by partition."""
-        return self._stop_after(len(self._rows))
+        return self._stop_after(len(self))
 
     def add(self, messages: Sequence[Message]) -> None:
         """Add messages.
@@ -150,85 +145,187 @@ class StreamRows(ABC):
         Raises:
             DataError: more of them are bad than ``data.stream.max_bad`` allows.
         """
-        for message in messages:
-            row = self._read(message)
-            self._rows.append(row)
-            self.candidates += row.code == KEPT
-            self._bad += row.code in _BAD_CODES
-        if self._bad > self._max_bad * max(len(self._rows), _MIN_JUDGED):
-            raise self._refusal()
+        if not messages:
+            return
+        read = [self._read(message) for message in messages]
+        labels = [one.label for one in read] if self._kind.targets else None
+        groups = [one.group for one in read] if self._config.group_column else None
+        cleaned, _, survey = self._surveyor.survey([one.item for one in read], labels, groups)
+        for row, (message, one) in enumerate(zip(messages, read, strict=True)):
+            if one.reason is not None:
+                survey.codes[row] = code_of(one.reason)
+            elif survey.codes[row] == KEPT and self._in_validation:
+                parts = compared_parts(self._kind, cleaned[row], labels[row] if labels else None)
+                if any(digest_of(part) in self._in_validation for part in parts):
+                    survey.codes[row] = code_of("in_validation")
+            if survey.codes[row] in _BAD_CODES:
+                self._bad += 1
+                why = one.told or f"{message} is {in_words(REASONS[survey.codes[row] - 1])}"
+                self._first_bad = self._first_bad or f"{why}: {_shown(message)!r}"
+        self._messages += messages
+        self._surveys.append(survey)
+        self._sizes += self._measured(cleaned, survey.codes)
+        if self._bad > self._max_bad * max(len(self), _MIN_JUDGED):
+            raise DataError(
+                f"data.source {self._config.source!r}: {self._bad:,} of {len(self):,} messages are bad, more than "
+                f"data.stream.max_bad {self._max_bad:g} allows; first, {self._first_bad}; correct what is published, "
+                "or raise max_bad, which a resumed run may do"
+            )
 
-    @abstractmethod
     def missing(self, samples: int) -> int:
         """Return approximately how many more messages ``samples`` training samples need."""
+        unit = self._config.block_length if isinstance(self._kind, TokenKind) else 1
+        needed = samples * unit / (1.0 - self._config.held_out_fraction)
+        total, rows = sum(self._sizes), np.count_nonzero(self._sizes)
+        return math.ceil((needed - total) / (total / rows if rows else needed))
 
-    @abstractmethod
     def choose(self, samples: int, batch_size: int, takes_fewer: bool) -> ChosenRows | None:
         """Return the first whole batches, at most ``samples`` training samples; None if there are not enough.
 
         ``takes_fewer``: one batch is enough. The first micro-epoch also needs a sample for validation.
         """
-
-    def _refusal(self) -> DataError:
-        first = next(row for row in self._rows if row.code in _BAD_CODES)
-        return DataError(
-            f"data.source {self._config.source!r}: {self._bad:,} of {len(self._rows):,} messages are bad, more than "
-            f"data.stream.max_bad {self._max_bad:g} allows; the first, at offset {first.offset:,} of partition "
-            f"{first.partition}, is {in_words(REASONS[first.code - 1])}: {first.shown!r}; correct what is published, "
-            "or raise max_bad, which a resumed run may do"
+        wanted = samples // batch_size * batch_size
+        enough = batch_size if takes_fewer else wanted
+        if len(self) and not self._has_tokenizer(samples, enough):
+            return None
+        if takes_fewer:
+            codes, splits = self._decide(len(self))
+            available = self._count(np.flatnonzero((codes == KEPT) & (splits == IN_TRAIN)))
+            wanted = min(wanted, available // batch_size * batch_size)
+        if not wanted or (found := self._first(wanted)) is None:
+            return None
+        rows, codes, splits = found
+        held_out = self._held_out(codes, splits)
+        if self.needs_validation and self._count(held_out) < self._kind.min_held_out:
+            return None
+        sizes = np.array(self._sizes, np.int64)[rows]
+        return ChosenRows(
+            encoding=self._encoding,
+            start=self._start,
+            stop=self._stop_after(len(codes)),
+            train=[self._messages[row] for row in rows.tolist()],
+            samples=wanted,
+            validation=[self._messages[row] for row in held_out.tolist()],
+            report=self._report(codes),
+            unused_tokens=self._kind.unused(sizes, wanted, self._config.block_length),
         )
 
-    def _read(self, message: Message) -> _Row:
-        columns, group_column = self._config.columns, self._config.group_column
-        label_column = None if self._labels is None else columns.label
-        names = [name for name in (columns.input, label_column, group_column) if name is not None]
-        text, label, group, code = "", None, "", code_of("malformed")
+    def _read(self, message: Message) -> _Read:
+        """Return a message as it was read. One that cannot be read is a reason to drop it, with the place and key."""
+        kind, config = self._kind, self._config
         try:
-            row = parse_json(message.value, lambda: "the message", "in it")
-        except DataError:
-            row = {}
-        if all(name in row for name in names):
-            try:
-                given = as_text(row[columns.input])
-                label = None if self._labels is None else as_label(row[columns.label])
-                group = as_label(row[group_column]) if group_column else ""
-            except (TypeError, UnicodeError):  # an object or a list, or half of a surrogate pair
-                pass
-            else:
-                given = given.strip() if given is not None and self.kind.strips else given
-                text, code = given or "", self._cleaner.code(given, label)
-                if code == KEPT and self._labels is not None and label not in self._labels:
-                    code = code_of("unknown_label")
-        digest = digest_of(text)
-        if code == KEPT and digest in self._in_validation:
-            code = code_of("in_validation")
-        shown = "" if code == KEPT else message.value[:_MAX_EXAMPLE].decode("utf-8", "replace")
-        return _Row(message.partition, message.offset, text, label, code, group, digest, shown)
+            rows = self._format.rows([message])
+            self._require_numbers(rows)
+            (item,), labels = kind.inputs(rows, config, verify=True), kind.labels(rows, config)
+        except DataError as error:
+            return _Read(None, "", "", "malformed", str(error))
+        label, group = (found[0] if found else "" for found in (labels, groups_in(rows)))
+        try:
+            if label:
+                self._encoding.check_label(label)
+        except LabelError as error:
+            is_named = kind.rule is not None and kind.rule.named is not None
+            return _Read(None, "", "", "unknown_label" if is_named else "malformed", f"{message}: {error}")
+        return _Read(item, label, group)
 
-    def _decide(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Return the code and the split of each row, of shape (rows,)."""
-        codes = np.array([row.code for row in self._rows], np.uint8)
-        low = np.frombuffer(b"".join(row.digest for row in self._rows), np.uint64)[1::2]
-        splits = self._rule.split(split_keys([row.group for row in self._rows], low))
-        digests, labels = [row.digest for row in self._rows], [row.label for row in self._rows]
-        drop_equal(codes, digests, labels, self._config.clean.deduplicate is not False)
-        if not self._keeps_held_out:
+    def _require_numbers(self, rows: Rows) -> None:
+        """Raise DataError for a word in a column that the recipe does not name in ``data.columns.categories``."""
+        for name, kind in kinds_of(rows, self._format.columns).items():
+            if kind.words and name not in self._config.columns.categories:
+                raise DataError(
+                    f"{kind.first_word} is no number: send null if {name!r} is unknown, or name the column in "
+                    "data.columns.categories"
+                )
+
+    def _has_tokenizer(self, samples: int, enough: int) -> bool:
+        """Return whether rows are measured in tokens. If there may be enough, a tokenizer is learned from them."""
+        if not isinstance(self._kind, TokenKind) or self._encoding.tokenizer is not None:
+            return True
+        codes, splits = self._decide(len(self))
+        train = np.flatnonzero((codes == KEPT) & (splits == IN_TRAIN))
+        # Without a tokenizer this is an upper bound.
+        if self._count(train) < enough:
+            return False
+        ends = np.cumsum(np.array(self._sizes)[train])
+        learned = train[: int(np.searchsorted(ends, samples * self._config.block_length)) + 1]
+        sample, low = SampleBuilder(1.0, cuts=True), self._survey(len(self)).low
+        texts = self._inputs()
+        for row in learned.tolist():
+            sample.add(row, [texts[row]], low[row : row + 1])
+        tokenizer = LanguageTokenizer.fit(map(str, sample.build().inputs), self._config)
+        self._encoding = replace(self._encoding, tokenizer=tokenizer)
+        self._sizes = self._measured(texts, self._survey(len(self)).codes)
+        return True
+
+    def _inputs(self) -> list[Input | None]:
+        """Return the input of each row; None for bad messages."""
+        return [one.item if one.reason is None else None for one in map(self._read, self._messages)]
+
+    def _measured(self, items: Sequence[Input | None], codes: NDArray[np.uint8]) -> list[int]:
+        """Return the size of each row; 0 for those that are dropped."""
+        sizes = np.zeros(len(items), np.int64)
+        rows = np.flatnonzero(codes == KEPT)
+        found = [item for row in rows.tolist() if (item := items[row]) is not None]
+        sizes[rows] = self._kind.sizes(found, self._encoding.tokenizer)
+        return sizes.tolist()
+
+    def _count(self, rows: NDArray[np.int64]) -> int:
+        """Return the number of samples that rows become."""
+        return self._kind.count(np.array(self._sizes, np.int64)[rows], self._config.block_length)
+
+    def _first(self, wanted: int) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint8]] | None:
+        """Return the first training rows that become ``wanted`` samples, with the codes and splits up to the last one.
+
+        None if there are not enough. Rows after the last one have no say: they belong to the next micro-epoch.
+        """
+        survey = self._survey(len(self))
+        may_train = (survey.codes == KEPT) & (survey.splits == IN_TRAIN)
+        while (rows := self._prefix(np.flatnonzero(may_train), wanted)) is not None:
+            end = int(rows[-1]) + 1
+            codes, splits = self._decide(end)
+            may_train[:end] = (codes == KEPT) & (splits == IN_TRAIN)
+            if (train := self._prefix(np.flatnonzero(may_train[:end]), wanted)) is not None:
+                end = int(train[-1]) + 1
+                return train, codes[:end], splits[:end]
+        return None
+
+    def _prefix(self, rows: NDArray[np.int64], wanted: int) -> NDArray[np.int64] | None:
+        """Return the first rows that become ``wanted`` samples; None if all are too few."""
+        count = bisect.bisect_left(range(len(rows) + 1), wanted, key=lambda count: self._count(rows[:count]))
+        return rows[:count] if count <= len(rows) else None
+
+    def _decide(self, end: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Return the code and the split of each row before ``end``, of shape (end,), whatever comes after them."""
+        survey = self._survey(end)
+        splits = survey.splits.copy()
+        codes, surveys = decide(self._encoding, survey, self._surveyor.label_names)
+        if self._kind.contents == PAIRS and self.needs_validation:
+            with suppress(DataError):  # there are too few yet
+                moves = hold_out(self._config, surveys, codes, 0)
+                splits[list(moves)] = list(moves.values())
+        if not self._is_first:
             codes[(codes == KEPT) & (splits == IN_VALIDATION)] = code_of("held_out")
         return codes, splits
 
-    def _held_out(
-        self, codes: NDArray[np.uint8], splits: NDArray[np.uint8], end: int, sizes: NDArray[np.int64], min_size: int
-    ) -> NDArray[np.int64]:
-        """Return the rows before ``end`` that are held out.
+    def _survey(self, end: int) -> Survey:
+        """Return the survey of the rows before ``end``."""
+        self._surveys = [Survey.join(self._surveys)]
+        return self._surveys[0].until(end)
 
-        The first micro-epoch also takes later ones, until their ``sizes`` add up to ``min_size``. Later micro-epochs
-        do not train on them.
+    def _held_out(self, codes: NDArray[np.uint8], splits: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """Return the rows that are held out.
+
+        The first micro-epoch also takes later ones until there is a sample. Later micro-epochs do not train on them.
         """
         rows = np.flatnonzero((codes == KEPT) & (splits == IN_VALIDATION))
-        count = int(np.searchsorted(rows, end))
-        if self.needs_validation:
-            count = max(count, int(np.searchsorted(np.cumsum(sizes[rows]), min_size)) + 1)
-        return rows[:count]
+        if not self.needs_validation or self._count(rows) >= self._kind.min_held_out:
+            return rows
+        all_codes, all_splits = self._decide(len(self))
+        later = np.flatnonzero((all_codes == KEPT) & (all_splits == IN_VALIDATION))
+        for row in later[later >= len(codes)].tolist():
+            if self._count(rows) < self._kind.min_held_out:
+                rows = np.append(rows, row)
+        return rows
 
     def _report(self, codes: NDArray[np.uint8]) -> CleaningReport:
         counts = Counter(REASONS[code - 1] for code in codes[codes != KEPT].tolist())
@@ -236,53 +333,25 @@ class StreamRows(ABC):
         for row in np.flatnonzero(codes != KEPT).tolist():
             shown = examples.setdefault(REASONS[codes[row] - 1], [])
             if len(shown) < MAX_EXAMPLES:
-                shown.append(self._rows[row].shown or self._rows[row].text[:_MAX_EXAMPLE])
+                shown.append(_shown(self._messages[row]))
         kept = int((codes == KEPT).sum())
         return CleaningReport(what="messages", given=len(codes), kept=kept, dropped=dict(counts), examples=examples)
 
     def _stop_after(self, count: int) -> Offsets:
-        return self._start | {row.partition: row.offset + 1 for row in self._rows[:count]}
+        return self._start | {message.partition: message.offset + 1 for message in self._messages[:count]}
 
 
 RowsFactory = Callable[[Mapping[int, int], bool], StreamRows]
 """Returns a collector of the rows of one micro-epoch, given its first offsets and whether it is the first."""
 
 
-class LabelledRows(StreamRows):
-    """Collects texts with one label each."""
-
-    def missing(self, samples: int) -> int:
-        return math.ceil(samples / (1.0 - self._config.held_out_fraction)) - self.candidates
-
-    def choose(self, samples: int, batch_size: int, takes_fewer: bool) -> ChosenRows | None:
-        wanted = samples // batch_size * batch_size
-        codes, splits = self._decide()
-        train = np.flatnonzero((codes == KEPT) & (splits == IN_TRAIN))
-        count = min(len(train) // batch_size * batch_size, wanted)
-        if count < (batch_size if takes_fewer else wanted):
-            return None
-        # Rows after the last one belong to the next micro-epoch.
-        end = int(train[count - 1]) + 1
-        held_out = self._held_out(codes, splits, end, np.ones(len(codes), np.int64), 1)
-        if self.needs_validation and not len(held_out):
-            return None
-        return ChosenRows(
-            start=self._start,
-            stop=self._stop_after(end),
-            train=self._texts(train[:count]),
-            validation=self._texts(held_out),
-            report=self._report(codes[:end]),
-        )
-
-    def _texts(self, rows: NDArray[np.int64]) -> LabelledTexts:
-        assert self._labels is not None
-        chosen = [self._rows[row] for row in rows.tolist()]
-        return LabelledTexts([row.text for row in chosen], [row.label or "" for row in chosen], self._labels)
+def decide(encoding: Encoding, survey: Survey, label_names: Sequence[str]) -> tuple[NDArray[np.uint8], Surveys]:
+    """Return the code of each row of a few in memory, after duplicates and conflicts are found."""
+    kind, config, codes = encoding.kind, encoding.config, survey.codes.copy()
+    surveys = Surveys([[survey]], [label_names], np.array([0, len(codes)]))
+    resolve(surveys, Duplicates(kind.deduplicates(config.clean), kind.drops_conflicts, 0), codes, config.shards.memory)
+    return codes, surveys
 
 
-def sample_of(texts: Sequence[str]) -> Sequence[str]:
-    """Return evenly spread texts of about ``SAMPLE_SIZE`` at most, from which a tokenizer is learned."""
-    return texts[:: max(1, -(-sum(map(len, texts)) // SAMPLE_SIZE))]
-
-
-_BAD_CODES = {code_of(reason) for reason in _BAD}
+def _shown(message: Message) -> str:
+    return message.value[:_MAX_EXAMPLE].decode("utf-8", "replace")

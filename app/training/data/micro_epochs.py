@@ -1,20 +1,19 @@
 """The micro-epochs of a stream in training: the first worker collects them, and all workers read their shards."""
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 from upath import UPath
 
 from app.best_effort import best_effort
 from app.config import Recipe
-from app.data.labelled import LabelledData
-from app.data.language import LanguageData
-from app.data.prepared import TRAIN, VALIDATION, DataReport, PreparedData
-from app.data.streaming.documents import DocumentRows
+from app.data.preparation.encoding import Encoding
+from app.data.prepared import TRAIN, VALIDATION, DataReport, GrowingData, PreparedData
 from app.data.streaming.messages import Offsets
 from app.data.streaming.micro_epochs import Collection, MicroEpoch, MicroEpochStore
-from app.data.streaming.rows import LabelledRows, RowsFactory
+from app.data.streaming.rows import RowsFactory, StreamRows
 from app.storage import to_path
+from app.tasks import find_task
 from app.training.data.feed import Feed
 from app.training.data.recipe_order import order_of
 from app.training.worker import Worker, on_first
@@ -39,7 +38,7 @@ class MicroEpochs:
     _collection: Collection | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        assert isinstance(self.data, LabelledData | LanguageData)
+        assert isinstance(self.data, GrowingData)  # recipes of other tasks on a stream are refused
         self._sharded = self.data
         self._store = MicroEpochStore(to_path(self._sharded.reference.location))
 
@@ -66,7 +65,7 @@ class MicroEpochs:
         found, self.has_ended = on_first(partial(self._find, number, start))
         if found is not None and found != self._current:
             self._current = found
-            data = self._sharded.with_train(self._store.open(found))
+            data = self._sharded.with_train(self._sharded.reference.open_shards(found.shards))
             self.feed.read_from(data, order_of(self.recipe, data))
             if self.worker.is_first:
                 self._begin(found)
@@ -93,14 +92,13 @@ class MicroEpochs:
         """Return what collects a micro-epoch. It begins now, unless it has begun."""
         if self._collection is None or (self._collection.number, self._collection.start) != (number, start):
             self.close()
-            self._collection = Collection(self.recipe, self._store, self._make_rows(), number, start)
+            self._collection = Collection(self.recipe, self._store, self._make_rows, number, start)
         return self._collection
 
+    @cached_property
     def _make_rows(self) -> RowsFactory:
-        config, in_validation = self.recipe.data, self._store.in_validation
-        if isinstance(self._sharded, LabelledData):
-            return partial(LabelledRows, config, in_validation)
-        return partial(DocumentRows, config, self._sharded.tokenizer, in_validation)
+        kind = find_task(self.recipe.task).samples(self.recipe)
+        return partial(StreamRows, Encoding.load(self.recipe.data, kind, self._store.folder), self._store.in_validation)
 
     def _begin(self, found: MicroEpoch) -> None:
         """In the first worker, log a micro-epoch, and start to collect the next one."""

@@ -17,14 +17,16 @@ import pytest
 
 from app.config import CleanConfig, ColumnsConfig, DataConfig
 from app.config.stream import StreamConfig
-from app.data.preparation.samples import Documents, TaggedTexts
+from app.data.preparation.encoding import Encoding
+from app.data.preparation.samples import Documents, Labelled, TaggedTexts
 from app.data.sources import units
 from app.data.sources.formats import FORMATS
-from app.data.sources.labelled import INPUT, labelled_columns, load_examples
+from app.data.sources.labelled import INPUT, LABEL, labelled_columns, load_examples
 from app.data.sources.source import Source
 from app.data.sources.units import list_files, read_source
 from app.data.streaming.messages import Message
-from app.data.streaming.rows import LabelledRows
+from app.data.streaming.rows import StreamRows
+from app.data.targets import Classes
 from app.data.written import name_of
 from app.errors import DataError
 from tests.helpers import ROOT
@@ -498,14 +500,17 @@ def test_an_odd_message_is_read_as_a_line_is(odd: Odd) -> None:
     config = DataConfig(
         source="nats://host:1/S", stream=stream, validation_fraction=1e-9, clean=CleanConfig(deduplicate=False)
     )
-    rows = LabelledRows(config, frozenset(), {0: 0}, is_first=False)
+    encoding = Encoding(Labelled("text", Classes), config, Classes(labels))
+    rows = StreamRows(encoding, frozenset(), {0: 0}, is_first=False)
     rows.add([Message(0, number, line) for number, line in enumerate([*messages, b'{"text": "z", "label": "other"}'])])
     chosen = rows.choose(100, 1, takes_fewer=True)
     assert chosen is not None
     if odd.refused:
         assert chosen.report.dropped["malformed"]
         return
-    found = list(zip(chosen.train.inputs, chosen.train.labels, strict=True))  # type: ignore[attr-defined]
+    (read,) = chosen.format.batches(chosen.train)
+    texts = [text.strip() for text in read.cells[INPUT].to_pylist()]
+    found = [*zip(texts, read.cells[LABEL].to_pylist(), strict=True)]
     assert found == [*((text.strip(), label) for text, label in kept), ("z", "other")]
     assert sum(chosen.report.dropped.values()) == len(messages) - len(kept)
 

@@ -70,7 +70,7 @@ def test_a_killed_preparation_goes_on_and_a_second_one_does_nothing(
         write = ShardWriter._write
 
         def killed(writer: ShardWriter) -> None:
-            if "00002" in writer._prefix and writer.shards:  # the second shard of the third unit
+            if "00002" in writer.place.prefix and writer.shards:  # the second shard of the third unit
                 os.kill(os.getpid(), signal.SIGKILL)
             write(writer)
 

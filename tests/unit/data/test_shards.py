@@ -17,7 +17,7 @@ from app.config.plan import PlanConfig
 from app.data.language import TokenBlocks
 from app.data.shard_cache import ShardCache, cache_folder
 from app.data.sharded import ShardColumn, ShardedRows, ShardedSplit, ShardNumbers
-from app.data.shards import LENGTH, Shard, ShardIndex, ShardWriter
+from app.data.shards import LENGTH, Shard, ShardIndex, ShardPlace, ShardWriter
 from app.errors import RecipeError, StorageError
 from app.storage import to_path
 from app.training.data.order import SampleOrder
@@ -35,7 +35,7 @@ def texts(count: int = ROWS) -> list[str]:
 
 def write_shards(folder: UPath, size: int = 9000, batch: int = 100) -> list[Shard]:
     """Write the texts as shards, in batches of rows."""
-    writer = ShardWriter(folder, "train", SCHEMA, size)
+    writer = ShardWriter(ShardPlace(folder, "train", size), SCHEMA)
     for start in range(0, ROWS, batch):
         group = texts()[start : start + batch]
         columns = [group, [0] * len(group), [len(text) for text in group]]
@@ -63,7 +63,7 @@ def test_shards_are_the_same_however_rows_arrive(tmp_path: Path) -> None:
 
 
 def test_classes_are_counted_without_reading_the_shards(tmp_path: Path) -> None:
-    writer = ShardWriter(UPath(tmp_path), "train", SCHEMA, 1000)
+    writer = ShardWriter(ShardPlace(UPath(tmp_path), "train", 1000), SCHEMA)
     columns = [texts(300), [0, 2, 2] * 100, [1] * 300]
     writer.add(pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], SCHEMA))
     shards = writer.close()

@@ -12,22 +12,34 @@ import numpy as np
 import pytest
 from upath import UPath
 
-from app.config import Recipe, load_recipe
+from app.config import Recipe, ShardsConfig, load_recipe
+from app.data.labelled import LabelledData
 from app.data.language import LanguageData
+from app.data.preparation.sample import SAMPLE_FILE
+from app.data.preparation.samples import Documents
 from app.data.preparation.survey import SplitRule, digest_of
+from app.data.sharded import TOKENS, ShardedRows
 from app.data.streaming.collector import Collector
-from app.data.streaming.documents import Blocks, DocumentRows
 from app.data.streaming.messages import Offsets
 from app.data.streaming.micro_epochs import Collection, MicroEpochStore
-from app.data.streaming.prepare import prepare_document_stream, prepare_labelled_stream
-from app.data.streaming.rows import ChosenRows, LabelledRows
-from app.data.text import TextProcessor
+from app.data.streaming.prepare import unfitted
+from app.data.streaming.rows import ChosenRows, StreamRows
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError, RecipeError
 from app.storage import list_names, to_path
 from app.tasks import prepare
 from tests.helpers import wait_until
-from tests.streams import NatsServer, collect, document, language_overrides, message, nats_server, recipe, text_of
+from tests.streams import (
+    NatsServer,
+    collect,
+    document,
+    language_overrides,
+    message,
+    nats_server,
+    recipe,
+    rows_of,
+    text_of,
+)
 
 DOCUMENTS = [json.loads(document(number))["text"] for number in range(400)]
 
@@ -40,6 +52,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
         yield server
 
 
+def labelled(given: Recipe) -> LabelledData:
+    data = prepare(given)
+    assert isinstance(data, LabelledData)
+    return data
+
+
+def documents(given: Recipe) -> LanguageData:
+    data = prepare(given)
+    assert isinstance(data, LanguageData)
+    return data
+
+
 @pytest.mark.parametrize("place", ["disk", "s3"])
 def test_micro_epochs_are_shards_in_storage(
     server: NatsServer, tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch, place: str
@@ -49,8 +73,8 @@ def test_micro_epochs_are_shards_in_storage(
     monkeypatch.setenv("RAYLOOM_CACHE", str(tmp_path / "cache"))
     UPath("s3://micro-epochs").mkdir(exist_ok=True)
     given = recipe(f"{server.url}/S", tmp_path, f"storage={tmp_path if place == 'disk' else 's3://micro-epochs'}")
-    data = prepare_labelled_stream(given, TextProcessor)
-    assert (len(data.train), data.labels) == (96, ["low", "high"])
+    data = labelled(given)
+    assert (len(data.train), data.labels) == (96, ["high", "low"])
     assert data.rows["validation"] == len(data.validation) > 0
     store = MicroEpochStore(to_path(data.reference.location))
     first = store.find(1, {0: 1})
@@ -60,14 +84,14 @@ def test_micro_epochs_are_shards_in_storage(
     # Another is written, read and deleted; the first one stays, since the data name its shards.
     second = store.write(2, collect(given, first.stop))
     assert second.report.given == second.stop[0] - 1
-    assert len(data.with_train(store.open(second)).train) == 96
+    assert len(data.with_train(data.reference.open_shards(second.shards)).train) == 96
     for number in (1, 2):
         store.delete(number)
     assert store.find(2, first.stop) is None
     grown = replace(collect(given, first.stop), start={**first.stop, 1: 0})
     assert store.write(2, grown) == store.find(2, first.stop)
     store.delete(2)
-    assert {name for name in list_names(store.folder) if name.endswith(".arrow")} == {
+    assert {name for name in list_names(store.folder) if name.endswith(".arrow") and name != SAMPLE_FILE} == {
         shard.name for shards in data.reference.index.splits.values() for shard in shards
     }
 
@@ -76,7 +100,7 @@ def test_a_stream_that_is_idle_while_training_is_busy_has_not_ended(tmp_path: Pa
     with nats_server(tmp_path / "jetstream") as server:
         server.publish(map(message, range(10)))
         given = recipe(f"{server.url}/S", tmp_path, idle_seconds=0.2)
-        store, make_rows = MicroEpochStore(to_path(tmp_path)), partial(LabelledRows, given.data, frozenset())
+        store, make_rows = MicroEpochStore(to_path(tmp_path)), rows_of(given)
         with closing(Collection(given, store, make_rows, 7, {0: 1})) as collection:
             wait_until(lambda: collection.collected == 10)
             time.sleep(1.5)  # far longer than idle_seconds, and than one poll
@@ -93,9 +117,9 @@ def test_a_stream_that_is_idle_while_training_is_busy_has_not_ended(tmp_path: Pa
 def test_a_stream_without_a_batch_is_no_data(server: NatsServer, tmp_path: Path) -> None:
     server.publish([message(1)], "F", "f.a")
     with pytest.raises(DataError, match=r"no new message for 0\.5 s, and its 1 messages give no batch of 16"):
-        prepare_labelled_stream(recipe(f"{server.url}/F", tmp_path, idle_seconds=0.5), TextProcessor)
+        prepare(recipe(f"{server.url}/F", tmp_path, idle_seconds=0.5))
     with pytest.raises(DataError, match=r"has had no message for 0\.5 s: publish some, correct the address"):
-        prepare_labelled_stream(recipe(f"{server.url}/F?subject=g", tmp_path, idle_seconds=0.5), TextProcessor)
+        prepare(recipe(f"{server.url}/F?subject=g", tmp_path, idle_seconds=0.5))
 
 
 def language_recipe(source: str, storage: Path, *keys: str) -> Recipe:
@@ -104,22 +128,30 @@ def language_recipe(source: str, storage: Path, *keys: str) -> Recipe:
 
 def collect_blocks(given: Recipe, start: Offsets, tokenizer: LanguageTokenizer | None = None) -> ChosenRows:
     """Collect a micro-epoch: without a tokenizer, the first one."""
-    make_rows = partial(DocumentRows, given.data, tokenizer, frozenset())
+    encoding = replace(unfitted(given, Documents()), tokenizer=tokenizer)
+    make_rows = partial(StreamRows, encoding, frozenset())
     with closing(Collector(given, make_rows, start, is_first=tokenizer is None)) as collector:
         while (chosen := collector.poll()) is None:
             assert not collector.has_ended
     return chosen
 
 
-def blocks_of(chosen: ChosenRows) -> Blocks:
-    assert isinstance(chosen.train, Blocks)
-    return chosen.train
+def tokens_of(chosen: ChosenRows, folder: Path) -> list[int]:
+    """Return the tokens of the training blocks, in their order."""
+    rows = ShardedRows(str(folder), chosen.write_train(UPath(folder)), ShardsConfig())
+    (blocks,) = rows.read_arrays(range(len(rows)), TOKENS)
+    return [*blocks[:, :-1].ravel().tolist(), int(blocks[-1, -1])]
+
+
+def tokenizer_of(chosen: ChosenRows) -> LanguageTokenizer:
+    assert chosen.encoding.tokenizer is not None
+    return chosen.encoding.tokenizer
 
 
 def test_each_document_is_in_the_blocks_of_one_micro_epoch(server: NatsServer, tmp_path: Path) -> None:
     given = language_recipe(f"{server.url}/DOCS", tmp_path)
     chosen = [collect_blocks(given, {})]
-    tokenizer = blocks_of(chosen[0]).tokenizer
+    tokenizer = tokenizer_of(chosen[0])
     assert 257 < tokenizer.facts["vocab_size"] < 300  # learned, from few bytes
     while len(chosen) < 4:
         chosen.append(collect_blocks(given, chosen[-1].stop, tokenizer))
@@ -132,7 +164,7 @@ def test_each_document_is_in_the_blocks_of_one_micro_epoch(server: NatsServer, t
         consumed = range(part.start[0] - 1, part.stop[0] - 1)
         documents = [DOCUMENTS[number] for number in consumed if is_trained_on[number]]
         tokens = tokenizer.join(documents)
-        assert np.array_equal(blocks_of(part).tokens, tokens[:used])
+        assert tokens_of(part, tmp_path) == tokens[:used].tolist()
         assert part.unused_tokens == len(tokens) - used
         assert len(tokenizer.join(documents[:-1])) < used  # the last one was needed
         assert part.report.dropped.get("held_out", 0) == (len(consumed) - len(documents)) * (part is not chosen[0])
@@ -140,7 +172,7 @@ def test_each_document_is_in_the_blocks_of_one_micro_epoch(server: NatsServer, t
 
 def test_a_run_on_documents_keeps_its_tokenizer(server: NatsServer, tmp_path: Path) -> None:
     given = language_recipe(f"{server.url}/DOCS", tmp_path)
-    data = prepare_document_stream(given)
+    data = documents(given)
     assert (len(data.train), data.tokens_per_sample, data.rows["validation"] > 0) == (16, 32, True)
     data.save(UPath(tmp_path / "run"))
     kept = LanguageData.load(UPath(tmp_path / "run"))
@@ -151,9 +183,9 @@ def test_a_run_on_documents_keeps_its_tokenizer(server: NatsServer, tmp_path: Pa
     chosen = collect_blocks(given, first.stop, kept.tokenizer)
     second = store.write(2, chosen)
     assert (second.total_rows, second.unused_tokens) == (32, chosen.unused_tokens)
-    batch = kept.with_train(store.open(second)).train.batch([15])
-    assert batch.inputs["input_ids"][0].tolist() == blocks_of(chosen).tokens[15 * 32 : 16 * 32].tolist()
-    assert batch.targets[0].tolist() == blocks_of(chosen).tokens[15 * 32 + 1 :].tolist()
+    batch = kept.with_train(kept.reference.open_shards(second.shards)).train.batch([15])
+    assert batch.inputs["input_ids"][0].tolist() == tokens_of(chosen, tmp_path)[15 * 32 : 16 * 32]
+    assert batch.targets[0].tolist() == tokens_of(chosen, tmp_path)[15 * 32 + 1 :]
     with pytest.raises(RecipeError, match=r"data\.stream\.labels is .*, which task language-modeling does not support"):
         language_recipe(f"{server.url}/DOCS", tmp_path, "data.stream={labels: [a, b]}")
 
@@ -163,7 +195,7 @@ def test_a_file_is_the_validation_split_and_none_of_it_is_trained_on(server: Nat
     rows = [json.loads(message(number)) for number in (*range(0, 100, 10), 5000)]
     table.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     given = recipe(f"{server.url}/S", tmp_path, f"data.validation_source={table}")
-    data = prepare_labelled_stream(given, TextProcessor)
+    data = labelled(given)
     assert list(data.validation.split.inputs) == [row["text"] for row in rows]
     store = MicroEpochStore(to_path(data.reference.location))
     first = store.find(1, {0: 1})
@@ -175,7 +207,7 @@ def test_a_file_is_the_validation_split_and_none_of_it_is_trained_on(server: Nat
     assert in_validation == {digest_of(row["text"]) for row in rows}
     rows[0]["label"] = "odd"
     table.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    with pytest.raises(DataError, match=r"validation\.jsonl' has the label 'odd', and data\.stream\.labels has only"):
+    with pytest.raises(DataError, match=r"validation\.jsonl' has the label 'odd', but .* has only high, low"):
         prepare(given)
     with pytest.raises(DataError, match=r"data\.validation_source 'no\.csv' does not exist"):
         prepare(recipe("nats://127.0.0.1:1/S", tmp_path, "data.validation_source=no.csv"))
@@ -187,10 +219,10 @@ def test_a_folder_of_texts_validates_a_language_model(server: NatsServer, tmp_pa
     for number in (7, 15):
         (folder / f"{number}.txt").write_text(DOCUMENTS[number], encoding="utf-8")
     given = language_recipe(f"{server.url}/DOCS", tmp_path, f"data.validation_source={folder}")
-    data = prepare_document_stream(given)
+    data = documents(given)
     assert data.report.dropped == {"in_validation": 2}
     assert len(data.validation) == (len(data.tokenizer.join([DOCUMENTS[7], DOCUMENTS[15]])) - 1) // 32 > 0
     (folder / "7.txt").unlink()
     (folder / "15.txt").write_text("short", encoding="utf-8")
     with pytest.raises(DataError, match=r"validation' has too few tokens for one block: .* data\.block_length"):
-        prepare_document_stream(given)
+        documents(given)

@@ -1,0 +1,99 @@
+"""What turns the rows of a source into shards, once it is decided: its columns, targets and tokenizer."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from upath import UPath
+
+from app.config import ColumnsConfig, DataConfig
+from app.data.preparation.samples import SampleKind, TokenKind
+from app.data.preparation.survey import Cleaner
+from app.data.preparation.writers import LabelledWriter, SplitWriter, labelled_schema
+from app.data.rows import RowColumns
+from app.data.shards import Shard, ShardIndex, ShardPlace
+from app.data.sources.cells import Rows
+from app.data.targets import LabelError, Targets
+from app.data.tokenizer import LanguageTokenizer
+from app.storage import write_atomically
+
+COLUMNS_FILE = "columns.json"
+"""The columns of the source, with those of numbers and those of categories named."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What the rows of a source are to a task, and how shards hold them."""
+
+    kind: SampleKind
+    config: DataConfig
+    targets: Targets | None = None
+    """What the labels mean. None: not yet known, or there are no labels."""
+    table: RowColumns | None = None
+    """The columns of a table, once their kinds are decided."""
+    tokenizer: LanguageTokenizer | None = None
+    """For samples that are kept as tokens."""
+
+    @classmethod
+    def load(cls, config: DataConfig, kind: SampleKind, folder: UPath) -> Self:
+        """Return what the shards in a folder were written with."""
+        columns = ColumnsConfig.model_validate_json((folder / COLUMNS_FILE).read_bytes())
+        return cls(
+            kind,
+            config.model_copy(update={"columns": columns}),
+            kind.targets.load(folder) if kind.targets else None,
+            ShardIndex.load(folder).table,
+            LanguageTokenizer.load(folder) if isinstance(kind, TokenKind) else None,
+        )
+
+    def fitted(self, folder: UPath, learned: Mapping[str, int], trained: Mapping[str, int]) -> Self:
+        """Decide what is not known yet, and write it into ``folder``.
+
+        Args:
+            learned: the number of rows of each label, of the splits that tell which labels there are.
+            trained: likewise, of the training split.
+
+        Raises:
+            LabelError: a label cannot be read, or nothing can be learned from the labels.
+        """
+        columns, targets = self.config.columns, self.targets
+        write_atomically(folder / COLUMNS_FILE, columns.model_dump_json(indent=1).encode())
+        if self.kind.targets is not None:
+            targets = targets or self.kind.targets.fit(learned, self.config)
+            targets = targets.fitted(targets.read([*trained], self.config), [*trained.values()])
+            targets.save(folder)
+        features = self.config.each_source()[0].columns.features or ()
+        table = RowColumns.of(features, columns.categories) if self.kind.contents == "row" else None
+        return replace(self, targets=targets, table=table)
+
+    def check_label(self, label: str, key: str = "source") -> None:
+        """Raise LabelError for a label that is not known, or cannot be read whatever the others are."""
+        if self.kind.rule and not self.kind.rule.is_readable(label):
+            raise LabelError(f"{label!r} is no number, as the labels of data.{key} are", label)
+        if self.targets:
+            self.targets.read([label], self.config, key)
+
+    def writer(self, place: ShardPlace, key: str = "source") -> SplitWriter:
+        """Return a writer of shards. ``key``: the one of ``data`` that names the source of the rows."""
+        if isinstance(self.kind, TokenKind):
+            assert self.tokenizer is not None
+            return self.kind.writer(place, self.tokenizer)
+        read = partial(self.targets.read, config=self.config, key=key) if self.targets else None
+        schema = labelled_schema(self.kind.contents, self.kind.rule, self.table)
+        return LabelledWriter(place, schema, read, partial(self.kind.lengths, self.config), self.table)
+
+    def write(
+        self, place: ShardPlace, batches: Iterable[Rows], kept: NDArray[np.bool_] | None = None, key: str = "source"
+    ) -> list[Shard]:
+        """Write rows as shards: those that are ``kept``, of shape (rows,), or all."""
+        writer, cleaner, first = self.writer(place, key), Cleaner(self.config.clean, self.kind), 0
+        for rows in batches:
+            inputs = [cleaner.convert(item) for item in self.kind.written(rows, self.config)]
+            labels = self.kind.labels(rows, self.config) or [""] * len(rows)
+            chosen = [row for row in range(len(rows)) if kept is None or kept[first + row]]
+            first += len(rows)
+            writer.add([inputs[row] for row in chosen], [labels[row] for row in chosen])
+        return writer.close()
