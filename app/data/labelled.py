@@ -142,20 +142,23 @@ class LabelledDataset(Dataset):
         return self.processor if isinstance(self.processor, GroupingProcessor) else None
 
     @cached_property
+    def _collating(self) -> CollatingTargets | None:
+        # For a protocol isinstance takes longer than a batch of numbers.
+        return self.targets if isinstance(self.targets, CollatingTargets) else None
+
+    @cached_property
     def _measured(self) -> tuple[NDArray[np.int64], NDArray[np.str_]] | None:
         return self._grouping.measure(self.split.inputs) if self._grouping else None
 
     @cached_property
     def num_targets(self) -> NDArray[np.int64] | None:
         """Number of targets of each sample, of shape (samples,); None if all have as many. All texts are encoded."""
-        if not isinstance(self.targets, CollatingTargets):
-            return None
-        return self.targets.count(self.processor, self.split.inputs)
+        return self._collating.count(self.processor, self.split.inputs) if self._collating else None
 
     def batch(self, indices: Sequence[int]) -> Batch:
         inputs, values = self.split.take(indices)
-        if isinstance(self.targets, CollatingTargets):
-            return self.targets.collate(self.processor, inputs, values)
+        if self._collating:
+            return self._collating.collate(self.processor, inputs, values)
         try:
             tensors = self.processor.encode(inputs)
         except DataError:

@@ -1,5 +1,6 @@
 """Rows of a table as tensors: numbers, scaled, and categories, by their index."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import Any, ClassVar, Self
@@ -18,7 +19,6 @@ from app.storage import write_atomically
 from app.tensors import Tensors, TensorSpec
 
 SETTINGS_FILE = "table.json"
-_MAX_SCALED = float(np.finfo(np.float32).max)
 
 
 class NumberColumn(Scale):
@@ -114,13 +114,13 @@ class TabularProcessor:
         return tensors
 
     def _scaled(self, numbers: NDArray[np.float64]) -> NDArray[np.float32]:
-        with np.errstate(over="ignore"):
-            scaled = (numbers - self._means) / self._deviations
-        if not np.abs(scaled).max() <= _MAX_SCALED:
+        with np.errstate(over="ignore", invalid="ignore"):
+            scaled: NDArray[np.float32] = ((numbers - self._means) / self._deviations).astype(np.float32)
+            is_finite = math.isfinite(np.add.reduce(scaled, axis=None))
+        if not is_finite:
             scaled[np.isnan(scaled)] = 0.0  # a number that is missing, or a column without a deviation
-            self._require_small(numbers, np.abs(scaled) <= _MAX_SCALED)
-        found: NDArray[np.float32] = scaled.astype(np.float32)
-        return found
+            self._require_small(numbers, np.isfinite(scaled))
+        return scaled
 
     def _require_small(self, numbers: NDArray[np.float64], are_small: NDArray[np.bool_]) -> None:
         for row, place in np.argwhere(~are_small).tolist():
