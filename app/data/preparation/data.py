@@ -1,11 +1,15 @@
 """Prepared data in shards, from a recipe."""
 
 import json
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from upath import UPath
 
-from app.config import ColumnsConfig, Recipe
+from app.best_effort import best_effort
+from app.checksums import code_revision, sha256_of, verify_checksums, write_checksums
+from app.config import ColumnsConfig, DataConfig, Recipe
 from app.data.chat import ChatData
 from app.data.conversations import ChatEncoder
 from app.data.examples import CleaningReport
@@ -23,6 +27,7 @@ from app.data.sharded import ShardReference
 from app.data.shards import ShardIndex
 from app.data.tokenizer import LanguageTokenizer
 from app.data.vectors import Vectors
+from app.errors import StorageError
 from app.pretrained import open_pretrained
 from app.storage import open_storage
 
@@ -56,9 +61,37 @@ def prepare_pairs(
 
 
 def _fitted(recipe: Recipe, kind: SampleKind, processor_type: type[Processor], folder: UPath) -> Processor:
-    """Return the processor, fitted on the sample of the training split."""
+    """Return the processor, fitted on the sample of the training split. One of the library is fitted once, and kept."""
     columns = ColumnsConfig.model_validate_json((folder / COLUMNS_FILE).read_bytes())
     config = recipe.data.model_copy(update={"columns": columns})
+    if recipe.model.source is not None or not _is_of_library(processor_type, columns):
+        return _fit(recipe, kind, processor_type, folder, config)
+    type_name = f"{processor_type.__module__}:{processor_type.__qualname__}"
+    read = [type_name, code_revision("data"), config.model_dump(mode="json", exclude={"shards"})]
+    kept = folder / f"processor-{sha256_of(json.dumps(read, sort_keys=True).encode())[:16]}"
+    with suppress(StorageError):  # there is none, or a crash tore it
+        verify_checksums(kept)
+        return processor_type.load(kept)
+    processor = _fit(recipe, kind, processor_type, folder, config)
+    best_effort(partial(_keep, processor, kept), f"the processor cannot be kept in {str(kept)!r}", "preparation")
+    return processor
+
+
+def _is_of_library(processor_type: type[Processor], columns: ColumnsConfig) -> bool:
+    """Return whether the code that a fitted processor depends on is known: not that of a project."""
+    own = [processor_type.__module__, *(field.kind for field in columns.fields.values() if ":" in field.kind)]
+    return all(name.startswith("app.") for name in own)
+
+
+def _keep(processor: Processor, folder: UPath) -> None:
+    folder.mkdir(exist_ok=True)
+    processor.save(folder)
+    write_checksums(folder)
+
+
+def _fit(
+    recipe: Recipe, kind: SampleKind, processor_type: type[Processor], folder: UPath, config: DataConfig
+) -> Processor:
     inputs = Sample.load(folder / SAMPLE_FILE).inputs
     parts: list[Any] = [part for item in inputs for part in kind.parts(item)]
     if table := ShardIndex.load(folder).table:

@@ -28,7 +28,7 @@ from app.data.shards import Shard, ShardIndex
 from app.data.sources.formats import FORMATS
 from app.data.sources.formats.base import DOCUMENTS, SourceFile
 from app.data.sources.source import Source
-from app.data.sources.units import Unit, cut_sources, list_files, tell_unread
+from app.data.sources.units import Unit, cut_sources, list_all, list_files, tell_unread
 from app.data.targets import LabelError
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError
@@ -40,6 +40,21 @@ SHARDS = "data"
 """Folder of storage that has the shards of each source and way to prepare it."""
 RunUnits = Callable[[Callable[[int], int], Sequence[int]], Iterable[int]]
 """Calls a function with the number of each unit, and yields each number when that unit is done."""
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """The files of a recipe, by one listing of each source."""
+
+    sources: list[list[SourceFile]]
+    tests: list[SourceFile]
+    unread: list[list[str]]
+    """The paths of each source that the task does not read."""
+
+    @property
+    def files(self) -> list[SourceFile]:
+        """All that are read."""
+        return [*self.tests, *(file for found in self.sources for file in found)]
 
 
 @dataclass(frozen=True)
@@ -58,16 +73,16 @@ class Preparer:
             DataError: the source cannot be read, or has too few rows.
         """
         config = self.recipe.data
-        sources, tests = self._sources()
-        self._require_columns([file for found in sources for file in found])
+        listed = self._listed()
+        self._require_columns([file for found in listed.sources for file in found])
         settings = settings_of(self.recipe, self.kind)
-        fingerprint = fingerprint_of([*tests, *(file for found in sources for file in found)], settings)
+        fingerprint = fingerprint_of(listed.files, settings)
         folder = self.storage / SHARDS / fingerprint[:16]
         if ShardIndex.find(folder) is not None:
             return folder
         with wait_for_lock(folder, f"preparing {config.source!r}"):
             if ShardIndex.find(folder) is None:  # else the job that had the lock has made it
-                self._make(folder, sources, tests, fingerprint, settings)
+                self._make(folder, listed, fingerprint, settings)
         return folder
 
     def _require_columns(self, files: list[SourceFile]) -> None:
@@ -79,19 +94,12 @@ class Preparer:
                 f"data.group_column is {config.group_column!r}, and {file.path!r} is not a table: leave it out"
             )
 
-    def _make(
-        self,
-        folder: UPath,
-        sources: list[list[SourceFile]],
-        tests: list[SourceFile],
-        fingerprint: str,
-        settings: dict[str, Any],
-    ) -> None:
+    def _make(self, folder: UPath, listed: _Listed, fingerprint: str, settings: dict[str, Any]) -> None:
         """Make the shards, or go on where an earlier job was interrupted."""
-        config = self._resolved(sources, tests)
-        for one, files in zip(config.each_source(), sources, strict=True):
-            tell_unread(Source(one.source), files, partial(self._is_data, one))
-        units = cut_sources(sources, tests, UNIT_SHARDS * config.shards.size)
+        config = self._resolved(listed.sources, listed.tests)
+        for one, unread in zip(config.each_source(), listed.unread, strict=True):
+            tell_unread(Source(one.source), unread)
+        units = cut_sources(listed.sources, listed.tests, UNIT_SHARDS * config.shards.size)
         _require_memory(units, config.shards.memory)
         fraction = fraction_for(sum(unit.bytes for unit in units))
         work, columns = self._with_kinds(UnitWork(str(folder), config, tuple(units), self.kind, None, fraction))
@@ -99,7 +107,7 @@ class Preparer:
         decision = decide(work, lambda: self._judge(work))
         work = self._with_codec(work, decision)
         self._run("writing shards", work, work.write, "unit-")
-        self._require_unchanged(sources, tests)
+        self._require_unchanged(listed)
         report = decision.report.model_copy(update={"columns": columns})
         self._publish(work, folder, fingerprint, settings, report)
 
@@ -148,15 +156,15 @@ class Preparer:
 
         self._run("judging labels", work, partial(judge_unit, work), "doubts-")
 
-    def _sources(self) -> tuple[list[list[SourceFile]], list[SourceFile]]:
-        """Return the files of each source, and of the test source, without those of a storage inside a source."""
-        config, contents = self.recipe.data, self.kind.contents
-        sources = [
-            [file for file in list_files(Source(one.source), contents) if self._is_data(one, file.path)]
-            for one in config.each_source()
-        ]
-        test = config.test_source
-        return sources, [] if test is None else list_files(Source(test, "data.test_source"), contents)
+    def _listed(self) -> _Listed:
+        """List the files of each source, and of the test source, without those of a storage inside a source."""
+        config, contents, test = self.recipe.data, self.kind.contents, self.recipe.data.test_source
+        listed = _Listed([], [] if test is None else list_files(Source(test, "data.test_source"), contents), [])
+        for one in config.each_source():
+            files, unread = list_all(Source(one.source), contents)
+            listed.sources.append([file for file in files if self._is_data(one, file.path)])
+            listed.unread.append([path for path in unread if self._is_data(one, path)])
+        return listed
 
     def _is_data(self, one: DataConfig, path: str) -> bool:
         """Return whether a file of a source is none of the storage, which may lie in the source."""
@@ -165,12 +173,9 @@ class Preparer:
             return True
         return not absolute_location(path).startswith(f"{root}{SHARDS}/" if root == source else root)
 
-    def _require_unchanged(self, sources: list[list[SourceFile]], tests: list[SourceFile]) -> None:
+    def _require_unchanged(self, listed: _Listed) -> None:
         """List the source again. Raises DataError if it is not as it was: its fingerprint would tell a lie."""
-        before, now = (
-            {file for found in [*given, test] for file in found} for given, test in ((sources, tests), self._sources())
-        )
-        if changed := sorted({file.path for file in before ^ now}):
+        if changed := sorted({file.path for file in {*listed.files} ^ {*self._listed().files}}):
             raise DataError(
                 f"data.source {self.recipe.data.source!r} changed while it was prepared ({len(changed):,} files, such "
                 f"as {changed[0]!r}): prepare the data again"

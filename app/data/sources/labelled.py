@@ -18,7 +18,7 @@ from app.data.sources.cells import Column, Columns, Kind, Rows
 from app.data.sources.formats import FORMATS, SourceFile
 from app.data.sources.formats.builtin import find_examples
 from app.data.sources.source import Source
-from app.data.sources.units import Contents, column_names, list_files, read_files, tell_unread
+from app.data.sources.units import Contents, column_names, list_all, read_files, tell_unread
 from app.errors import DataError
 
 INPUT, LABEL, GROUP = "data.columns.input", "data.columns.label", "data.group_column"
@@ -41,8 +41,8 @@ def load_examples(
         DataError: the source does not exist, its format is unknown, a column is missing, or there are no rows.
     """
     source = Source(getattr(config, key.rpartition(".")[2]), key)
-    files = list_files(source, modality)
-    tell_unread(source, files)
+    files, unread = list_all(source, modality)
+    tell_unread(source, unread)
     if source.uri.startswith("builtin:"):
         examples = find_examples(source)
     else:

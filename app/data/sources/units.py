@@ -6,7 +6,7 @@ preparation goes on with the units that are left.
 
 import tarfile
 from collections import ChainMap, Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -52,18 +52,32 @@ class Unit:
 
 
 def list_files(source: Source, contents: Contents) -> list[SourceFile]:
-    """List the files of a source, sorted by path. It takes one listing, however many there are.
+    """Return the files of a source that a task reads, as ``list_all``."""
+    return list_all(source, contents)[0]
+
+
+def list_all(source: Source, contents: Contents) -> tuple[list[SourceFile], list[str]]:
+    """List the files of a source that a task reads, sorted by path, and the paths of the others.
+
+    It takes one listing, however many there are.
 
     Raises:
         DataError: the source does not exist, has no file that the task reads, or has a class without one.
     """
     sets = BUILTIN_TEST_SETS if source.key == TEST_KEY else BUILTIN_SETS
     if find_builtin(source, sets.known(contents)) is not None:
-        return [SourceFile(source.uri, sets.name, 0, "")]
+        return [SourceFile(source.uri, sets.name, 0, "")], []
     root = open_source(source)
     listed = list_source(source, root)
-    if contents == "image" and root.is_dir() and (found := find_idx(source, root, listed)):
-        return found
+    found = find_idx(source, root, listed) if contents == "image" and root.is_dir() else []
+    found = found or _files_of(source, contents, root, listed)
+    paths = {file.path for file in found}
+    return found, [str(path) for path, _ in listed if str(path) not in paths]
+
+
+def _files_of(
+    source: Source, contents: Contents, root: UPath, listed: Sequence[tuple[UPath, dict[str, Any]]]
+) -> list[SourceFile]:
     # A table may name pictures or recordings, or hold them. Beside folders of classes, it is something else.
     read_as = "row" if root.is_file() and contents in _FILES_OF_CLASSES and root.suffix.lower() != ".tar" else contents
     formats = {path: one for path, _ in listed if (one := format_of(path, read_as))}
@@ -96,17 +110,13 @@ def _expected(contents: Contents) -> str:
     return f"{_FILES_OF_CLASSES[contents]} ({suffixes}) in a folder for each class, or .tar files"
 
 
-def tell_unread(source: Source, read: Sequence[SourceFile], is_meant: Callable[[str], bool] = bool) -> None:
-    """Print how many files of a source are not ``read``, by ending. ``is_meant`` returns whether a path counts."""
-    if source.uri.startswith("builtin:"):
-        return
-    paths = {file.path for file in read}
-    found = [str(path) for path, _ in list_source(source, open_source(source))]
-    unread = [PurePosixPath(path) for path in found if path not in paths and is_meant(path)]
+def tell_unread(source: Source, unread: Sequence[str]) -> None:
+    """Print how many files of a source are not read, by ending."""
     if unread:
-        endings = Counter(path.suffix or path.name for path in unread).most_common(5)
+        paths = map(PurePosixPath, unread)
+        endings = Counter(path.suffix or path.name for path in paths).most_common(5)
         counts = ", ".join(f"{count:,} {ending}" for ending, count in endings)
-        print(f"{source}: {len(unread):,} files are not read ({counts}), such as {str(unread[0])!r}", flush=True)
+        print(f"{source}: {len(unread):,} files are not read ({counts}), such as {unread[0]!r}", flush=True)
 
 
 def _require_classes(
@@ -184,8 +194,8 @@ def read_source(source: Source, columns: Columns) -> Iterator[Rows]:
     Raises:
         DataError: as ``list_files`` and ``read_unit``.
     """
-    files = list_files(source, cast(Contents, columns.contents))
-    tell_unread(source, files)
+    files, unread = list_all(source, cast(Contents, columns.contents))
+    tell_unread(source, unread)
     yield from read_files(files, columns)
 
 

@@ -19,7 +19,9 @@ from app.data.preparation.progress import UnitProgress
 from app.data.preparation.samples import Documents
 from app.data.preparation.work import UnitWork
 from app.data.shards import ShardIndex, ShardWriter
+from app.data.sources import units
 from app.data.sources.units import Unit
+from app.data.text import TextProcessor
 from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError, RecipeError
 from app.heartbeat import HEARTBEAT_FILE
@@ -310,3 +312,24 @@ def test_progress_says_how_much_time_is_left(capsys: pytest.CaptureFixture[str])
         progress.add(number)
     told = capsys.readouterr().out.splitlines()
     assert told == ["reading: goes on after 1 of 10 parts", "reading: 3 of 10 parts, 3 of 10 MB, about 42.0 s left"]
+
+
+def test_a_processor_is_fitted_once_for_the_same_data_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_table(tmp_path / "rows.csv", ROWS)
+    fits: list[int] = []
+    listed: list[int] = []
+    fit, list_source = TextProcessor.fit, units.list_source
+    monkeypatch.setattr(TextProcessor, "fit", lambda *given: (fits.append(1), fit(*given))[1])
+    monkeypatch.setattr(units, "list_source", lambda *given: (listed.append(1), list_source(*given))[1])
+    first = prepared(tmp_path / "rows.csv")
+    assert (len(fits), len(listed)) == (1, 2), "the second listing tells whether the source changed meanwhile"
+    again = prepared(tmp_path / "rows.csv", "data.shards.window=30KB")
+    assert (len(fits), len(listed)) == (1, 3)
+    batches = [data.train.batch(range(8)).inputs["input_ids"] for data in (first, again)]
+    assert np.array_equal(*batches)
+    assert prepared(tmp_path / "rows.csv", "data.buckets=[8]").processor.inputs[0].max_length == 8
+    assert len(fits) == 2
+    for file in to_path(first.reference.location).glob("processor-*/text.json"):
+        file.write_bytes(file.read_bytes()[:-1])
+    assert prepared(tmp_path / "rows.csv").processor.facts == first.processor.facts, "a torn one is fitted again"
+    assert len(fits) == 3
