@@ -278,7 +278,7 @@ def test_start_a_project(reader: Reader) -> None:
 
 
 def test_bring_your_own_task(reader: Reader) -> None:
-    (recipe,) = blocks(HOW_TO / "bring_your_own_task.md", "yaml")
+    recipe, _ = blocks(HOW_TO / "bring_your_own_task.md", "yaml")
     template = ROOT / "app/project/template"
     (reader.folder / "my_recipe.yaml").write_text(recipe, encoding="utf-8")
     (reader.folder / "data").mkdir()
