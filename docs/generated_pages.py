@@ -27,7 +27,7 @@ types are refused. It is read by YAML 1.2: `1e3` is a number, `010` is ten, and 
 repeated key is refused, and so is a number that is not finite.
 
 Set a key on the command line as `train.epochs=3`. Print a recipe with all its defaults with
-`rayloom recipe show RECIPE`, and the JSON schema for an editor with `rayloom recipe schema`.
+`rayloom recipes show RECIPE`, and the JSON schema for an editor with `rayloom recipes schema`.
 """
 _COMMANDS = """\
 # Commands
@@ -140,7 +140,7 @@ def _command(name: str, command: Any, context: Any) -> Iterator[str]:
     """Yield the text of a command, or of a group's commands."""
     if isinstance(command, TyperGroup):
         for below in command.list_commands(context):
-            yield from _command(f"{name} {below}", command.get_command(context, below), context)
+            yield from _command(f"{name} {below}", command.resolve_command(context, [below])[1], context)
     else:
         yield html.unescape(get_docs_for_click(obj=command, ctx=context, name=name, indent=1))
 

@@ -1,4 +1,4 @@
-"""The commands ``rayloom data``: list, show and delete data that was prepared as shards."""
+"""Look at data that was prepared as shards, and delete it."""
 
 from typing import Annotated
 
@@ -9,7 +9,7 @@ from app.cli.tables import aligned
 from app.data.examples import CleaningReport
 from app.errors import RequestError, StorageError
 
-data = typer.Typer(no_args_is_help=True, help="Look at data that was prepared as shards, and delete it.")
+data = typer.Typer(no_args_is_help=True, help=__doc__)
 
 
 @data.command("list")

@@ -1,4 +1,4 @@
-"""The commands ``rayloom models``: list versions, import, promote, roll back, verify, export and delete them."""
+"""Look at the versions of models, and choose the one in production."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from app.repository.repository import Repository
 from app.runs import JSON_HELP, Run, execute
 from app.storage import to_path
 
-models = typer.Typer(no_args_is_help=True, help="Look at the versions of models, and choose the one in production.")
+models = typer.Typer(no_args_is_help=True, help=__doc__)
 
 Version = Annotated[int, typer.Argument(min=1)]
 

@@ -1,4 +1,4 @@
-"""The command ``rayloom runs``: what lies in storage, also while no cluster is up."""
+"""Look at runs, compare them, and delete them."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ from app.shared_files import read
 from app.telemetry.events import read_events
 from app.tracking.process import require_clients
 
-runs = typer.Typer(no_args_is_help=True, help="Look at runs, compare them, and delete them.")
+runs = typer.Typer(no_args_is_help=True, help=__doc__)
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.")]
 _POLL_S = 1.0

@@ -75,7 +75,7 @@ def test_an_installed_rayloom_starts_a_project_without_a_checkout(wheel: Path, t
     assert "submit" in run(rayloom, "--help")
     run(rayloom, "init", "tickets")
     project = tmp_path / "tickets"
-    assert "factory: tickets.models:net" in run(rayloom, "recipe", "show", "recipes/tickets.yaml", folder=project)
+    assert "factory: tickets.models:net" in run(rayloom, "recipes", "show", "recipes/tickets.yaml", folder=project)
     assert "2 passed" in run(python, "-m", "pytest", "--quiet", folder=project)
 
 

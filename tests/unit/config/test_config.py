@@ -25,7 +25,7 @@ def test_recipes_load_and_fit_the_schema(path: Path) -> None:
 
 
 def test_what_show_prints_is_the_same_recipe(tmp_path: Path) -> None:
-    shown = run("rayloom", "recipe", "show", str(DIGITS), "train.epochs=7")
+    shown = run("rayloom", "recipes", "show", str(DIGITS), "train.epochs=7")
     (tmp_path / "shown.yaml").write_text(shown.stdout, encoding="utf-8")
     assert load_recipe(tmp_path / "shown.yaml") == load_recipe(DIGITS, ["train.epochs=7"])
 
@@ -185,7 +185,7 @@ def test_a_plan_that_is_no_yaml_is_refused_by_its_key() -> None:
 
 
 def test_a_missing_file_is_refused() -> None:
-    refused = run("rayloom", "recipe", "show", "recipes/nothing.yaml")
+    refused = run("rayloom", "recipes", "show", "recipes/nothing.yaml")
     assert refused.returncode == 2
     assert "recipes/nothing.yaml" in refused.stderr
     assert "Traceback" not in refused.stderr
@@ -204,7 +204,7 @@ def test_the_batch_is_divided() -> None:
 
 
 def test_the_schema_is_printed() -> None:
-    assert json.loads(run("rayloom", "recipe", "schema").stdout) == json.loads(json.dumps(Recipe.model_json_schema()))
+    assert json.loads(run("rayloom", "recipes", "schema").stdout) == json.loads(json.dumps(Recipe.model_json_schema()))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""The commands of the local cluster: start, stop and describe it."""
+
+import shlex
+from typing import Annotated
+
+import typer
+
+from app.cli.endpoint import local_endpoint
+from app.cli.monitoring import Notify, receivers_of
+from app.cluster import local
+from app.cluster.state import SUPERVISOR_LOG, TOKEN_FILE, ClusterState, read_state, running_cluster
+from app.errors import ClusterError
+from app.monitoring import processes
+from app.ports import open_ports
+
+
+def up(
+    dashboard_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8265, or a free one.")] = None,
+    serve_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8000, or a free one.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8001, or a free one.")] = None,
+    num_cpus: Annotated[int | None, typer.Option(min=0, help="Default: the cores of this machine.")] = None,
+    monitoring: Annotated[
+        bool, typer.Option("--monitoring", help="Start Prometheus and Alertmanager, which must be installed, too.")
+    ] = False,
+    notify: Notify = None,
+    retention: Annotated[str, typer.Option(help="How long Prometheus keeps figures.")] = "15d",
+) -> None:
+    """Start a Ray cluster on this machine, with token authentication and on loopback."""
+    if not monitoring:
+        _describe(local.start(dashboard_port, serve_port, grpc_port, num_cpus))
+        return
+    # Both are checked before the cluster starts, so that an error leaves nothing to stop.
+    receivers = receivers_of(notify)
+    watched_by = processes.programs()
+    cluster = local.start(dashboard_port, serve_port, grpc_port, num_cpus, watched_by)
+    try:
+        processes.start(cluster, receivers, retention)
+    except BaseException:
+        local.stop(cluster)
+        raise
+    _describe(cluster)
+
+
+def down() -> None:
+    """Stop the cluster that 'rayloom up' started, and remove its state. Storage stays."""
+    cluster = read_state()
+    if cluster is None:
+        print("no local cluster is up: nothing to stop")
+        return
+    print(f"stopped {local.stop(cluster)} processes; models and runs stay in {cluster.storage}")
+
+
+def status(
+    ports: Annotated[bool, typer.Option("--ports", help="List every port that other machines could reach.")] = False,
+) -> None:
+    """Show the local cluster: addresses, models, what its supervisor did, and how many ports others could reach."""
+    cluster = running_cluster()
+    _describe(cluster)
+    _describe_supervisor(cluster)
+    _describe_monitoring(cluster)
+    _describe_ports(cluster, ports)
+    _describe_models(cluster)
+
+
+def env() -> None:
+    """Print what 'ray job submit' needs. Use it as: eval "$(rayloom env)"."""
+    for name, value in running_cluster().client_environment().items():
+        print(f"export {name}={shlex.quote(value)}")
+
+
+def _describe(cluster: ClusterState) -> None:
+    print(f"dashboard  {cluster.dashboard}  (asks for the token, the content of {TOKEN_FILE})")
+    print(f"endpoint   {cluster.endpoint}  (answers once a model is deployed; its API is at /docs)")
+    print(f"gRPC       {cluster.grpc_endpoint}")
+    print(f"storage    {cluster.storage}")
+    if cluster.monitoring:
+        print(f"monitoring {cluster.monitoring.page}  (Prometheus is at {cluster.monitoring.prometheus_url})")
+
+
+def _describe_supervisor(cluster: ClusterState) -> None:
+    """Print whether the supervisor runs, and what it did last."""
+    watched = "watches Ray's control processes" if cluster.supervisors() else "has ended: nothing restarts Ray"
+    print(f"supervisor {watched}; its log is {SUPERVISOR_LOG}")
+    lines = SUPERVISOR_LOG.read_text(encoding="utf-8").splitlines() if SUPERVISOR_LOG.exists() else []
+    for line in lines[-3:]:
+        print(f"supervisor {line}")
+
+
+def _describe_monitoring(cluster: ClusterState) -> None:
+    """Print how many of the processes that watch the cluster run. Nobody restarts them."""
+    if cluster.monitoring:
+        wanted, running = len(cluster.monitoring.model_dump(exclude_none=True)), len(cluster.watchers())
+        print(f"monitoring {running} of {wanted} processes run; their logs are in {processes.CONFIGURATION}")
+
+
+def _describe_models(cluster: ClusterState) -> None:
+    """Print the deployed models, and a command to paste for each."""
+    try:
+        endpoint = local_endpoint(cluster)
+        served, natural = endpoint.models(), endpoint.natural_models()
+    except ClusterError as error:
+        print(f"models     {error}")
+        return
+    titles = [f"{model.name} version {model.version}{f' ({model.reason})' if model.reason else ''}" for model in served]
+    print(f"models     {', '.join(titles) or 'none deployed'}")
+    for name in dict.fromkeys(model.name for model in served):
+        print(f"try        {endpoint.curl(name, name in natural)}")
+
+
+def _describe_ports(cluster: ClusterState, are_listed: bool) -> None:
+    """Count or list the ports that Ray opens on other interfaces than loopback."""
+    exposed = [port for port in open_ports(cluster.processes()) if not port.is_loopback]
+    more = ":" if are_listed else "; 'rayloom status --ports' lists them"
+    print(f"ports      {len(exposed)} that other machines could reach, unless a firewall is in front{more}")
+    for port in exposed if are_listed else ():
+        print(f"  {port.port:>5}  {port.address:<18} {port.process}")

@@ -1,0 +1,53 @@
+"""The commands that send jobs, and pause and resume them."""
+
+from typing import Annotated
+
+import typer
+
+from app.cli.options import Overrides, Storage, train_run
+from app.cluster.submit import send_job
+from app.cluster.submit import submit as submit_job
+from app.errors import RequestError
+from app.runs import CONFIG_FILE
+from app.storage import absolute_location
+from app.training.stop_request import StopRequest, request_stop
+
+
+def submit(
+    job: str,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            help="Path or URI of a recipe. - is standard input. For deploy and undeploy also a model's name."
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    recipe_option: Annotated[
+        str | None, typer.Option("--recipe", help="The recipe, instead of the second argument.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with the whole result, and not only its figures.")
+    ] = False,
+) -> None:
+    """Send a job (plan, prepare, train, tune, compile, deploy, undeploy, lifecycle) to the cluster, and follow it."""
+    given = [*([recipe] if recipe else []), *(overrides or [])]
+    if recipe_option is not None:
+        given.insert(0, recipe_option)
+    if not given:
+        raise RequestError("no recipe given: pass its path or URI after the job, or - for standard input")
+    raise typer.Exit(submit_job(job, given[0], given[1:], ["--json"] if as_json else []))
+
+
+def pause(run_id: str, storage: Storage = None) -> None:
+    """Ask a training run to save its state and end. It can be resumed. Its workers notice within a second or two."""
+    request_stop(train_run(run_id, storage), StopRequest.PAUSE)
+    print(f"asked {run_id} to pause; resume it with: rayloom resume {run_id}")
+
+
+def resume(run_id: str, overrides: Overrides = None, storage: Storage = None) -> None:
+    """Resume a training run that was paused, stopped or interrupted, as a new job, and follow it to its end."""
+    folder = train_run(run_id, storage)
+    chosen = [f"storage={absolute_location(storage)}"] if storage else []
+    config = str(folder / CONFIG_FILE)
+    # ``train.resume`` comes last, so that no override resumes another run.
+    raise typer.Exit(send_job("train", config, [*(overrides or []), *chosen, f"train.resume={run_id}"], run_id))
