@@ -36,6 +36,12 @@ def import_attribute(import_string: str) -> Any:
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return the end of an error's sentence: the nearest known name, or all names unless they are many."""
     names = list(known)
-    if near := difflib.get_close_matches(given, names, n=1):
-        return f"did you mean {near[0]!r}?"
+    if near := suggestion(given, names):
+        return near.removeprefix("; ")
     return f"known are {', '.join(names[:_MAX_NAMES])}{', …' if len(names) > _MAX_NAMES else ''}"
+
+
+def suggestion(given: str, known: Iterable[str]) -> str:
+    """Return an end of an error's sentence with the nearest known name, and nothing if none is near."""
+    near = difflib.get_close_matches(given, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -2,13 +2,17 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from app.config.section import LOCATION, CustomResources, Fraction, Section
+from app.config.section import LOCATION, CustomResources, Fraction, Section, as_list
 
 ComputePrecision = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 EngineName = Literal["openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"]
 CalibrationMethod = Literal["minmax", "percentile", "entropy"]
+Engines = Annotated[
+    Literal["auto"] | Annotated[list[EngineName], Field(min_length=1)],
+    BeforeValidator(lambda given: given if given == "auto" else as_list(given)),
+]
 
 PLAN_ENGINES: tuple[EngineName, ...] = ("tensorrt", "tensorrt_rtx")
 """Engines that run TensorRT plans, which are built for a GPU. Only they support fp8, sparsity and ``workspace_mb``."""
@@ -106,10 +110,10 @@ class CompileConfig(Section):
     resources: CustomResources = Field(
         default={}, description="custom resources reserved in Ray; choose the kind of node that will serve"
     )
-    precisions: list[ComputePrecision] = Field(
-        default=["fp32", "bf16", "int8"], min_length=1, description="precisions to make variants in"
+    precisions: Annotated[list[ComputePrecision], Field(min_length=1), BeforeValidator(as_list)] = Field(
+        default=["fp32", "bf16", "int8"], description="precisions to make variants in"
     )
-    engines: Literal["auto"] | Annotated[list[EngineName], Field(min_length=1)] = Field(
+    engines: Engines = Field(
         default="auto",
         description="auto: all engines of this machine, and torch as a baseline; torch is published only if named",
     )

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from app.config.alert_rules import CLOCK_TIMES, TIMES
 from app.config.overrides import apply_overrides, set_value
@@ -17,7 +16,8 @@ from app.config.recipe import BUILT_IN_TASKS, Recipe, texts
 from app.config.section import LOCATION, STORED
 from app.config.yaml_text import dump_yaml, parse_yaml, yaml_problem
 from app.errors import RecipeError
-from app.import_string import did_you_mean
+from app.import_string import did_you_mean, suggestion
+from app.problems import Problem, problems_of
 from app.uris import hide_secrets, shown
 
 _PATTERNS = {
@@ -76,7 +76,7 @@ def _parse(tree: dict[str, Any], source: str, context: dict[str, bool] | None) -
     try:
         return Recipe.model_validate(tree, context=context)
     except ValidationError as error:
-        problems = error.errors()
+        problems = list(problems_of(error, tree))
         text = "\n".join(hide_secrets(f"{source}: {_explain(problem)}") for problem in problems)
         raise RecipeError(text).of(*_rule_and_key(problems[0])) from None
 
@@ -108,32 +108,31 @@ def local_paths(recipe: Recipe) -> list[tuple[str, str]]:
     return [(key, text) for key, text in given if "://" not in text and not text.startswith(("/", "~"))]
 
 
-def _rule_and_key(problem: ErrorDetails) -> tuple[str, str | None]:
+def _rule_and_key(problem: Problem) -> tuple[str, str | None]:
     """Return what a problem breaks. Our validators raise RecipeError; other rules are named as in Pydantic."""
-    error, key = problem.get("ctx", {}).get("error"), ".".join(map(str, problem["loc"])) or None
-    return (error.rule, error.key or key) if isinstance(error, RecipeError) else (f"recipe.{problem['type']}", key)
+    error, key = problem.first.get("ctx", {}).get("error"), problem.key or None
+    return (
+        (error.rule, error.key or key) if isinstance(error, RecipeError) else (f"recipe.{problem.first['type']}", key)
+    )
 
 
-def _explain(problem: ErrorDetails) -> str:
-    key = ".".join(map(str, problem["loc"])) or "recipe"
-    match problem["type"]:
+def _explain(problem: Problem) -> str:
+    key, reason = problem.key, problem.first
+    match reason["type"]:
         case "extra_forbidden":
             return f"unknown key {key}; {_suggestion(key)}"
         case "missing":
             return f"{key} is missing: add it"
         case "value_error":
-            return f"{key}: {problem['ctx']['error']}"
-        case "literal_error":
-            expected = problem["ctx"]["expected"]
+            return f"{key}: {reason['ctx']['error']}".removeprefix(": ")
         case "string_pattern_mismatch" | "string_type" if _without_indices(key) in _PATTERNS:
             expected = _PATTERNS[_without_indices(key)]
+            expected += suggestion(str(problem.given), BUILT_IN_TASKS) if key == "task" else ""
         case "string_pattern_mismatch":
-            expected = f"a text that matches {problem['ctx']['pattern']}"
-        case "model_type":
-            expected = "a section of keys"
+            expected = f"a text that matches {reason['ctx']['pattern']}"
         case _:
-            expected = problem["msg"].removeprefix("Input should be ")
-    return f"{key} is {_show(problem['input'])}: expected {expected}"
+            expected = problem.expected
+    return f"{key or 'the recipe'} is {_show(problem.given)}: expected {expected}"
 
 
 def _suggestion(key: str) -> str:

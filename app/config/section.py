@@ -35,6 +35,11 @@ def _read_range(given: object) -> object:
 NumberOrRange = Annotated[int | tuple[int, int], BeforeValidator(_read_range)]
 
 
+def as_list(given: object) -> object:
+    """Return a list of one name for the name alone."""
+    return [given] if isinstance(given, str) else given
+
+
 def _check_custom(resources: dict[str, float]) -> dict[str, float]:
     if known := {"CPU", "GPU", "memory", "object_store_memory"} & resources.keys():
         raise RecipeError(f"{known.pop()} is not a custom resource: CPUs and GPUs have keys of their own").of(

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from app.config.metrics import MEASURED_AT_END, MODES, Mode, TrialMetric
 from app.config.notify import is_reference
-from app.config.section import IMPORT_STRING, Section, Seed
+from app.config.section import IMPORT_STRING, Section, Seed, as_list
 
 Sampler = Literal["tpe", "random", "cmaes", "gp", "nsga2", "grid", "qmc"]
 Scheduler = Literal["asha", "hyperband", "median", "pbt", "none"]
@@ -35,10 +35,6 @@ class Objective:
         return self.metric in MEASURED_AT_END
 
 
-def _as_list(given: object) -> object:
-    return [given] if isinstance(given, str) else given
-
-
 def _check_storage(given: str) -> str:
     if is_reference(given):
         return given
@@ -50,9 +46,9 @@ def _check_storage(given: str) -> str:
 Objectives = Annotated[
     list[TrialMetric],
     Field(min_length=1),
-    BeforeValidator(_as_list, json_schema_input_type=TrialMetric | list[TrialMetric]),
+    BeforeValidator(as_list, json_schema_input_type=TrialMetric | list[TrialMetric]),
 ]
-Modes = Annotated[list[Mode], BeforeValidator(_as_list, json_schema_input_type=Mode | list[Mode])]
+Modes = Annotated[list[Mode], BeforeValidator(as_list, json_schema_input_type=Mode | list[Mode])]
 
 
 class StopConfig(Section):

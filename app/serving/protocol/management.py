@@ -7,12 +7,15 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 The gRPC messages have the same fields.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from app.errors import RequestError, short_repr
+from app.import_string import did_you_mean
+from app.problems import problems_of
 from app.serving.protocol.infer import check_json
 from app.serving.protocol.tensors import DATATYPES
 from app.tensors import TensorSpec
@@ -206,7 +209,7 @@ def parse_body(model: type[Body], body: bytes) -> Body:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        raise _refusal(model, error) from None
+        raise _refusal(model, error, body) from None
 
 
 def check_fields(model: type[Body], fields: Mapping[str, object]) -> Body:
@@ -214,13 +217,26 @@ def check_fields(model: type[Body], fields: Mapping[str, object]) -> Body:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        raise _refusal(model, error) from None
+        raise _refusal(model, error, json.dumps(dict(fields), default=str)) from None
 
 
-def _refusal(model: type[Body], error: ValidationError) -> RequestError:
-    problems = error.errors(include_url=False, include_input=False)
-    # pydantic also reports that a list which is too long is not text, and so on.
-    problem = next((problem for problem in problems if problem["type"] == "too_long"), problems[0])
-    # Parts of it are the client's keys, which may be of any length.
-    location = ".".join(str(part) for part in problem["loc"]) or "the body"
-    return RequestError(f"{location[:200]}: {problem['msg']}; expected JSON of the form of {model.__name__}")
+def _refusal(model: type[Body], error: ValidationError, given: bytes | str) -> RequestError:
+    """Name the first problem and its place, of which parts are the client's keys and may be of any length."""
+    reason = error.errors(include_url=False)[0]
+    if reason["type"] == "json_invalid":
+        required = " and ".join(name for name, field in model.model_fields.items() if field.is_required())
+        return RequestError(f"the body is not JSON ({reason['ctx']['error']}): expected an object with {required}")
+    problems = list(problems_of(error, json.loads(given)))
+    # A mistyped name explains the one that is missing.
+    problem = next((problem for problem in problems if problem.first["type"] == "extra_forbidden"), problems[0])
+    key = problem.key[:200]
+    match problem.first["type"]:
+        case "extra_forbidden":
+            way_out = ": leave it out" if "." in key else f"; {did_you_mean(key, model.model_fields)}"
+            return RequestError(f"unknown key {key!r}{way_out}")
+        case "missing":
+            return RequestError(f"{key!r} is missing: add it")
+        case "value_error":
+            return RequestError(f"{key}: {problem.first['ctx']['error']}")
+        case _:
+            return RequestError(f"{key or 'the body'} is {json.dumps(problem.given)[:80]}: expected {problem.expected}")

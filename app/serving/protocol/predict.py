@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveFloat
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from app.data.examples import Modality, Natural
 from app.published.prediction import Prediction
@@ -31,7 +31,10 @@ def _require_json(row: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{type(value).__name__} is not JSON")
         return base64.b64encode(value).decode()
 
-    checked: dict[str, Any] = json.loads(json.dumps(row, allow_nan=False, default=encoded))
+    try:
+        checked: dict[str, Any] = json.loads(json.dumps(row, allow_nan=False, default=encoded))
+    except ValueError as error:
+        raise ValueError("keys with values of JSON, which has no NaN and no infinity") from error
     return checked
 
 
@@ -47,6 +50,8 @@ class PredictRequest(BaseModel):
 
     In JSON an image is base64, and a row or a record is an object. In Python a record's files may be bytes.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     inputs: str | bytes | Row | Annotated[list[str | Row], ONLY_VALID]
     timeout_s: PositiveFloat | None = None

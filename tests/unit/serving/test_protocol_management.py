@@ -1,5 +1,6 @@
 """What is asked of a server beside inference, in JSON and in gRPC's messages."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -93,10 +94,14 @@ def test_an_empty_body_asks_for_nothing_special(model: type[BaseModel]) -> None:
 @pytest.mark.parametrize(
     ("model", "body", "words"),
     [
-        (management.IndexRequest, b'{"raedy": true}', "^raedy: Extra inputs"),
-        (management.IndexRequest, b'{"ready": "yes"}', "^ready: .*boolean"),
-        (management.LoadRequest, b'{"parameter": {}}', "^parameter: Extra inputs"),
-        (management.UnloadRequest, b'{"parameters": {"unload_dependent": false}}', "unload_dependent: Extra inputs"),
+        (management.IndexRequest, b'{"raedy": true}', "^unknown key 'raedy'; did you mean 'ready'"),
+        (management.IndexRequest, b'{"ready": "yes"}', '^ready is "yes": expected true or false'),
+        (management.LoadRequest, b'{"parameter": {}}', "^unknown key 'parameter'; did you mean 'parameters'"),
+        (
+            management.UnloadRequest,
+            b'{"parameters": {"unload_dependent": false}}',
+            "^unknown key 'parameters.unload_dependent': leave it out",
+        ),
     ],
 )
 def test_what_the_repository_does_not_know_is_refused(model: type[BaseModel], body: bytes, words: str) -> None:
@@ -144,7 +149,25 @@ def test_a_configuration_is_that_of_the_version_for_every_engine(engine: str, tm
     assert ParseDict(said, ModelConfig()) == message
 
 
-@pytest.mark.parametrize("body", [b"", b"[" * 100_000, b"\xff", b"[]", b'{"inputs": 3}', b'{"inputs": {"a": NaN}}'])
-def test_bodies_that_are_no_request_are_refused(body: bytes) -> None:
-    with pytest.raises(RequestError, match="expected JSON of the form of PredictRequest"):
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b"[]", "the body is []: expected keys with values"),
+        (b'{"inputs": 3}', "inputs is 3: expected a text, keys with values or a list"),
+        (
+            b'{"inputs": {"a": NaN}}',
+            'inputs is {"a": NaN}: expected a text, keys with values of JSON, which has no NaN',
+        ),
+        (b'{"inputs": ["x", null]}', "inputs.1 is null: expected a text or keys with values"),
+        (b'{"input": "x"}', "unknown key 'input'; did you mean 'inputs'?"),
+        (b'{"inputs": "x", "model": 1}', "unknown key 'model'; known are inputs, timeout_s, priority"),
+        (b'{"inputs": "x", "priority": -1}', "priority is -1: expected a number greater than or equal to 0"),
+        (b"{}", "'inputs' is missing"),
+    ],
+)
+def test_bodies_that_are_no_request_are_refused(body: bytes, said: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(said)):
         parse_body(PredictRequest, body)

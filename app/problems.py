@@ -1,0 +1,94 @@
+"""What Pydantic refuses, in a person's words: the place in what was given, and what was expected there."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from app.import_string import suggestion
+
+_EXPECTED = {
+    "bool": "true or false",
+    "dict": "keys with values",
+    "float": "a number",
+    "int": "a whole number",
+    "list": "a list",
+    "model": "keys with values",
+    "string": "a text",
+    "tuple": "a list",
+}
+"""Kinds of values, by the first word of Pydantic's name for the error."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A value that is refused. Of a value that may be of several kinds, each kind has its own reason."""
+
+    key: str
+    """Dotted; empty if the whole is meant."""
+    given: Any
+    reasons: Sequence[ErrorDetails]
+
+    @property
+    def first(self) -> ErrorDetails:
+        """The reason of the first kind."""
+        return self.reasons[0]
+
+    @property
+    def expected(self) -> str:
+        """What may be given, with the nearest name for a mistyped one."""
+        of_names = [reason["ctx"]["expected"] for reason in self.reasons if reason["type"] == "literal_error"]
+        names = re.split(", | or ", " or ".join(of_names)) if of_names else []
+        kinds = [_expected(reason) for reason in self.reasons if reason["type"] not in ("literal_error", "bytes_type")]
+        *most, last = dict.fromkeys([*names, *kinds])
+        near = suggestion(self.given, [name.strip("'") for name in names]) if isinstance(self.given, str) else ""
+        return f"{', '.join(most)}{' or ' if most else ''}{last}{near}"
+
+
+def problems_of(error: ValidationError, given: object) -> Iterator[Problem]:
+    """Yield the problems of what was given. Those of the kinds that one value may have are one problem."""
+    groups: dict[str, list[tuple[str, Any, ErrorDetails]]] = {}
+    for reason in error.errors(include_url=False):
+        value, key, found = _places(reason, given)
+        groups.setdefault(value, []).append((key, found, reason))
+    for group in groups.values():
+        # The kind in which most of the value was right is the one that was meant.
+        key, found, _ = max(group, key=lambda one: one[0].count("."))
+        yield Problem(key, found, [reason for place, _, reason in group if place == key])
+
+
+def _places(reason: ErrorDetails, given: Any) -> tuple[str, str, Any]:
+    """Return the key of the value that may be of several kinds, and the key and the value that are refused in it.
+
+    Between them Pydantic puts the name of a kind, which nobody has given.
+    """
+    keys: list[str] = []
+    value: str | None = None
+    for part in reason["loc"]:
+        is_given = part in given if isinstance(given, dict) else isinstance(given, list) and isinstance(part, int)
+        if is_given or reason["type"] == "missing":
+            given = given[part] if is_given else None
+            keys.append(str(part))
+        elif value is None:
+            value = ".".join(keys)
+    return (".".join(keys) if value is None else value), ".".join(keys), given
+
+
+def _expected(reason: ErrorDetails) -> str:
+    kind, _, what = reason["type"].partition("_")
+    if kind in _EXPECTED and what in ("type", "parsing", "from_float", "attributes_type"):
+        return _EXPECTED[kind]
+    match kind, what:
+        case "value", "error":
+            return str(reason["ctx"]["error"])
+        case "greater" | "less", _:
+            return reason["msg"].replace("Input should be", "a number")
+        case "too", "short":
+            return f"{reason['ctx']['min_length']} of them at least"
+        case "too", "long":
+            return f"{reason['ctx']['max_length']} of them at most"
+        case _:
+            return reason["msg"].removeprefix("Input should be ")
