@@ -7,6 +7,7 @@ RayloomError
 ├── StorageError           a place in storage is missing, taken or damaged
 │   └── UnsharedStorageError  a node cannot see files that another node wrote
 ├── ClusterError           the local cluster is not in the state that a command needs
+│   └── NoClusterError     no cluster is up
 ├── TrainingError          training cannot start or continue
 │   ├── TopologyError      workers that split the same matrices are on several nodes
 │   └── NonFiniteLossError a loss or gradient is NaN or infinite
@@ -44,8 +45,9 @@ def short_repr(value: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class if it has none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """Return the first line of an error's message without the system's number, or its class if it has none."""
+    said = re.sub(r"^\[Errno -?\d+\] ", "", str(error).strip())
+    return next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
 
 
 class RayloomError(Exception):
@@ -87,6 +89,10 @@ class UnsharedStorageError(StorageError):
 
 class ClusterError(RayloomError):
     """The local cluster is not in the state that a command needs."""
+
+
+class NoClusterError(ClusterError):
+    """No local cluster is up, and no other one is named."""
 
 
 class TrainingError(RayloomError):

@@ -1,8 +1,11 @@
 """Import user code by its import string ``package.module:attribute``, and suggest names for unknown ones."""
 
+import ast
 import difflib
 import importlib
+import importlib.util
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from app.errors import RecipeError
@@ -31,6 +34,42 @@ def import_attribute(import_string: str) -> Any:
             f"{import_string!r}: module {module_name!r} has no {attribute!r}; {did_you_mean(attribute, public)}"
         )
     return getattr(module, attribute)
+
+
+def require_named(import_string: str) -> None:
+    """Check that a module has what an import string names, without running the module: it may import torch.
+
+    Raises:
+        RecipeError: there is no such module, or it defines nothing of this name.
+    """
+    module_name, _, attribute = import_string.partition(":")
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):  # a package above it is missing, or fails
+        spec = None
+    if spec is None:
+        raise RecipeError(
+            f"{import_string!r}: there is no module {module_name!r} here: check its name and that it lies in the "
+            "working directory"
+        )
+    if not (spec.origin and spec.origin.endswith(".py")):
+        return
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    names = {name for statement in ast.walk(tree) for name in _defined_by(statement)}
+    if not names & {attribute, "*", "__getattr__"}:
+        raise RecipeError(
+            f"{import_string!r}: module {module_name!r} has no {attribute!r}: check its name"
+            f"{suggestion(attribute, sorted(names))}"
+        )
+
+
+def _defined_by(node: ast.AST) -> list[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name):
+            return [name]
+        case ast.alias(name=name, asname=other):
+            return [other or name]
+    return []
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """A client of the endpoint, for the command line."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -9,7 +10,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from app.cluster.state import ClusterState
-from app.errors import ClusterError, RequestError
+from app.errors import ClusterError, RequestError, first_line
 from app.serving.access import ENDPOINT_TOKEN_FILE, read_token
 from app.serving.protocol.management import ModelIndex, Statistics
 from app.serving.protocol.predict import ModelDescription, PredictRequest, PredictResponse
@@ -62,8 +63,8 @@ class EndpointClient:
             return None
         except (httpx.HTTPError, ValidationError) as error:
             raise ClusterError(
-                f"the endpoint {self.url} does not say which models it has loaded ({error}): if it asks for a token, "
-                f"name its file in {TOKEN_FILE_VARIABLE}; its logs are in the Ray dashboard"
+                f"the endpoint {self.url} does not say which models it has loaded ({first_line(error)}): if it asks "
+                f"for a token, name its file in {TOKEN_FILE_VARIABLE}; its logs are in the Ray dashboard"
             ) from error
 
     def predict(self, model: str, request: PredictRequest) -> PredictResponse:
@@ -73,12 +74,13 @@ class EndpointClient:
             answer = httpx.post(url, content=content, headers=self._headers, timeout=60.0)
         except httpx.HTTPError as error:
             raise ClusterError(
-                f"nothing answers at {self.url} ({error}): deploy a model with 'rayloom submit deploy RECIPE'"
+                f"nothing answers at {self.url} ({first_line(error)}): deploy a model with "
+                "'rayloom submit deploy RECIPE'"
             ) from error
         if answer.status_code == httpx.codes.UNAUTHORIZED:
-            raise RequestError(f"{self.url} answered 401: {answer.text}: name the token's file with --token-file")
+            raise RequestError(f"{self.url} answered 401: {_reason(answer)}; name its file with --token-file")
         if answer.is_error:
-            raise RequestError(f"{self.url} answered {answer.status_code}: {answer.text}")
+            raise RequestError(f"{self.url} answered {answer.status_code}: {_reason(answer)}")
         return PredictResponse.model_validate_json(answer.content)
 
     def natural_models(self) -> set[str]:
@@ -91,6 +93,21 @@ class EndpointClient:
         if not is_natural:
             return f"curl{token} {self.url}/v2/models/{model}"
         return f'curl{token} {self.url}/v1/models/{model}/predict -d \'{{"inputs": "..."}}\''
+
+
+def _reason(answer: httpx.Response) -> str:
+    """Return the sentence of a refusal: ``error`` of the endpoint's JSON, or the first line of another program's."""
+    try:
+        return str(answer.json()["error"])
+    except (ValueError, LookupError, TypeError):
+        return answer.text.strip().partition("\n")[0][:200] or answer.reason_phrase
+
+
+def named_endpoint(url: str, token_file: Path | None) -> EndpointClient:
+    """Return the endpoint at a URL. Raises RequestError if the URL is none."""
+    if not re.match("https?://[^/]", url):
+        raise RequestError(f"--endpoint is {url!r}: expected a URL with http:// or https://, such as http://{url}")
+    return EndpointClient(url.rstrip("/"), token_file)
 
 
 def local_endpoint(cluster: ClusterState, token_file: Path | None = None) -> EndpointClient:

@@ -1,11 +1,11 @@
-"""The commands that send jobs, and pause and resume them."""
+"""The commands that send jobs, and follow, stop, pause and resume them."""
 
 from typing import Annotated
 
 import typer
 
-from app.cli.options import Overrides, Storage, train_run
-from app.cluster.submit import send_job
+from app.cli.options import Overrides, RunId, Storage, train_run
+from app.cluster.submit import follow_job, send_job, stop_job
 from app.cluster.submit import submit as submit_job
 from app.errors import RequestError
 from app.runs import CONFIG_FILE
@@ -38,16 +38,40 @@ def submit(
     raise typer.Exit(submit_job(job, given[0], given[1:], ["--json"] if as_json else []))
 
 
-def pause(run_id: str, storage: Storage = None) -> None:
+def follow(job: Annotated[str, typer.Argument(help="The job's id, or its beginning.")]) -> None:
+    """Show the log of a job until its end, as 'rayloom submit' does."""
+    raise typer.Exit(follow_job(job))
+
+
+def stop(
+    named: Annotated[
+        str, typer.Argument(metavar="JOB|RUN", help="The id of a job or a training run, or its beginning.")
+    ],
+    storage: Storage = None,
+) -> None:
+    """Stop a job, or a training run. Training saves its state first, and can be resumed."""
+    if stopped := stop_job(named):
+        print(f"asked {stopped} to stop")
+        return
+    run = train_run(named, storage)
+    if run.status != "running":
+        raise RequestError(f"run {run.run_id} is {run.status}: only a job or a training run under way can be stopped")
+    request_stop(run.path, StopRequest.STOP)
+    print(f"asked {run.run_id} to stop; resume it with: rayloom resume {run.run_id}")
+
+
+def pause(run_id: RunId, storage: Storage = None) -> None:
     """Ask a training run to save its state and end. It can be resumed. Its workers notice within a second or two."""
-    request_stop(train_run(run_id, storage), StopRequest.PAUSE)
-    print(f"asked {run_id} to pause; resume it with: rayloom resume {run_id}")
+    run = train_run(run_id, storage)
+    request_stop(run.path, StopRequest.PAUSE)
+    print(f"asked {run.run_id} to pause; resume it with: rayloom resume {run.run_id}")
 
 
-def resume(run_id: str, overrides: Overrides = None, storage: Storage = None) -> None:
+def resume(run_id: RunId, overrides: Overrides = None, storage: Storage = None) -> None:
     """Resume a training run that was paused, stopped or interrupted, as a new job, and follow it to its end."""
-    folder = train_run(run_id, storage)
+    run = train_run(run_id, storage)
     chosen = [f"storage={absolute_location(storage)}"] if storage else []
-    config = str(folder / CONFIG_FILE)
+    config = str(run.path / CONFIG_FILE)
     # ``train.resume`` comes last, so that no override resumes another run.
-    raise typer.Exit(send_job("train", config, [*(overrides or []), *chosen, f"train.resume={run_id}"], run_id))
+    arguments = [*(overrides or []), *chosen, f"train.resume={run.run_id}"]
+    raise typer.Exit(send_job("train", config, arguments, run.run_id))

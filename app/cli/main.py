@@ -1,11 +1,15 @@
 """The command ``rayloom``."""
 
+import errno
+import os
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
+from pydantic import ValidationError
+from typer.exceptions import TyperException
 
 from app.cli.lazy import lazy_group
 from app.errors import RayloomError
@@ -17,6 +21,8 @@ _COMMANDS = {
     "status": "cluster:status",
     "env": "cluster:env",
     "submit": "jobs:submit",
+    "follow": "jobs:follow",
+    "stop": "jobs:stop",
     "pause": "jobs:pause",
     "resume": "jobs:resume",
     "runs": "runs",
@@ -61,9 +67,47 @@ def _begin(
 def main() -> NoReturn:
     """Run the command line. An error is one sentence on standard error, and the exit code is 2."""
     sys.path.insert(0, str(Path.cwd()))  # for modules that a recipe names, as with 'python -m jobs.train'
+    code = 0
     try:
-        app()
+        try:
+            code = app(standalone_mode=False) or 0
+        finally:
+            sys.stdout.flush()
     except RayloomError as error:
         print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except TyperException as error:
+        if message := _explain(error):  # else the help was shown
+            print(f"error: {message}", file=sys.stderr)
+        code = error.exit_code
+    except OSError as error:
+        _require_of_output(error)
+    sys.exit(code)
+
+
+def _explain(error: TyperException) -> str:
+    """Say in our words what Typer refuses."""
+    message = error.format_message().rstrip(".")
+    if isinstance(cause := error.__cause__, ValidationError):
+        from app.problems import problems_of
+
+        given = cause.errors()[0]["input"]
+        problem = next(problems_of(cause, given))
+        option = message.removeprefix("Invalid value for ").partition(": ")[0].strip("'")
+        expected = problem.expected.rpartition(" is not one of ")[2].rstrip(".")
+        message = f"{option} is {given!r}: expected {expected}"
+    context = getattr(error, "ctx", None)
+    return f"{message}; see '{context.command_path} -h'" if message and context else message
+
+
+def _require_of_output(error: OSError) -> None:
+    """End with one sentence if it is standard output that cannot be written. Raise other errors again."""
+    try:
+        print(flush=True)
+    except OSError:
+        # Python would report at its exit that it cannot write the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:  # else nobody reads on, as in 'rayloom runs list | head -1'
+            print(f"error: the output cannot be written ({error.strerror}): free some space", file=sys.stderr)
         sys.exit(2)
-    sys.exit(0)
+    raise error

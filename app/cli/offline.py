@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from app.cli.options import Storage, chosen_storage, train_run
+from app.cli.options import RunId, Storage, chosen_storage, train_run
 from app.project.scaffold import create_project
 from app.storage import absolute_location, to_path
 
@@ -35,7 +35,7 @@ def ui(
 
 
 def export(
-    run_id: str,
+    run_id: RunId,
     output: Annotated[str | None, typer.Argument(help="Default: a folder here, named as the run.")] = None,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest.")] = None,
     for_transformers: Annotated[
@@ -46,6 +46,7 @@ def export(
     """Write a training run's checkpoint as one model.safetensors, also of a run that was paused or failed."""
     from app.training.publication import export_checkpoint  # slow: it imports torch
 
-    folder = to_path(absolute_location(output or run_id))
-    chosen = export_checkpoint(train_run(run_id, storage), folder, step, for_transformers)
-    print(f"the weights after step {chosen.step:,} of {run_id} are in {folder}")
+    run = train_run(run_id, storage)
+    folder = to_path(absolute_location(output or run.run_id))
+    chosen = export_checkpoint(run.path, folder, step, for_transformers)
+    print(f"the weights after step {chosen.step:,} of {run.run_id} are in {folder}")

@@ -1,28 +1,43 @@
 """Options that several commands share."""
 
+import os
 from typing import Annotated
 
 import typer
 from upath import UPath
 
+from app.cluster.packages import usual_storage
 from app.cluster.state import read_state
 from app.errors import StorageError
-from app.runs import CONFIG_FILE, folder_of_run
-from app.storage import absolute_location, open_storage
+from app.reports.catalog import find_run
+from app.reports.run_folder import RunFolder
+from app.storage import absolute_location, is_local, open_storage
 
-Storage = Annotated[str | None, typer.Option(help="Default: the local cluster's, else $RAYLOOM_STORAGE.")]
+Storage = Annotated[
+    str | None,
+    typer.Option(help="Default: the local cluster's, else $RAYLOOM_STORAGE, else the one that is used here."),
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as train.epochs=3.")]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def chosen_storage(storage: str | None) -> UPath:
-    """Return the given storage, else the local cluster's, else the default."""
+def chosen_storage(storage: str | None, is_new: bool = False) -> UPath:
+    """Return the given storage, else the local cluster's, else the one that 'rayloom up' would use here.
+
+    Raises:
+        StorageError: the storage that a person has named is not there, unless it may be ``is_new``.
+    """
     cluster = read_state()
-    return open_storage(absolute_location(storage) if storage else cluster.storage if cluster else None)
+    root = open_storage(absolute_location(storage) if storage else cluster.storage if cluster else usual_storage())
+    is_named = storage or (not cluster and os.environ.get("RAYLOOM_STORAGE"))
+    # An object store has no empty folders.
+    if is_named and not is_new and is_local(root) and not root.exists():
+        source = "--storage" if storage else "RAYLOOM_STORAGE"
+        raise StorageError(f"{source} is {str(root)!r}, which does not exist: give a folder that has runs/ or models/")
+    return root
 
 
-def train_run(run_id: str, storage: str | None) -> UPath:
-    """Return the folder of a training run. Raise StorageError if there is none."""
-    folder = folder_of_run(chosen_storage(storage), "train", run_id)
-    if not (folder / CONFIG_FILE).exists():
-        raise StorageError(f"{str(folder)!r} is no training run: check the run's id, and --storage")
-    return folder
+def train_run(named: str, storage: str | None) -> RunFolder:
+    """Return the training run that a person names by its id, or the beginning of it. Raises StorageError."""
+    return find_run(chosen_storage(storage), named, "train")

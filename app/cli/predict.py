@@ -2,24 +2,34 @@
 
 import base64
 import json
-from collections.abc import Callable
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from app.cli.endpoint import TOKEN_FILE_VARIABLE, EndpointClient, local_endpoint
+from app.cli.endpoint import TOKEN_FILE_VARIABLE, local_endpoint, named_endpoint
+from app.cli.options import Json
 from app.cluster.state import running_cluster
 from app.errors import RequestError
 from app.published.prediction import Prediction
 from app.serving.protocol.predict import PredictRequest
 
+_PICTURES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+_SUFFIXES = _PICTURES | {".csv", ".flac", ".html", ".json", ".jsonl", ".md", ".mp3", ".ogg", ".parquet", ".pdf", ".tsv"}
+_SUFFIXES |= {".txt", ".wav", ".xml", ".yaml", ".yml"}
+_ROW = """'{"age": 40}'"""
+_FOLDERS = ("/", "./", "../", "~/")
+
 
 def predict(
     model: str,
     inputs: Annotated[
-        list[str] | None, typer.Argument(help="Texts; paths of images with --image; rows with --row.")
+        list[str] | None,
+        typer.Argument(help="Texts, - for standard input; files with --file or --image; rows with --row."),
     ] = None,
+    file: Annotated[bool, typer.Option("--file", help="The inputs are paths of files with one text each.")] = False,
     image: Annotated[bool, typer.Option("--image", help="The inputs are paths of images.")] = False,
     row: Annotated[bool, typer.Option("--row", help="The inputs are rows of a table, as objects of JSON.")] = False,
     field: Annotated[
@@ -31,16 +41,51 @@ def predict(
         Path | None,
         typer.Option(envvar=TOKEN_FILE_VARIABLE, help="Default: the local cluster's own."),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Send inputs to a deployed model, and print its answer to each: for a classifier the label and its probability."""
-    read: Callable[[str], Any] = _read_image if image else _read_row if row else str
-    if bool(inputs) == bool(field):
-        raise RequestError("give inputs, or the fields of one record with --field NAME=VALUE")
+    if bool(inputs) == bool(field) or file + image + row > 1:
+        raise RequestError("give inputs of one kind, or the fields of one record with --field NAME=VALUE")
+    read = _read_file if file else _read_image if image else _read_row if row else _read_text
     given = [read(item) for item in inputs or []] or [_read_fields(field or [])]
-    client = EndpointClient(endpoint, token_file) if endpoint else local_endpoint(running_cluster(), token_file)
+    client = named_endpoint(endpoint, token_file) if endpoint else local_endpoint(running_cluster(), token_file)
     answer = client.predict(model, PredictRequest(inputs=given))
+    if as_json:
+        print(answer.model_dump_json(exclude_none=True))
+        return
     for text, prediction in zip(inputs or [" ".join(field or [])], answer.predictions, strict=True):
         print(f"{_in_short(prediction)}  {text}")
+
+
+def _read_text(text: str) -> str:
+    """Return a text, from standard input for ``-``. Raises RequestError for an empty one, and for a file's name."""
+    if text == "-":
+        return _require_text(sys.stdin.read(), "standard input")
+    if " " not in text and (Path(text).suffix.lower() in _SUFFIXES or text.startswith(_FOLDERS)):
+        option = "--image" if Path(text).suffix.lower() in _PICTURES else "--file"
+        place = (
+            "is the path of a file" if Path(text).is_file() else "looks like the path of a file, which does not exist"
+        )
+        raise RequestError(
+            f"the text {text!r} {place}: {option} sends a file's content, and 'echo {shlex.quote(text)} | rayloom "
+            "predict MODEL -' the words themselves"
+        )
+    return _require_text(text, "the text")
+
+
+def _read_file(path: str) -> str:
+    try:
+        return _require_text(Path(path).read_text(encoding="utf-8"), f"file {path!r}")
+    except OSError as error:
+        raise RequestError(f"file {path!r} cannot be read ({error.strerror}): give the path of a text") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"file {path!r} is not text in UTF-8: convert it, or give --image for a picture") from error
+
+
+def _require_text(text: str, what: str) -> str:
+    if not text.strip():
+        raise RequestError(f"{what} is empty: give at least a word")
+    return text
 
 
 def _read_row(text: str) -> dict[str, Any]:
@@ -48,7 +93,9 @@ def _read_row(text: str) -> dict[str, Any]:
     try:
         row = json.loads(text)
     except ValueError as error:
-        raise RequestError(f"a row is not JSON ({error}): give an object such as '{{\"age\": 40}}'") from error
+        raise RequestError(
+            f"a row is {text!r}, which is not JSON: expected an object such as '{{\"age\": 40}}'"
+        ) from error
     if not isinstance(row, dict):
         raise RequestError(f"a row is {text}: expected an object such as '{{\"age\": 40}}'")
     return row

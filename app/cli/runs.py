@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from upath import UPath
 
-from app.cli.options import Storage, chosen_storage
+from app.cli.options import RunId, Storage, chosen_storage
 from app.cli.tables import aligned
 from app.config import load_stored_recipe
 from app.errors import RequestError, StorageError
@@ -32,7 +32,6 @@ from app.tracking.process import require_clients
 
 runs = typer.Typer(no_args_is_help=True, help=__doc__)
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.")]
 _POLL_S = 1.0
 _TRACK_TIMEOUT_S = 300.0
 

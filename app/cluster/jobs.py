@@ -11,7 +11,7 @@ import httpx
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from app.best_effort import warn
-from app.errors import ClusterError
+from app.errors import ClusterError, first_line
 
 _ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
 _MAX_LISTED = 10_000
@@ -66,11 +66,15 @@ class JobsApi:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self:
-        """Return the API that 'ray job' would use in this environment."""
+        """Return the API that 'ray job' would use in this environment. Raises ClusterError for a token's empty file."""
         path = Path(environment.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
         given = environment.get("RAY_AUTH_TOKEN")
         # Ray's own precedence: the variable before the file.
         token = given or (path.read_text(encoding="utf-8").strip() if path.is_file() else "")
+        if "RAY_AUTH_TOKEN_PATH" in environment and not token:
+            raise ClusterError(
+                f"RAY_AUTH_TOKEN_PATH names {str(path)!r}, which has no token: give the file that holds the cluster's"
+            )
         return cls(environment["RAY_API_SERVER_ADDRESS"], token, "RAY_AUTH_TOKEN" if given else str(path))
 
     def require_access(self) -> None:
@@ -81,14 +85,15 @@ class JobsApi:
         """
         try:
             answer = self._request("GET", "version")
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ClusterError(
-                f"no cluster answers at {self.address} ({error}): check RAY_API_SERVER_ADDRESS"
+                f"no cluster answers at {self.address!r} ({first_line(error)}): check RAY_API_SERVER_ADDRESS, such as "
+                "http://127.0.0.1:8265"
             ) from error
         if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            refused = f"refuses the token of {self.token_source}" if self.token else "asks for a token"
             raise ClusterError(
-                f"the cluster at {self.address} refuses the token of {self.token_source}: set RAY_AUTH_TOKEN_PATH "
-                "to its own"
+                f"the cluster at {self.address} {refused}: set RAY_AUTH_TOKEN_PATH to the file with its token"
             )
 
     def jobs(self) -> list[Job]:
@@ -99,6 +104,19 @@ class JobsApi:
     def find(self, submission_id: str) -> Job | None:
         """Return the job with this id; None if there is none. Raises httpx.HTTPError."""
         return next((job for job in self.jobs() if job.submission_id == submission_id), None)
+
+    def beginning_with(self, beginning: str) -> Job | None:
+        """Return the job with this id, or the only one whose id begins so; None if there is none.
+
+        Raises:
+            ClusterError: there are several.
+            httpx.HTTPError: the cluster does not answer.
+        """
+        found = {job.submission_id: job for job in self.jobs() if job.submission_id.startswith(beginning)}
+        if beginning in found or len(found) < 2:
+            return found.get(beginning, next(iter(found.values()), None))
+        some = ", ".join(sorted(found)[:3])
+        raise ClusterError(f"{beginning!r} is the beginning of {len(found)} jobs, such as {some}: give more of the id")
 
     def nodes(self) -> list[Node]:
         """Return every node, dead or alive. Raises httpx.HTTPError."""
@@ -120,7 +138,7 @@ class JobsApi:
         self._request("POST", f"jobs/{submission_id}/stop").raise_for_status()
 
     def _request(self, method: str, path: str) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {self.token}"}
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         return httpx.request(method, f"{self.address}/api/{path}", headers=headers, timeout=30.0)
 
 

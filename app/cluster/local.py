@@ -15,12 +15,11 @@ import psutil
 
 from app import ports
 from app.cluster import state
-from app.cluster.packages import LIBRARY
+from app.cluster.packages import usual_storage
 from app.cluster.state import MARK, ClusterState, Monitoring
 from app.errors import ClusterError
 from app.ports import LOOPBACK
 from app.serving.ingress import haproxy
-from app.storage import HOME, absolute_location
 
 _STOP_TIMEOUT_S = 5.0
 _PERIOD_S = 0.05
@@ -54,7 +53,7 @@ def start(
         dashboard_port=dashboard,
         serve_port=serve,
         grpc_port=grpc,
-        storage=_storage(),
+        storage=usual_storage(),
         num_cpus=num_cpus,
         # A short path: those of Unix sockets, which Ray and HAProxy make below it, are limited.
         runtime=Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp")),
@@ -208,17 +207,3 @@ def _environment(cluster: ClusterState) -> dict[str, str]:
         # A stopped training job writes a checkpoint first, and Ray would wait for 3 s.
         "RAY_JOB_STOP_WAIT_TIME_S": "120",
     }
-
-
-def _storage() -> str:
-    """Return the storage of the cluster's jobs.
-
-    ``$RAYLOOM_STORAGE``, else ``storage`` in the current folder if that is a project or a checkout, which have
-    recipes, else ``storage`` in the checkout that runs, else the default of an installed Rayloom.
-    """
-    if location := os.environ.get("RAYLOOM_STORAGE"):
-        return absolute_location(location)
-    for folder in (Path.cwd(), LIBRARY):
-        if (folder / "recipes").is_dir():
-            return str(folder / "storage")
-    return str(HOME / "storage")

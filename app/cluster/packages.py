@@ -1,13 +1,29 @@
 """The folder from which a job is submitted, and Rayloom's packages, which its cluster may lack."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from app.errors import ClusterError
+from app.storage import HOME, absolute_location
 
 LIBRARY = Path(__file__).resolve().parents[2]
 """The folder with Rayloom's packages: a checkout, or ``site-packages``."""
 PACKAGES = ("app", "jobs", "serve_deployments", "tune_spaces")
+
+
+def usual_storage() -> str:
+    """Return the storage of a local cluster's jobs.
+
+    ``$RAYLOOM_STORAGE``, else ``storage`` in the current folder if that is a project or a checkout, which have
+    recipes, else ``storage`` in the checkout that runs, else the default of an installed Rayloom.
+    """
+    if location := os.environ.get("RAYLOOM_STORAGE"):
+        return absolute_location(location)
+    for folder in (Path.cwd(), LIBRARY):
+        if (folder / "recipes").is_dir():
+            return str(folder / "storage")
+    return str(HOME / "storage")
 
 
 def is_checkout(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel, ValidationError
 
-from app.errors import ClusterError
+from app.errors import ClusterError, NoClusterError
 from app.ports import LOOPBACK
 from app.storage import HOME
 
@@ -163,7 +163,7 @@ def running_cluster() -> ClusterState:
     """Return the local cluster. Raise ClusterError if none is up."""
     state = read_state()
     if state is None or not state.processes():
-        raise ClusterError("no local cluster is up: start one with 'rayloom up'")
+        raise NoClusterError("no local cluster is up: start one with 'rayloom up'")
     return state
 
 

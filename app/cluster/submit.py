@@ -5,6 +5,7 @@ import contextlib
 import os
 import secrets
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -18,12 +19,13 @@ from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 from app.cluster.job_log import JobLog
 from app.cluster.jobs import Job, JobsApi
 from app.cluster.packages import known_jobs, runtime_env
+from app.cluster.preflight import require_inputs, require_stored
 from app.cluster.ray_internals import is_uploaded, silence_client, uploaded_bytes
 from app.cluster.state import read_state, running_cluster
-from app.cluster.uploads import require_uploaded
 from app.config import embedded, load_job_recipe, names_model, read_text, reads_files, title_of
-from app.errors import ClusterError, first_line, short_repr
-from app.storage import absolute_location
+from app.errors import ClusterError, NoClusterError, first_line, short_repr
+from app.import_string import suggestion
+from app.storage import absolute_location, open_storage
 
 _FOLDER = "rayloom_folder"
 """The key in a job's metadata for the folder from which it was submitted."""
@@ -35,6 +37,8 @@ _RESUME = {
     "jobs.tune": "tune.resume=true",
 }
 """The override by which each job resumes."""
+_ADDRESS = "RAY_API_SERVER_ADDRESS"
+"""The environment variable that names another cluster than the local one."""
 _TOO_LARGE = "status code 413"
 """Part of the error of Ray's client when the dashboard refuses an upload for its size."""
 _NAMED_SIZES = 3
@@ -60,17 +64,20 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
             answers, it rejects the token, or the job was lost with the cluster.
     """
     if job not in (known := known_jobs(Path.cwd())):
-        raise ClusterError(f"no job {job!r}: known are {', '.join(known)}")
-    target = _find_target()
+        raise ClusterError(f"no job {job!r}: known are {', '.join(known)}{suggestion(job, known)}")
+    is_local = _extend_environment()
     is_given = names_model(job, recipe) or _is_sent_along(recipe)
     location = recipe if is_given else embedded(read_text(recipe), title_of(recipe))
-    # The job reads the recipe again. Reading it here tells of its errors before anything is sent.
+    # The job reads all of it again. Reading it here tells of errors before anything is sent.
     loaded = load_job_recipe(job, location, overrides)
     if reads_files(job):
-        require_uploaded(loaded, Path.cwd())
-    storage = loaded.storage
+        require_inputs(job, loaded, Path.cwd(), is_local)
+    target = _find_target()
+    storage = loaded.storage and absolute_location(loaded.storage)
+    if target.is_local or (storage and "://" in storage):
+        require_stored(job, loaded, open_storage(storage or running_cluster().storage))
     # A relative path is meant from the current folder, not from the job's copy of it.
-    arguments = [*overrides, *([f"storage={absolute_location(storage)}"] if storage else []), *options]
+    arguments = [*overrides, *([f"storage={storage}"] if storage else []), *options]
     return send_job(job, location, arguments, loaded.name, target)
 
 
@@ -89,14 +96,21 @@ class _Target:
 
 
 def _find_target() -> _Target:
-    """Return the cluster that ``RAY_API_SERVER_ADDRESS`` names, else the local one. Raises ClusterError if none is up.
-
-    Ray reads its settings from this process's environment when it is imported, so extend that first.
-    """
-    is_local = "RAY_API_SERVER_ADDRESS" not in os.environ
-    if is_local:
-        os.environ.update(running_cluster().client_environment())
+    """Return the cluster that ``RAY_API_SERVER_ADDRESS`` names, else the local one. Raises NoClusterError."""
+    if is_local := _extend_environment():
+        running_cluster()
     return _Target(dict(os.environ), is_local)
+
+
+def _extend_environment() -> bool:
+    """Set what Ray's client needs for the local cluster, unless another one is named. Return whether none is.
+
+    Ray reads its settings from this process's environment when it is imported, so call this first.
+    """
+    known = read_state()
+    if known and _ADDRESS not in os.environ:
+        os.environ.update(known.client_environment())
+    return os.environ.get(_ADDRESS) == (known.dashboard if known else None)
 
 
 def send_job(job: str, recipe: str, arguments: list[str], name: str, target: _Target | None = None) -> int:
@@ -109,7 +123,7 @@ def send_job(job: str, recipe: str, arguments: list[str], name: str, target: _Ta
         ClusterError: no cluster answers, it rejects the token or the job, or the job was lost with the cluster.
     """
     target = target or _find_target()
-    JobsApi.of(target.environment).require_access()
+    _jobs_api(target)
     submission_id = f"{job}-{secrets.token_hex(4)}"
     _send(
         target.environment,
@@ -119,8 +133,45 @@ def send_job(job: str, recipe: str, arguments: list[str], name: str, target: _Ta
         runtime_env=runtime_env(".", has_rayloom=target.is_local),
         metadata={_FOLDER: str(Path.cwd()), _NAME: name},
     )
-    print(f"Job '{submission_id}' submitted. To stop it: ray job stop {submission_id}", flush=True)
+    print(f"Job '{submission_id}' submitted. To stop it: rayloom stop {submission_id}", flush=True)
     return _follow_to_end(submission_id, target.environment)
+
+
+def follow_job(named: str) -> int:
+    """Show the log of a job that runs or has ended, and return its exit code. An id may be shortened.
+
+    Raises:
+        ClusterError: no cluster answers, it rejects the token, or has no such job, or several.
+    """
+    target = _find_target()
+    job = _jobs_api(target).beginning_with(named)
+    if job is None:
+        raise ClusterError(f"the cluster has no job {named!r}: 'rayloom runs list' shows what has run")
+    return _follow_to_end(job.submission_id, target.environment)
+
+
+def stop_job(named: str) -> str | None:
+    """Stop a job by its id, which may be shortened. Return the whole id; None if there is no cluster or no such job.
+
+    Raises:
+        ClusterError: the cluster rejects the token, the job has ended, or several ids begin so.
+    """
+    try:
+        api = _jobs_api(_find_target())
+    except NoClusterError:
+        return None
+    if (job := api.beginning_with(named)) is None:
+        return None
+    if job.has_ended:
+        raise ClusterError(f"job {job.submission_id} has ended already: it {job.status.lower()}")
+    api.stop(job.submission_id)
+    return job.submission_id
+
+
+def _jobs_api(target: "_Target") -> JobsApi:
+    api = JobsApi.of(target.environment)
+    api.require_access()
+    return api
 
 
 def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
@@ -206,10 +257,22 @@ def _client_errors() -> tuple[type[Exception], ...]:
 
 
 def _follow_to_end(submission_id: str, environment: Mapping[str, str]) -> int:
-    """Print a job's log until the job ends, and return its exit code.
+    """Print a job's log until the job ends, and return its exit code. Ctrl-C ends the printing, and not the job.
 
     If the cluster is lost meanwhile, go on with the job that its supervisor submits in place of this one.
     """
+    try:
+        return _print_to_end(submission_id, environment)
+    except KeyboardInterrupt:
+        print(
+            f"\njob {submission_id} goes on: 'rayloom follow {submission_id}' shows it again, and "
+            f"'rayloom stop {submission_id}' stops it",
+            file=sys.stderr,
+        )
+        return 128 + signal.SIGINT
+
+
+def _print_to_end(submission_id: str, environment: Mapping[str, str]) -> int:
     api = JobsApi.of(environment)
     job, was_stopped = _print_and_await(api, submission_id, environment)
     if not (job and job.has_ended):

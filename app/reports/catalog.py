@@ -9,6 +9,7 @@ from typing import Any
 from upath import UPath
 
 from app.errors import RequestError, StorageError
+from app.import_string import suggestion
 from app.pages.words import MISSING
 from app.reports.curves import read_curves
 from app.reports.run_folder import RunFolder, Status, headline
@@ -91,7 +92,8 @@ def _jobs_in(storage: UPath, job: str | None) -> list[str]:
     """
     if job:
         if job not in JOBS:
-            raise StorageError(f"{job!r} is not a job that keeps runs: expected one of {', '.join(JOBS)}")
+            near = suggestion(job, JOBS)
+            raise StorageError(f"{job!r} is not a job that keeps runs: expected one of {', '.join(JOBS)}{near}")
         return [job]
     return sorted(set(list_names(storage / "runs")) & set(JOBS), key=JOBS.index)
 
@@ -110,14 +112,16 @@ def summarize(run: RunFolder) -> RunSummary:
     )
 
 
-def find_run(storage: UPath, named: str) -> RunFolder:
+def find_run(storage: UPath, named: str, only: str | None = None) -> RunFolder:
     """Return the run that a person names by its id, or by the beginning of it, with or without ``JOB/`` before it.
+
+    ``only`` is the job whose runs are meant.
 
     Raises:
         StorageError: there is no such run, or several.
     """
     job, _, run_id = named.rpartition("/")
-    names = {name: list_names(runs_folder(storage, name)) for name in _jobs_in(storage, job)}
+    names = {name: list_names(runs_folder(storage, name)) for name in _jobs_in(storage, job or only)}
     every = [runs_folder(storage, name) / found for name, ids in names.items() for found in ids]
     # A whole id comes first, because it may also be the beginning of another one.
     for is_match in (str.__eq__, str.startswith):
@@ -127,7 +131,10 @@ def find_run(storage: UPath, named: str) -> RunFolder:
             raise StorageError(f"{named!r} is the beginning of {len(paths)} runs, such as {some}: give more of the id")
         if paths:
             return RunFolder(paths[0])
-    raise StorageError(f"storage {str(storage)!r} has no run {named!r}: 'rayloom runs list' shows the runs")
+    raise StorageError(
+        f"storage {str(storage)!r} has no {f'{job or only} run' if job or only else 'run'} {named!r}: "
+        f"'rayloom runs list' shows the runs{suggestion(run_id, [path.name for path in every])}"
+    )
 
 
 def versions_of(storage: UPath, run: RunFolder) -> list[str]:
@@ -155,7 +162,7 @@ def delete_run(run: RunFolder) -> None:
         StorageError: the run is under way, or the folder cannot be removed.
     """
     if run.status == "running":
-        raise StorageError(f"run {run.run_id} is under way: stop it first, with 'rayloom pause' if it is training")
+        raise StorageError(f"run {run.run_id} is under way: stop it first, with 'rayloom stop {run.run_id}'")
     try:
         run.path.fs.rm(run.path.path, recursive=True)
     except OSError as error:

@@ -22,10 +22,11 @@ from app.runs import CONFIG_FILE, RESULT_FILE, Result
 from app.shared_files import read
 from app.telemetry.usage import Usage, read_usage
 
-Status = Literal["succeeded", "stopped", "failed", "running", "interrupted"]
+Status = Literal["succeeded", "paused", "stopped", "failed", "running", "interrupted"]
 
 _MOODS: dict[Status, Mood] = {
     "succeeded": "good",
+    "paused": "busy",
     "stopped": "busy",
     "failed": "bad",
     "running": "busy",
@@ -97,7 +98,10 @@ class RunFolder:
     @cached_property
     def status(self) -> Status:
         """How the run stands. Without a result it is running while its heartbeat is fresh."""
-        return self.result.status if self.result else "running" if self._is_alive() else "interrupted"
+        if self.result:
+            # A job ends alike in both cases, and its figures say which it is.
+            return "paused" if self.result.metrics.get("paused") is True else self.result.status
+        return "running" if self._is_alive() else "interrupted"
 
     @property
     def state(self) -> State:

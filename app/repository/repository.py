@@ -10,6 +10,7 @@ from upath import UPath
 
 from app.config import Role
 from app.errors import StorageError
+from app.import_string import did_you_mean
 from app.repository.aliases import ALIASES_FILE, Alias, Aliases
 from app.repository.manifest import Manifest, ModelCard
 from app.repository.triton import BACKENDS, CONFIG_FILE, config_of
@@ -275,9 +276,9 @@ class Repository:
             raise self._no_version(name, version)
 
     def _no_model(self, name: str) -> StorageError:
-        return StorageError(
-            f"{str(self._root)!r} has no model {name!r}: models there are {', '.join(self.names()) or 'none'}"
-        )
+        known = self.names()
+        way_out = did_you_mean(name, known) if known else "no model is there: 'rayloom submit compile RECIPE' makes one"
+        return StorageError(f"{str(self._root)!r} has no model {name!r}; {way_out}")
 
     def _no_version(self, name: str, version: int) -> StorageError:
         return StorageError(f"model {name!r} has no version {version}: published are {self.versions(name)}")

@@ -166,7 +166,7 @@ def test_what_the_command_line_refuses(repository: Repository, storage: str, tmp
     for arguments, words in (
         (("delete", "toy", "1"), "version 1, is production: promote another version first"),
         (("delete", "toy", "7"), "no version 7: published are [1, 2]"),
-        (("promote", "toys", "1"), "no model 'toys': models there are toy"),
+        (("promote", "toys", "1"), "no model 'toys'; did you mean 'toy'"),
         (("rollback", "toy"), "had no other version in production before"),
         (("show", "toy", "3"), "no version 3"),
         (("export", "toy", "one", str(tmp_path)), "expected a folder, or a version's number and a folder"),

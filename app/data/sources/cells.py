@@ -12,6 +12,7 @@ from upath import UPath
 
 from app.data.written import digits_of, name_of, text_of
 from app.errors import DataError
+from app.import_string import suggestion
 from app.shared_files import map_concurrently
 from app.storage import to_path
 
@@ -101,8 +102,14 @@ class Columns:
             if not count and not column.is_optional:
                 raise DataError(
                     f"{column.key} is {column.name!r}, which {path!r} does not have: it has "
-                    f"{', '.join(found) or 'no columns'}; name one of them, or correct the file"
+                    f"{', '.join(found) or 'no columns'}; {_way_out(column.name, found)}"
                 )
+
+
+def _way_out(name: str, found: Sequence[str]) -> str:
+    if len(found) == 1 and (other := next((mark for mark in ";\t|" if mark in found[0]), None)):
+        return f"its cells seem to be separated by {other!r}: write it with commas, or with tabs as .tsv"
+    return f"name one of them, or correct the file{suggestion(name, found)}"
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,8 @@ import os, sys
 import app.cluster.submit as module
 
 class Up:
+    dashboard = "http://127.0.0.1:9"
+
     def client_environment(self):
         return {{"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9", "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN_PATH": {str(token)!r}}}
@@ -192,7 +194,7 @@ def is_uploaded(file, folder):
     assert "ray" not in sys.modules and os.environ["RAY_AUTH_MODE"] == "token"
     sys.exit(7)
 
-module.running_cluster, module.is_uploaded = Up, is_uploaded
+module.read_state, module.is_uploaded = Up, is_uploaded
 module.submit("train", "recipes/digits.yaml", [])
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from app.cluster.jobs import JobsApi
 from app.cluster.submit import submit
@@ -136,7 +137,7 @@ def test_a_gitignore_that_ray_is_told_to_ignore_excludes_nothing(
 def test_a_folder_of_which_some_files_are_ignored_is_refused(project: Path) -> None:
     for name in ("a/1.png", "a/2.png", "b/1.jpg", "b/.cache/1.png", "b/.2.png"):
         (project / "pictures" / name).parent.mkdir(parents=True, exist_ok=True)
-        (project / "pictures" / name).touch()
+        Image.new("L", (2, 2)).save(project / "pictures" / name)
     (project / ".gitignore").write_text(".cache/\n.2.png\n")
     with pytest.raises(Sent):  # sources do not read hidden files
         submitted("data.source=pictures")

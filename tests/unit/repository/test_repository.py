@@ -241,7 +241,7 @@ def test_what_is_not_there_is_said_with_what_is(repository: Repository, files: U
         repository.production("other")
     with pytest.raises(StorageError, match=r"no version 9: published are \[1\]"):
         repository.promote("toy", 9)
-    with pytest.raises(StorageError, match=r"no model 'other': models there are toy"):
+    with pytest.raises(StorageError, match=r"no model 'other'; known are toy"):
         repository.promote("other", 1)
 
 

@@ -1,0 +1,60 @@
+"""A look at the first rows of sources on this machine, before a job is sent that would fail on them."""
+
+from collections.abc import Iterator, Sequence
+
+from app.config import DataConfig
+from app.data.examples import in_words
+from app.data.preparation.samples import SampleKind
+from app.data.sources.formats import SourceFile
+from app.data.sources.formats.builtin import TEST_KEY
+from app.data.sources.source import Source
+from app.data.sources.units import list_files, read_files
+from app.errors import DataError
+
+_FILES = 8
+"""Files of a source that are looked at."""
+
+
+def require_readable(config: DataConfig, kind: SampleKind) -> None:
+    """Read the first rows of a few files of each source on this machine, as preparation will.
+
+    Raises:
+        DataError: a source does not exist or lacks a column, a row cannot be read, or none of the looked-at inputs can.
+    """
+    for section, source in _sources(config):
+        if source.uri.startswith("builtin:"):
+            list_files(source, kind.contents)
+        elif "://" not in source.uri:
+            _look_at(section, source, kind)
+
+
+def _sources(config: DataConfig) -> Iterator[tuple[DataConfig, Source]]:
+    for section in config.each_source():
+        yield section, Source(section.source)
+    if config.test_source is not None:
+        yield config, Source(config.test_source, TEST_KEY)
+
+
+def _look_at(config: DataConfig, source: Source, kind: SampleKind) -> None:
+    files = list_files(source, kind.contents)
+    named = config.model_copy(update={"columns": kind.resolve(files, config.columns)})
+    inputs = []
+    for file in _spread(files):
+        for rows in read_files([file], kind.columns(named)):
+            inputs += kind.inputs(rows, named, verify=True)
+            kind.labels(rows, named)
+            break
+    if not inputs and len(files) <= _FILES:
+        raise DataError(f"{source} has no examples: give a source that has some")
+    if inputs and all(item is None for item in inputs):
+        raise DataError(
+            f"{source}: all {len(inputs):,} inputs that were looked at are left out ({in_words(kind.unread)}), such as "
+            f"those of {files[0].path!r}: repair or convert them"
+        )
+
+
+def _spread(files: Sequence[SourceFile]) -> list[SourceFile]:
+    """Return a few files, from the first to the last: those of one class lie beside each other."""
+    if len(files) <= _FILES:
+        return list(files)
+    return [files[round(number * (len(files) - 1) / (_FILES - 1))] for number in range(_FILES)]
