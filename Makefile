@@ -53,7 +53,7 @@ demo: $(INSTALLED)
 	@$(BIN)/rayloom status 2>/dev/null || $(BIN)/rayloom up
 	@$(BIN)/rayloom submit lifecycle recipes/reviews.yaml train.epochs=2 tune.space=tune_spaces.text:rates tune.trials=2 tune.epochs=1 tune.max_steps=72
 	@echo
-	@echo "Next: open the endpoint in a browser and ask it; '$(BIN)/rayloom status' has a curl line to paste;"
+	@echo "Next: open the endpoint in a browser and ask it; '$(BIN)/rayloom status' has a command to paste;"
 	@echo "train it in full with '$(BIN)/rayloom submit lifecycle recipes/reviews.yaml tune=null'; stop with '$(BIN)/rayloom down'."
 	@echo
 	@$(BIN)/rayloom predict reviews "这本书很好，内容生动，值得一读" "质量太差，用了一天就坏了"

@@ -51,8 +51,11 @@ def run_on_node(name: str, work: Work[Result], resources: Mapping[str, float]) -
     )
     stream = task.remote(partial(call_within, current_traceparent(), name, work))
     if not ray.wait([stream], timeout=_USUAL_START_S)[0]:
-        required = ", ".join(f"{kind}: {amount:g}" for kind, amount in resources.items() if amount)
-        print(f"{name} has not started yet: waiting for a node with {required or 'room'} free", flush=True)
+        required = " and ".join(f"{amount:g} {kind}" for kind, amount in resources.items() if amount)
+        print(
+            f"{name} waits until a node has {required or 'room'} free: other jobs and deployed models hold the rest",
+            flush=True,
+        )
     try:
         for item in map(ray.get, stream):
             if isinstance(item, _Done):

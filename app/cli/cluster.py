@@ -12,6 +12,7 @@ from app.cluster.state import SUPERVISOR_LOG, TOKEN_FILE, ClusterState, read_sta
 from app.errors import ClusterError
 from app.monitoring import processes
 from app.ports import open_ports
+from app.storage import open_storage
 
 
 def up(
@@ -69,7 +70,9 @@ def env() -> None:
 
 
 def _describe(cluster: ClusterState) -> None:
-    print(f"dashboard  {cluster.dashboard}  (asks for the token, the content of {TOKEN_FILE})")
+    print(
+        f"dashboard  {cluster.dashboard}  (log in with what 'cat {TOKEN_FILE}' prints, not with 'ray get-auth-token')"
+    )
     print(f"endpoint   {cluster.endpoint}  (answers once a model is deployed; its API is at /docs)")
     print(f"gRPC       {cluster.grpc_endpoint}")
     print(f"storage    {cluster.storage}")
@@ -96,15 +99,17 @@ def _describe_monitoring(cluster: ClusterState) -> None:
 def _describe_models(cluster: ClusterState) -> None:
     """Print the deployed models, and a command to paste for each."""
     try:
+        from app.cli.examples import commands_for  # reads data
+
         endpoint = local_endpoint(cluster)
-        served, natural = endpoint.models(), endpoint.natural_models()
+        served, commands = endpoint.models(), commands_for(endpoint, open_storage(cluster.storage))
     except ClusterError as error:
         print(f"models     {error}")
         return
     titles = [f"{model.name} version {model.version}{f' ({model.reason})' if model.reason else ''}" for model in served]
     print(f"models     {', '.join(titles) or 'none deployed'}")
-    for name in dict.fromkeys(model.name for model in served):
-        print(f"try        {endpoint.curl(name, name in natural)}")
+    for command in commands:
+        print(f"try        {command}")
 
 
 def _describe_ports(cluster: ClusterState, are_listed: bool) -> None:

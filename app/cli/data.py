@@ -1,11 +1,12 @@
 """Look at data that was prepared as shards, and delete it."""
 
+import sys
 from typing import Annotated
 
 import typer
 
-from app.cli.options import Storage, chosen_storage
-from app.cli.tables import aligned
+from app.cli.options import Json, Storage, chosen_storage
+from app.cli.tables import aligned, print_json
 from app.data.examples import CleaningReport
 from app.errors import RequestError, StorageError
 
@@ -13,13 +14,17 @@ data = typer.Typer(no_args_is_help=True, help=__doc__)
 
 
 @data.command("list")
-def list_command(storage: Storage = None) -> None:
+def list_command(storage: Storage = None, as_json: Json = False) -> None:
     """List prepared data, the newest first, and how many runs read each."""
     from app.data.preparation.collection import list_shards  # pyarrow takes a while to import
 
-    found = list_shards(chosen_storage(storage))
+    root = chosen_storage(storage)
+    found = list_shards(root)
+    if as_json:
+        print_json([{"name": one.name, "source": one.index and one.index.source, "runs": one.runs} for one in found])
+        return
     if not found:
-        print("no data: 'rayloom submit prepare RECIPE' makes some")
+        print(f"no data in {root}: 'rayloom submit prepare RECIPE' makes some; --storage names another place")
         return
     rows = [("data", "source", "rows", "size", "created, UTC", "runs")]
     for one in found:
@@ -33,6 +38,7 @@ def list_command(storage: Storage = None) -> None:
             (one.name, index.source, f"{sum(index.rows.values()):,}", _size(index.bytes), created, str(len(one.runs)))
         )
     print("\n".join(aligned(rows)))
+    print(f"in {root}", file=sys.stderr)
 
 
 @data.command()

@@ -83,16 +83,14 @@ class EndpointClient:
             raise RequestError(f"{self.url} answered {answer.status_code}: {_reason(answer)}")
         return PredictResponse.model_validate_json(answer.content)
 
-    def natural_models(self) -> set[str]:
-        """Return the names of the models that answer texts or images. Raises ClusterError as ``models`` does."""
-        return {model.name for model in self._request("GET", "v1/models", _NATURAL) or []}
+    def natural_models(self) -> list[ModelDescription]:
+        """Return the models that answer texts, images, rows or records. Raises ClusterError as ``models`` does."""
+        return self._request("GET", "v1/models", _NATURAL) or []
 
-    def curl(self, model: str, is_natural: bool = True) -> str:
-        """Return a command line that sends a request to a model, or asks for the tensors that it takes."""
+    def curl(self, model: str) -> str:
+        """Return a command line that asks for the tensors that a model takes."""
         token = f' -H "Authorization: Bearer $(cat {self.token_file})"' if self.token_file else ""
-        if not is_natural:
-            return f"curl{token} {self.url}/v2/models/{model}"
-        return f'curl{token} {self.url}/v1/models/{model}/predict -d \'{{"inputs": "..."}}\''
+        return f"curl{token} {self.url}/v2/models/{model}"
 
 
 def _reason(answer: httpx.Response) -> str:

@@ -1,16 +1,21 @@
 """The commands that send jobs, and follow, stop, pause and resume them."""
 
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from app.cli.options import Overrides, RunId, Storage, train_run
+from app.cluster.state import read_state
 from app.cluster.submit import follow_job, send_job, stop_job
 from app.cluster.submit import submit as submit_job
-from app.errors import RequestError
+from app.config import load_job_recipe
+from app.errors import RayloomError, RequestError
 from app.runs import CONFIG_FILE
-from app.storage import absolute_location
+from app.storage import absolute_location, open_storage
 from app.training.stop_request import StopRequest, request_stop
+
+_SERVING = ("deploy", "lifecycle")
 
 
 def submit(
@@ -35,7 +40,25 @@ def submit(
         given.insert(0, recipe_option)
     if not given:
         raise RequestError("no recipe given: pass its path or URI after the job, or - for standard input")
-    raise typer.Exit(submit_job(job, given[0], given[1:], ["--json"] if as_json else []))
+    code = submit_job(job, given[0], given[1:], ["--json"] if as_json else [])
+    if code == 0 and job in _SERVING:
+        _print_question(job, given[0], given[1:])
+    raise typer.Exit(code)
+
+
+def _print_question(job: str, recipe: str, overrides: list[str]) -> None:
+    """Print a command that asks the model that the local cluster serves now."""
+    from app.cli.endpoint import local_endpoint
+    from app.cli.examples import commands_for
+
+    if recipe == "-" or (cluster := read_state()) is None:
+        return
+    with suppress(RayloomError):  # the job has succeeded, whoever answers now
+        loaded = load_job_recipe(job, recipe, overrides)
+        for command in commands_for(
+            local_endpoint(cluster), open_storage(loaded.storage or cluster.storage), loaded.name
+        ):
+            print(f"ask it: {command}")
 
 
 def follow(job: Annotated[str, typer.Argument(help="The job's id, or its beginning.")]) -> None:

@@ -1,5 +1,6 @@
 """Look at the versions of models, and choose the one in production."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,7 +10,8 @@ from typing import Annotated
 import typer
 
 from app.cli.endpoint import local_endpoint
-from app.cli.options import Storage, chosen_storage
+from app.cli.options import Json, Storage, chosen_storage
+from app.cli.tables import print_json
 from app.cli.versions import description_of, table_of
 from app.cluster.state import read_state
 from app.config import recipe_of_model
@@ -26,10 +28,18 @@ Version = Annotated[int, typer.Argument(min=1)]
 
 
 @models.command("list")
-def list_models(storage: Storage = None) -> None:
+def list_models(storage: Storage = None, as_json: Json = False) -> None:
     """Show every version of every model."""
+    root = chosen_storage(storage)
     with _repository(storage) as repository:
-        print("\n".join(table_of(repository)))
+        listed = repository.list_versions()
+    if as_json:
+        print_json([{"name": one.name, "version": one.version, "aliases": one.aliases} for one in listed])
+    elif not listed:
+        print(f"no models in {root}: 'rayloom submit compile RECIPE' makes one; --storage names another place")
+    else:
+        print("\n".join(table_of(listed)))
+        print(f"in {root}", file=sys.stderr)
 
 
 @models.command()
@@ -37,12 +47,16 @@ def show(
     name: str,
     version: Annotated[int | None, typer.Argument(min=1, help="Default: production, else the newest.")] = None,
     storage: Storage = None,
+    as_json: Json = False,
 ) -> None:
     """Show a version's manifest, with the data, the recipe and the code that it came from."""
     with _repository(storage) as repository:
         manifest = repository.manifest(name, version or repository.current(name))
         aliases = repository.aliases(name).of(manifest.version)
         folder = str(repository.folder(name, manifest.version))
+    if as_json:
+        print(manifest.model_dump_json())
+        return
     print("\n".join(description_of(manifest, aliases, folder)))
 
 
@@ -148,12 +162,13 @@ def import_command(
     """Publish a model that was trained elsewhere, by the gates and measurements of jobs.compile."""
     from app.compile.imported.run import Given, import_model  # imports ONNX and the engines
 
-    root = chosen_storage(storage)
+    root = chosen_storage(storage, is_new=True)
     recipe = recipe_of_model(name, "compile", [*(overrides or []), f"storage={root}"])
     given = Given(source, samples, labels, processor, scores, dict(map(_parse_size, size or [])))
     with sigterm_exits():  # otherwise the model's copy would stay in the temporary folder
         result = execute(Run.start("compile", recipe), partial(import_model, given=given))
-    print(result.to_line(as_json))
+    if as_json or result.status != "failed":  # else the error was told
+        print(result.to_line(as_json))
     if result.status == "failed":
         raise typer.Exit(1)
     version = int(result.artifacts["model"].rpartition("/")[2])

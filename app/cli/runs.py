@@ -1,5 +1,6 @@
 """Look at runs, compare them, and delete them."""
 
+import sys
 import threading
 import time
 from typing import Annotated
@@ -7,8 +8,8 @@ from typing import Annotated
 import typer
 from upath import UPath
 
-from app.cli.options import RunId, Storage, chosen_storage
-from app.cli.tables import aligned
+from app.cli.options import Json, RunId, Storage, chosen_storage
+from app.cli.tables import aligned, print_json
 from app.config import load_stored_recipe
 from app.errors import RequestError, StorageError
 from app.figures import figures_of
@@ -42,21 +43,32 @@ def list_command(
     recipe: Annotated[str | None, typer.Option(help="Only runs of the recipe with this name.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="How many runs, the newest first.")] = 20,
     storage: Storage = None,
+    as_json: Json = False,
 ) -> None:
     """List runs, the newest first."""
-    found = list_runs(chosen_storage(storage), job, recipe, limit)
+    root = chosen_storage(storage)
+    found = list_runs(root, job, recipe, limit)
+    if as_json:
+        print_json([run.__dict__ for run in found])
+        return
     if not found:
-        print("no runs: 'rayloom submit train RECIPE' makes one")
+        of = "".join(f" of {kind} {name!r}" for kind, name in (("job", job), ("recipe", recipe)) if name)
+        print(f"no runs{of} in {root}: 'rayloom submit train RECIPE' makes one; --storage names another place")
         return
     head = ("job", "run", "status", "began, UTC", "time", "result")
     print("\n".join(aligned([head, *map(_row, found)])))
+    print(f"in {root}", file=sys.stderr)
 
 
 @runs.command()
-def show(run_id: RunId, storage: Storage = None) -> None:
+def show(run_id: RunId, storage: Storage = None, as_json: Json = False) -> None:
     """Show how a run ended, what it cost, what happened in it and what it made."""
     run = find_run(chosen_storage(storage), run_id)
     result = run.result
+    if as_json:
+        ended = vars(result) if result else {"job": run.job, "run_id": run.run_id}
+        print_json({**ended, "status": run.status, "folder": run.path})
+        return
     rows = [("run", f"{run.job}/{run.run_id}"), ("status", run.status)]
     if result:
         rows.append(("time", duration(result.duration_s)))
@@ -77,9 +89,15 @@ def show(run_id: RunId, storage: Storage = None) -> None:
 def compare(
     run_ids: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Two or more runs.")],
     storage: Storage = None,
+    as_json: Json = False,
 ) -> None:
     """Show in what the recipes of runs differ, and their figures side by side."""
     found = compare_runs(chosen_storage(storage), run_ids)
+    if as_json:
+        names = [run.run_id for run in found.runs]
+        rows = {row.key: dict(zip(names, row.values, strict=True)) for row in (*found.differences, *found.figures)}
+        print_json({"status": {run.run_id: run.status for run in found.runs}, **rows})
+        return
     rows = [("", *(run.run_id for run in found.runs)), ("status", *(run.status for run in found.runs))]
     rows += [(row.key, *map(number, row.values)) for row in (*found.differences, *found.figures)]
     print("\n".join(aligned(rows)))

@@ -1,5 +1,6 @@
-"""Tables on a terminal."""
+"""Tables on a terminal, and the same as JSON."""
 
+import json
 from collections.abc import Iterator, Sequence
 
 
@@ -8,3 +9,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def print_json(value: object) -> None:
+    """Print a value of plain types. Others, such as paths and times, become texts."""
+    print(json.dumps(value, ensure_ascii=False, default=str))

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 
 from app.cli.tables import aligned
 from app.repository.manifest import ImportedFrom, Manifest, Quantization, ServingDefaults
-from app.repository.repository import ListedVersion, Repository
+from app.repository.repository import ListedVersion
 
 _HEADER = ("model", "version", "aliases", "precision", "engine", "score", "size", "created")
 
 
-def table_of(repository: Repository) -> Iterator[str]:
+def table_of(listed: Sequence[ListedVersion]) -> Iterator[str]:
     """Yield a line for each version of each model, below a header."""
-    return aligned([_HEADER, *map(_row, repository.list_versions())])
+    return aligned([_HEADER, *map(_row, listed)])
 
 
 def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> Iterator[str]:

@@ -72,7 +72,7 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
     loaded = load_job_recipe(job, location, overrides)
     if reads_files(job):
         require_inputs(job, loaded, Path.cwd(), is_local)
-    target = _find_target()
+    target = _find_target(is_local)
     storage = loaded.storage and absolute_location(loaded.storage)
     if target.is_local or (storage and "://" in storage):
         require_stored(job, loaded, open_storage(storage or running_cluster().storage))
@@ -95,9 +95,10 @@ class _Target:
     is_local: bool
 
 
-def _find_target() -> _Target:
+def _find_target(is_local: bool | None = None) -> _Target:
     """Return the cluster that ``RAY_API_SERVER_ADDRESS`` names, else the local one. Raises NoClusterError."""
-    if is_local := _extend_environment():
+    is_local = _extend_environment() if is_local is None else is_local
+    if is_local:
         running_cluster()
     return _Target(dict(os.environ), is_local)
 
@@ -107,10 +108,11 @@ def _extend_environment() -> bool:
 
     Ray reads its settings from this process's environment when it is imported, so call this first.
     """
-    known = read_state()
-    if known and _ADDRESS not in os.environ:
+    if _ADDRESS in os.environ:
+        return False
+    if known := read_state():
         os.environ.update(known.client_environment())
-    return os.environ.get(_ADDRESS) == (known.dashboard if known else None)
+    return True
 
 
 def send_job(job: str, recipe: str, arguments: list[str], name: str, target: _Target | None = None) -> int:

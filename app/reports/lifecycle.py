@@ -6,7 +6,7 @@ from upath import UPath
 
 from app.errors import StorageError
 from app.pages.content import State
-from app.pages.page import Page
+from app.pages.page import REPORT_FILE, Page
 from app.pages.words import duration, number
 from app.reports.run_folder import RunFolder, cost_of, headline, link_to_run
 from app.reports.versions import facts_of, trail_of
@@ -38,7 +38,8 @@ def lifecycle_page(path: UPath) -> Page:
     if figures := _figures(run, parts):
         page.add_figures(figures)
     page.add_heading("Parts")
-    page.add_table(["part", "state", "time", "result", "run"], [_row(job, parts[job]) for job in JOBS if job in parts])
+    rows = [_row(job, parts[job], run) for job in JOBS if job in parts]
+    page.add_table(["part", "state", "time", "result", "run"], rows)
     _add_time(page, parts)
     _add_version(page, parts, run.storage)
     page.add_heading("Recipe")
@@ -78,10 +79,13 @@ def _figures(run: RunFolder, parts: dict[str, RunFolder]) -> dict[str, object]:
     return figures
 
 
-def _row(job: str, part: RunFolder) -> list[object]:
-    state: State = part.state
+def _row(job: str, part: RunFolder, lifecycle: RunFolder) -> list[object]:
+    """Return the facts of a part. One that was refused before it began has no folder: the lifecycle has its error."""
+    if not part.path.exists() and lifecycle.result:
+        return [job, State("refused", "bad"), "", lifecycle.result.error or "", ""]
     seconds = duration(part.result.duration_s) if part.result else ""
-    return [job, state, seconds, headline(part.result) if part.result else "", link_to_run(job, part.run_id)]
+    page = link_to_run(job, part.run_id) if (part.path / REPORT_FILE).exists() else part.run_id
+    return [job, part.state, seconds, headline(part.result) if part.result else "", page]
 
 
 def _add_time(page: Page, parts: dict[str, RunFolder]) -> None:

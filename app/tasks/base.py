@@ -16,6 +16,7 @@ from app.data.prepared import Dataset, PreparedData, SplitData
 from app.data.processor import Processor
 from app.data.targets import Answer, Outputs, Targets
 from app.errors import RecipeError
+from app.import_string import suggestion
 from app.tasks.agreement import SCORES, same_answer
 from app.tasks.features import MODEL, PREPARED, READ, Features, require_supported
 from app.tasks.metrics import Metric
@@ -98,9 +99,10 @@ class Task(ABC):
         wanted += [("tune", objective.metric, objective.mode) for objective in objectives]
         for key, metric, mode in wanted:
             if metric.startswith("val_") and metric not in modes:
-                raise RecipeError(
-                    f"{key}.metric is {metric}, and task {recipe.task} has {', '.join(modes)}: name one"
-                ).of("metric.unknown", f"{key}.metric")
+                known = f"task {recipe.task} has {', '.join(modes)}"
+                raise RecipeError(f"{key}.metric is {metric}, and {known}: name one{suggestion(metric, modes)}").of(
+                    "metric.unknown", f"{key}.metric"
+                )
             if (better := (modes | of_trial)[metric]) != mode:
                 raise RecipeError(f"{key}.mode is {mode}, and {metric} is better at its {better}: set it to that").of(
                     "metric.direction", f"{key}.mode"

@@ -54,7 +54,7 @@ def of_versions(storage: UPath, count: int, models: int = 1) -> dict[str, Cost]:
     repository, recipe = Repository(storage), recipe_in(storage, name_of(0))
     with a_model() as files:
         return {
-            "rayloom models list": _cost(lambda: list(table_of(repository))),
+            "rayloom models list": _cost(lambda: list(table_of(repository.list_versions()))),
             "list the names of all models": _cost(repository.names),
             "find the newest version (none in production)": _cost(lambda: repository.current(name_of(0))),
             "publish (none in production)": _cost(lambda: repository.publish(name_of(0), to_path(files), card())),

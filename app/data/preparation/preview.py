@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from app.config import DataConfig
-from app.data.examples import in_words
+from app.data.examples import Input, in_words
 from app.data.preparation.samples import SampleKind
 from app.data.sources.formats import SourceFile
 from app.data.sources.formats.builtin import TEST_KEY
@@ -28,6 +28,22 @@ def require_readable(config: DataConfig, kind: SampleKind) -> None:
             _look_at(section, source, kind)
 
 
+def first_input(config: DataConfig, kind: SampleKind) -> Input | None:
+    """Return the first input of a source that can be read; None if none can. Raises DataError as above."""
+    source = Source(config.each_source()[0].source)
+    files = list_files(source, kind.contents)
+    named = _resolved(config.each_source()[0], files, kind)
+    for rows in read_files(files[:_FILES], kind.columns(named)):
+        for item in kind.inputs(rows, named, verify=True):
+            if item:
+                return item
+    return None
+
+
+def _resolved(config: DataConfig, files: Sequence[SourceFile], kind: SampleKind) -> DataConfig:
+    return config.model_copy(update={"columns": kind.resolve(files, config.columns)})
+
+
 def _sources(config: DataConfig) -> Iterator[tuple[DataConfig, Source]]:
     for section in config.each_source():
         yield section, Source(section.source)
@@ -37,8 +53,7 @@ def _sources(config: DataConfig) -> Iterator[tuple[DataConfig, Source]]:
 
 def _look_at(config: DataConfig, source: Source, kind: SampleKind) -> None:
     files = list_files(source, kind.contents)
-    named = config.model_copy(update={"columns": kind.resolve(files, config.columns)})
-    inputs = []
+    named, inputs = _resolved(config, files, kind), list[Input | None]()
     for file in _spread(files):
         for rows in read_files([file], kind.columns(named)):
             inputs += kind.inputs(rows, named, verify=True)

@@ -184,8 +184,6 @@ import os, sys
 import app.cluster.submit as module
 
 class Up:
-    dashboard = "http://127.0.0.1:9"
-
     def client_environment(self):
         return {{"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9", "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN_PATH": {str(token)!r}}}

@@ -1,0 +1,74 @@
+"""Commands to paste: each asks a deployed model, with an input of the data that it was trained on."""
+
+import base64
+import json
+import shlex
+from pathlib import Path
+
+from upath import UPath
+
+from app.cli.endpoint import EndpointClient
+from app.config import DataConfig, load_stored_recipe
+from app.data.preparation.preview import first_input
+from app.errors import RayloomError
+from app.repository.repository import Repository
+from app.runs import CONFIG_FILE
+from app.serving.protocol.predict import ModelDescription
+from app.storage import HOME, to_path
+from app.tasks import find_task
+
+_FOLDER = HOME / "examples"
+"""Where pictures that lie in a table or a built-in set become files."""
+_MAX_CHARACTERS = 80
+
+
+def commands_for(endpoint: EndpointClient, storage: UPath, only: str | None = None) -> list[str]:
+    """Return a command for each model that is served, or for one. Raises ClusterError if nothing answers."""
+    known = {model.name: model for model in endpoint.natural_models()}
+    names = dict.fromkeys(model.name for model in endpoint.models() if only in (None, model.name))
+    return [_predict(known[name], storage) if name in known else endpoint.curl(name) for name in names]
+
+
+def _predict(model: ModelDescription, storage: UPath) -> str:
+    return shlex.join(["rayloom", "predict", model.name, *_arguments(model, storage)])
+
+
+def _arguments(model: ModelDescription, storage: UPath) -> list[str]:
+    """Return the input as ``rayloom predict`` takes it; words that say what to give if its data are gone."""
+    try:
+        run = Repository(storage).manifest(model.name, int(model.version)).lineage.train_run
+        recipe = load_stored_recipe(str(to_path(str(run)) / CONFIG_FILE))
+        kind = find_task(recipe.task).samples
+        found = first_input(recipe.data, kind) if kind else None
+    except (RayloomError, OSError):
+        found = None
+    if isinstance(found, bytes):
+        return ["--image", _as_file(model.name, found)]
+    match model.input:
+        case "row":
+            return ["--row", found or json.dumps(dict.fromkeys(model.columns, "..."))]
+        case "record":
+            return _fields(model.name, json.loads(found or "{}"), recipe.data) if found else ["--field", "NAME=VALUE"]
+        case "text":
+            return [" ".join((found or "some words").split())[:_MAX_CHARACTERS]]
+        case _:
+            return ["--image", "FILE"]
+
+
+def _fields(name: str, record: dict[str, object], config: DataConfig) -> list[str]:
+    from app.data.records import is_file
+
+    arguments = []
+    for field, value in record.items():
+        if is_file(config.columns.fields[field].kind):
+            value = "@" + _as_file(f"{name}-{field}", base64.b64decode(str(value)))
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        arguments += ["--field", f"{field}={text}"]
+    return arguments
+
+
+def _as_file(name: str, content: bytes) -> str:
+    _FOLDER.mkdir(parents=True, exist_ok=True)
+    file: Path = _FOLDER / name
+    file.write_bytes(content)
+    return str(file)

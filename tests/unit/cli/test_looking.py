@@ -1,0 +1,69 @@
+"""Commands that look at what lies in storage."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from upath import UPath
+
+from app.cli.main import app
+from app.config import load_recipe
+from app.reports.lifecycle import lifecycle_page, note_part
+from app.reports.run_folder import RunFolder
+from app.runs import Outcome, Run
+from app.training.records import StoppedTrainMetrics
+from tests.helpers import ROOT
+
+
+def shown(*arguments: str) -> str:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def run_of(storage: Path, job: str) -> Run:
+    run = Run.start(job, load_recipe(ROOT / "recipes/digits.yaml", [f"storage={storage}"]))
+    run.open()
+    return run
+
+
+@pytest.mark.parametrize("command", [("runs", "list"), ("models", "list"), ("data", "list")], ids=" ".join)
+def test_an_empty_list_names_the_storage_and_the_way_to_another(command: tuple[str, ...], tmp_path: Path) -> None:
+    said = shown(*command, f"--storage={tmp_path}")
+    assert f"in {tmp_path}: " in said
+    assert "--storage names another place" in said
+    assert json.loads(shown(*command, f"--storage={tmp_path}", "--json")) == []
+
+
+def test_lists_show_the_storage_of_this_folder_while_no_cluster_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAYLOOM_STORAGE")
+    (tmp_path / "recipes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = run_of(tmp_path / "storage", "train")
+    said = CliRunner().invoke(app, ["runs", "list"])
+    assert run.run_id in said.stdout
+    assert said.stderr == f"in {tmp_path / 'storage'}\n"  # the table alone goes through a pipe
+
+
+def test_a_paused_run_is_not_shown_as_stopped(tmp_path: Path) -> None:
+    for is_paused, word in ((True, "paused"), (False, "stopped")):
+        run = run_of(tmp_path, "train")
+        run.end(Outcome(StoppedTrainMetrics(steps=3, epochs=1, paused=is_paused), {}, status="stopped"))
+        listed = json.loads(shown("runs", "list", f"--storage={tmp_path}", "--json"))
+        assert [row["status"] for row in listed if row["run_id"] == run.run_id] == [word]
+        assert json.loads(shown("runs", "show", run.run_id, f"--storage={tmp_path}", "--json"))["status"] == word
+
+
+def test_a_part_that_never_began_is_refused_and_leads_nowhere(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "lifecycle")
+    note_part(run.folder, "train", "20260101-000000-digits-abcd")
+    run.fail("train: data.source 'x.csv' does not exist")
+    lifecycle_page(run.folder).write(run.folder / "report.html")
+    page = (run.folder / "report.html").read_text(encoding="utf-8")
+    assert RunFolder(UPath(run.folder)).status == "failed"
+    assert "refused" in page
+    assert "interrupted" not in page
+    assert "train/20260101-000000-digits-abcd/report.html" not in page
