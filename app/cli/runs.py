@@ -95,8 +95,8 @@ def compare(
     found = compare_runs(chosen_storage(storage), run_ids)
     if as_json:
         names = [run.run_id for run in found.runs]
-        rows = {row.key: dict(zip(names, row.values, strict=True)) for row in (*found.differences, *found.figures)}
-        print_json({"status": {run.run_id: run.status for run in found.runs}, **rows})
+        table = {row.key: dict(zip(names, row.values, strict=True)) for row in (*found.differences, *found.figures)}
+        print_json({"status": {run.run_id: run.status for run in found.runs}, **table})
         return
     rows = [("", *(run.run_id for run in found.runs)), ("status", *(run.status for run in found.runs))]
     rows += [(row.key, *map(number, row.values)) for row in (*found.differences, *found.figures)]

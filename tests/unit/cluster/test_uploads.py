@@ -55,7 +55,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: a project with data."""
     folder = tmp_path / "project"
     (folder / FILE).parent.mkdir(parents=True)
-    (folder / FILE).write_text("text,label\n")
+    (folder / FILE).write_text("text,label\n1.png,a\n")
+    Image.new("L", (2, 2)).save(folder / "data/1.png")
     (folder / "pyproject.toml").touch()
     monkeypatch.chdir(folder)
     return folder

@@ -20,7 +20,7 @@ def rayloom(root: UPath, *arguments: str) -> str:
     if isinstance(result.exception, RayloomError):
         return f"refused: {result.exception}"
     assert result.exception is None, result.exception
-    return result.output
+    return result.stdout
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def rayloom(root: UPath, *arguments: str) -> str:
     if isinstance(result.exception, RayloomError):
         return f"refused: {result.exception}"
     assert result.exception is None, result.exception
-    return result.output
+    return result.stdout
 
 
 def test_runs_are_listed_with_how_they_stand_the_newest_first(root: UPath) -> None:
