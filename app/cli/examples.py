@@ -38,8 +38,7 @@ def _arguments(model: ModelDescription, storage: UPath) -> list[str]:
     try:
         run = Repository(storage).manifest(model.name, int(model.version)).lineage.train_run
         recipe = load_stored_recipe(str(to_path(str(run)) / CONFIG_FILE))
-        kind = find_task(recipe.task).samples
-        found = first_input(recipe.data, kind) if kind else None
+        found = first_input(recipe.data, find_task(recipe.task).samples(recipe))
     except (RayloomError, OSError):
         found = None
     if isinstance(found, bytes):

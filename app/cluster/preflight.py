@@ -30,11 +30,12 @@ def require_inputs(job: str, recipe: Recipe, folder: Path, is_local: bool) -> No
         return
     if recipe.model.factory:
         require_named(recipe.model.factory)
-    kind = find_task(recipe.task).samples(recipe) if recipe.task in BUILT_IN_TASKS else None
-    if kind and recipe.data.stream is None and (is_local or _lies_in(recipe, folder)):
+    # A chat is read with its pretrained model, which may lie on the nodes alone.
+    is_known = recipe.task in BUILT_IN_TASKS.keys() - {"chat"}
+    if is_known and recipe.data.stream is None and (is_local or _lies_in(recipe, folder)):
         from app.data.preparation.preview import require_readable  # imports pyarrow
 
-        require_readable(recipe.data, kind)
+        require_readable(recipe.data, find_task(recipe.task).samples(recipe))
 
 
 def require_stored(job: str, recipe: Recipe, storage: UPath) -> None:
