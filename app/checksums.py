@@ -73,7 +73,7 @@ def read_checksums(folder: UPath) -> dict[str, str]:
     if odd := [name for name in sums if not is_plain_name(name)]:
         raise StorageError(
             f"{str(folder / CHECKSUMS_FILE)!r} names {odd[0]!r}, not a file of its folder: write the checksums again"
-        )
+        ).of("path.outside")
     return sums
 
 

@@ -94,7 +94,9 @@ class PretrainedFolder:
     def require_length(self, length: int, key: str) -> None:
         """Raise RecipeError if ``key`` of the recipe asks for more tokens than the model reads."""
         if self.max_tokens is not None and length > self.max_tokens:
-            raise RecipeError(f"{key} is {length}, but {self} reads {self.max_tokens} tokens at most: lower {key}")
+            raise RecipeError(f"{key} is {length}, but {self} reads {self.max_tokens} tokens at most: lower {key}").of(
+                "length.too_long", key
+            )
 
     @property
     def weights_files(self) -> list[Path]:
@@ -104,7 +106,7 @@ class PretrainedFolder:
         if odd := [name for name in names if not is_plain_name(name)]:
             raise RecipeError(
                 f"{self}: {_INDEX_FILE} names {odd[0]!r}, which is not a file of the folder: download the folder again"
-            )
+            ).of("path.outside", "model.pretrained")
         if missing := [name for name in names if not (self.path / name).is_file()]:
             others = [name for name in _OTHER_WEIGHTS if (self.path / name).exists()]
             found = f"only {', '.join(others)}, which can run code when it is read" if others else "none of its weights"

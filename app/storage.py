@@ -70,12 +70,14 @@ def open_storage(location: str | None) -> UPath:
         raise StorageError(
             f"storage is {location!r}, a relative path: a job runs in a copy of the working directory that Ray "
             "deletes; give an absolute path or a URI such as s3://bucket/prefix"
-        )
+        ).of("path.relative", "storage")
     try:
         root = to_path(location)
         root.exists()  # loads the protocol's driver
     except Exception as error:  # each protocol's driver has errors of its own
-        raise StorageError(f"storage {location!r} cannot be opened ({error}): check the URI and its driver") from error
+        raise StorageError(f"storage {location!r} cannot be opened ({error}): check the URI and its driver").of(
+            "storage.not_opened", "storage"
+        ) from error
     return root
 
 

@@ -47,12 +47,12 @@ class TensorSpec:
             raise RequestError(
                 f"input {self.name!r} has shape {list(tensor.shape)}: expected {list(self.shape)}, where the first -1 "
                 f"is the number of rows and each other any size{limit}"
-            )
+            ).of("tensor.shape", self.name)
         if self.values_below is not None and not (tensor.min() >= 0 and tensor.max() < self.values_below):
             raise RequestError(
                 f"input {self.name!r} has values from {tensor.min()} to {tensor.max()}: "
                 f"expected 0 to {self.values_below - 1}"
-            )
+            ).of("tensor.range", self.name)
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Raise RequestError, which names the tensor, if ``dtype`` is another."""

@@ -24,6 +24,7 @@ _OF_THIS_RUN = {
     re.escape(str(_ROOT)): "ROOT",
     r"(127\.0\.0\.1|localhost|\[::1\]):\d{4,5}": r"\1:PORT",
     "bucket-[0-9a-f]{8}": "bucket",
+    "[0-9a-f]{12}…": "SHA256…",
 }
 """What differs from run to run, by pattern."""
 _WORDING: dict[str, dict[str, str]] = json.loads(_FILE.read_text(encoding="utf-8"))
@@ -67,7 +68,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     _sentences.clear()
     result = yield
     file, _, test = item.location
-    said = "\n".join(_sentences)
+    said = "\n".join(dict.fromkeys(_sentences))
     if item.config.getoption("--update-wording"):
         _updates.setdefault(file, {})[test] = said
     else:
@@ -76,9 +77,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     return result
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """Merge what this process saw into the file, as other test processes do."""
-    if not _updates:
+    if not session.config.getoption("--update-wording"):
         return
     with _FILE.open("r+", encoding="utf-8") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

@@ -54,7 +54,9 @@ class CleanConfig(Section):
     @model_validator(mode="after")
     def _lengths_ascend(self) -> Self:
         if self.min_length and self.max_length and self.min_length > self.max_length:
-            raise ValueError(f"min_length {self.min_length} is more than max_length {self.max_length}: swap them")
+            raise RecipeError(f"min_length {self.min_length} is more than max_length {self.max_length}: swap them").of(
+                "range.invalid"
+            )
         return self
 
 
@@ -135,17 +137,19 @@ class ShardsConfig(Section):
     @model_validator(mode="after")
     def _cache_holds_windows(self) -> Self:
         if self.size < _MIN_SHARD_BYTES:
-            raise ValueError(f"size is {self.size} bytes, less than a shard can be: give {_MIN_SHARD_BYTES} or more")
+            raise RecipeError(
+                f"size is {self.size} bytes, less than a shard can be: give {_MIN_SHARD_BYTES} or more"
+            ).of("shards.size")
         if self.memory < 8 * self.size:
-            raise ValueError(
+            raise RecipeError(
                 f"memory is {self.memory} bytes, and a shard has {self.size}: preparation builds a shard of each split "
                 f"and its file in memory, so give memory {8 * self.size} bytes or more, or lower size"
-            )
+            ).of("shards.memory")
         if self.cache < 2 * self.window:
-            raise ValueError(
+            raise RecipeError(
                 f"cache is {self.cache} bytes and window {self.window}: the cache holds the window that is read and "
                 f"the next one, so give cache {2 * self.window} bytes or more, or lower window"
-            )
+            ).of("shards.cache")
         return self
 
 
@@ -292,10 +296,10 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _groups_are_whole(self) -> Self:
         if self.group_column is not None and self.clean.deduplicate is False:
-            raise ValueError(
+            raise RecipeError(
                 f"group_column is {self.group_column!r} and clean.deduplicate is false: equal inputs of two groups "
                 "could be in two splits; leave one of them out"
-            )
+            ).of("keys.contradict")
         return self
 
     @model_validator(mode="after")

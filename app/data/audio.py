@@ -160,7 +160,7 @@ def _require_filters(config: AudioConfig) -> None:
         raise RecipeError(
             f"data.audio.bins is {config.bins:,}, and a rate of {config.rate:,} Hz allows at most {allowed:,}: "
             "lower data.audio.bins, or raise data.audio.rate"
-        )
+        ).of("audio.bins", "data.audio.bins")
 
 
 def _read(item: Input, config: AudioConfig) -> Samples:
@@ -183,18 +183,20 @@ def _opened(item: Input) -> "Iterator[SoundFile]":
     try:
         with soundfile.SoundFile(io.BytesIO(item)) as file:
             if file.format not in FORMATS:
-                raise DataError(f"a recording is a {file.format} file: convert it to wav, flac, ogg or mp3")
+                raise DataError(f"a recording is a {file.format} file: convert it to wav, flac, ogg or mp3").of(
+                    "audio.format"
+                )
             if file.samplerate * file.channels > _MAX_SAMPLES_PER_S:
                 raise DataError(
                     f"a recording has {file.channels:,} channels at {file.samplerate:,} Hz: expected at most "
                     f"{_MAX_SAMPLES_PER_S:,} samples a second, so convert it to a lower rate or fewer channels"
-                )
+                ).of("audio.rate")
             yield file
     except soundfile.SoundFileError as error:
         raise DataError(
             f"a recording of {len(item):,} bytes cannot be read ({getattr(error, 'error_string', error)}): expected a "
             "wav, flac, ogg or mp3 file"
-        ) from error
+        ).of("audio.unreadable") from error
 
 
 def _blocks(file: "SoundFile", content: Input, seconds: float) -> Iterator[Samples]:
@@ -208,13 +210,17 @@ def _blocks(file: "SoundFile", content: Input, seconds: float) -> Iterator[Sampl
             raise DataError(
                 f"a recording ends too early: it promises {promised:,} frames, of which {found:,} were found; record "
                 "or copy it again"
-            )
+            ).of("audio.torn")
         if not (np.abs(block) <= _MAX_SAMPLE).all():
-            raise DataError("a recording has samples that are no numbers, or far from -1 to 1: write it again")
+            raise DataError("a recording has samples that are no numbers, or far from -1 to 1: write it again").of(
+                "audio.values"
+            )
         found += len(block)
         yield block.mean(1, dtype=np.float32)
     if found < needed and file.format == "OGG" and _lacks_last_page(content):
-        raise DataError(f"a recording ends too early: after {found:,} frames its last page is missing; copy it again")
+        raise DataError(
+            f"a recording ends too early: after {found:,} frames its last page is missing; copy it again"
+        ).of("audio.torn")
 
 
 def _read_block(file: "SoundFile", frames: int) -> Samples:
@@ -231,7 +237,9 @@ def _read_block(file: "SoundFile", frames: int) -> Samples:
 def _promised(file: "SoundFile") -> int:
     """Return the number of frames in the header. libsndfile cuts that of a wav file, and only its log has both."""
     if file.frames >= _UNKNOWN_FRAMES:
-        raise DataError("a recording does not tell its length, as a stream: convert it again, into a file")
+        raise DataError("a recording does not tell its length, as a stream: convert it again, into a file").of(
+            "audio.length"
+        )
     cut = re.search(
         r"Block Align +: (\d+).*^data : (\d+) \(should be (\d+)\)", file.extra_info, re.DOTALL | re.MULTILINE
     )

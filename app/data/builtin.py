@@ -78,14 +78,14 @@ def _fashion(idx_files: IdxFiles) -> Examples:
         raise DataError(
             f"'builtin:fashion' reads {FASHION_FOLDER}, which is not there: apt-get install "
             "dataset-fashion-mnist, on every machine that prepares data; or give the folder that has its IDX files"
-        )
+        ).of("source.not_installed")
     examples = read_idx_folder(folder, idx_files)
     numbers = [int(label) for label in examples.labels]
     if (max_label := max(numbers, default=0)) >= len(_FASHION_LABELS):
         raise DataError(
             f"{FASHION_FOLDER}/{idx_files.labels} has the label {max_label}: expected 0 to {len(_FASHION_LABELS) - 1}; "
             "the file is damaged, install dataset-fashion-mnist again"
-        )
+        ).of("labels.unknown")
     return Examples("image", examples.inputs, [_FASHION_LABELS[number] for number in numbers])
 
 

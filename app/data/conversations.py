@@ -46,12 +46,12 @@ def read_messages(cell: str | None) -> list[Message]:
         raise DataError(
             f"{key}: {problem['msg']}; expected "
             '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
-        ) from error
+        ).of("chat.turns") from error
     if not any(message.is_learned for message in messages):
         roles = ", ".join(message.role for message in messages)
         raise DataError(
             f"no turn to learn (the roles are {roles}): add an assistant's turn, or train: true to a message"
-        )
+        ).of("chat.nothing_to_learn")
     return messages
 
 
@@ -89,7 +89,7 @@ class ChatEncoder:
             raise RecipeError(
                 f"{folder} has no chat template: add chat_template.jinja to the folder, or name a file in "
                 "data.chat.template"
-            )
+            ).of("chat.no_template", "data.chat.template")
 
     def encode(self, messages: Sequence[Message]) -> EncodedChat:
         """Return a conversation as the first tokens of it. Raises DataError if the template does not suit it."""
@@ -117,7 +117,7 @@ class ChatEncoder:
                 raise DataError(
                     f"the chat template changes earlier turns when turn {number + 1} follows, so the place of the "
                     "answer is not known: name a template without that in data.chat.template"
-                )
+                ).of("chat.template")
             spans.append((len(before), len(after)))
         return whole, spans
 
@@ -125,5 +125,5 @@ class ChatEncoder:
         try:
             text: str = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
         except Exception as error:  # a template may raise anything, such as for a role that it does not know
-            raise DataError(f"the chat template refuses it: {error}") from error
+            raise DataError(f"the chat template refuses it: {error}").of("chat.template") from error
         return text

@@ -55,10 +55,12 @@ def read_idx_folder(folder: UPath, files: IdxFiles) -> Examples:
         raise DataError(
             f"{str(images_path)!r} has {len(images):,} pictures, {str(labels_path)!r} has {len(labels):,} labels: "
             "expected one label for each picture"
-        )
+        ).of("idx.counts")
     if len(images) and not images[0].size:
         height, width = images[0].shape
-        raise DataError(f"{str(images_path)!r} has pictures of {height} x {width} pixels: expected 1 x 1 or more")
+        raise DataError(f"{str(images_path)!r} has pictures of {height} x {width} pixels: expected 1 x 1 or more").of(
+            "image.empty"
+        )
     return Examples("image", [encode_png(image) for image in images], [str(label) for label in labels])
 
 
@@ -75,16 +77,18 @@ def read_idx(path: UPath, dimensions: int) -> NDArray[np.uint8]:
         raise DataError(
             f"{str(path)!r} begins with the bytes {content[:4].hex(' ') or '(none)'}: expected {magic.hex(' ')}, "
             f"the magic number of IDX with unsigned bytes in {dimensions} dimensions"
-        )
+        ).of("idx.magic")
     if len(content) < header_size:
-        raise DataError(f"{str(path)!r} has {len(content)} bytes: expected a header of {header_size}; it is cut short")
+        raise DataError(
+            f"{str(path)!r} has {len(content)} bytes: expected a header of {header_size}; it is cut short"
+        ).of("file.torn")
     shape = struct.unpack(f">{dimensions}I", content[4:header_size])
     expected = header_size + math.prod(shape)
     if len(content) != expected:
         raise DataError(
             f"{str(path)!r} holds {len(content):,} bytes: expected {expected:,}, because its header says "
             f"{' x '.join(map(str, shape))}; fetch it again"
-        )
+        ).of("file.torn")
     return np.frombuffer(content, np.uint8, offset=header_size).reshape(shape)
 
 
@@ -98,7 +102,7 @@ def _require(folder: UPath, name: str, expected: IdxFiles) -> UPath:
         raise DataError(
             f"{str(folder)!r} has neither {name} nor {name}.gz: expected both {' and '.join(expected)}, "
             "plain or in gzip"
-        )
+        ).of("file.missing")
     return path
 
 
@@ -109,4 +113,6 @@ def _read(path: UPath) -> bytes:
         return gzip.decompress(content) if path.suffix == ".gz" else content
     except (OSError, EOFError, zlib.error) as error:
         # gzip raises the last two for damaged files.
-        raise DataError(f"{str(path)!r} cannot be read ({error}): expected a whole file; fetch it again") from error
+        raise DataError(f"{str(path)!r} cannot be read ({error}): expected a whole file; fetch it again").of(
+            "file.unreadable"
+        ) from error

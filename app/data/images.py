@@ -82,7 +82,7 @@ def read_picture(content: Input, config: ImageConfig = _DEFAULTS) -> Image.Image
         try:
             levels = levels if levels.mode == mode else levels.convert(mode)
         except ValueError as error:
-            raise DataError(f"an image has the mode {image.mode}: convert it to RGB") from error
+            raise DataError(f"an image has the mode {image.mode}: convert it to RGB").of("image.mode") from error
         # Pillow's function writes the other EXIF tags again, and fails if one of them is damaged.
         turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
         return levels if turn is None else levels.transpose(turn)
@@ -107,11 +107,11 @@ def _in_8_bits(image: Image.Image) -> Image.Image:
         raise DataError(
             f"an image of mode {image.mode} has values from {low:g} to {high:g}: expected 0 (black) to {white:g} "
             "(white), so scale it"
-        )
+        ).of("image.range")
     if image.mode == "I" and 0 < high < 256:
         raise DataError(
             f"an image of mode I has values up to {high}, and white may be 255 or {white:,}: save it with 8 or 16 bits"
-        )
+        ).of("image.range")
     levels = image.point(lambda value: value * (255 / white) + 0.5).convert("L")
     # 0 is white in such a file. Pillow knows this for 8 bits alone.
     return ImageOps.invert(levels) if tags.get(_PHOTOMETRIC) == 0 else levels
@@ -128,7 +128,9 @@ def _scale_transparent_level(image: Image.Image, content: Input) -> None:
         return
     bits = int(content[_PNG_BITS])
     if bits == 16:
-        raise DataError("an image has 16 bits and a transparent colour: save it with 8 bits, or with an alpha channel")
+        raise DataError(
+            "an image has 16 bits and a transparent colour: save it with 8 bits, or with an alpha channel"
+        ).of("image.mode")
     if image.mode == "L":
         image.info["transparency"] = level * (255 // (2**bits - 1))
 
@@ -164,15 +166,21 @@ def _opened(content: Input) -> Iterator[Image.Image]:
                     raise Image.DecompressionBombError(f"{width} x {height} pixels")
             # Pillow decodes these in Python, a hundred times more slowly.
             if any(tile.codec_name.startswith("ppm") for tile in image.tile):
-                raise DataError("an image is a PPM file in text, or not of 8 or 16 bits: save it as PNG")
+                raise DataError("an image is a PPM file in text, or not of 8 or 16 bits: save it as PNG").of(
+                    "image.format"
+                )
             yield image
     except DataError:
         raise
     except Image.DecompressionBombError as error:  # Pillow's own limit is higher
-        raise DataError(f"an image is too large ({error}): scale it down to {_MAX_PIXELS} pixels") from error
+        raise DataError(f"an image is too large ({error}): scale it down to {_MAX_PIXELS} pixels").of(
+            "image.too_large"
+        ) from error
     except Exception as error:
         # Pillow's decoders raise many kinds of errors for damaged files.
-        raise DataError(f"an image of {len(content)} bytes cannot be read: expected a PNG or JPEG file") from error
+        raise DataError(f"an image of {len(content)} bytes cannot be read: expected a PNG or JPEG file").of(
+            "image.unreadable"
+        ) from error
 
 
 def _tile_size(image: Image.Image) -> tuple[int, int]:
@@ -240,7 +248,7 @@ class ImageProcessor:
             raise DataError(
                 f"an image has {width} x {height} pixels: expected {limit} at most for a model of "
                 f"{self._config.size} x {self._config.size}, scale it down"
-            )
+            ).of("image.too_large")
         return width * height / _MAX_PIXELS
 
     def encode(self, inputs: Sequence[Input]) -> Tensors:

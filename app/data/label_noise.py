@@ -70,7 +70,7 @@ class LabelJudge:
                 raise DataError(
                     f"data.clean.label_noise learns from {len(texts):,} training texts, of which {int(others.sum()):,} "
                     "have fewer than two classes: give more, or leave it out"
-                )
+                ).of("labels.too_few", "data.clean.label_noise")
             model = LogisticRegression(C=4.0, max_iter=500).fit(vectors[others], classes[others])
             # With two classes, the model has weights for the second one only.
             places = found if len(found) > 2 else found[1:]
@@ -139,7 +139,9 @@ def doubted(probabilities: NDArray[Any], classes: NDArray[Any], thresholds: NDAr
 def require_kept(before: Collection[str], after: Collection[str]) -> None:
     """Raise DataError if a label had training texts before suspect ones were dropped, and has none after that."""
     if missing := sorted(set(before) - set(after)):
-        raise DataError(f"data.clean.label_noise drops every training text of {missing[0]!r}: set it to report")
+        raise DataError(f"data.clean.label_noise drops every training text of {missing[0]!r}: set it to report").of(
+            "labels.all_dropped", "data.clean.label_noise"
+        )
 
 
 def in_words(text: str, label: str, suggested: str) -> str:

@@ -167,7 +167,7 @@ def _scale(theirs: Any, folder: PretrainedFolder) -> tuple[float, list[float], l
     if len(std) != len(mean) or not all(0.0 < value < math.inf for value in std):
         raise RecipeError(
             f"{folder}: {IMAGE_FILE} has image_std {std}: expected a positive number for each of image_mean {mean}"
-        )
+        ).of("pretrained.image_std", "model.pretrained")
     factor = theirs.rescale_factor if theirs.do_rescale else 1.0
     again = std if getattr(theirs, "include_top", False) else [1.0] * len(std)
     if not theirs.do_normalize:

@@ -80,7 +80,7 @@ class RecordProcessor:
                 raise DataError(
                     f"data.columns.fields.{name}: no training row of {config.source!r} has it; leave it out, or give "
                     "rows that have it"
-                )
+                ).of("fields.never", f"data.columns.fields.{name}")
             processors[name] = processor_type(kind).fit(found, _config_of(name, config))
         fitted = cls(kinds, processors)
         fitted._require_one_length()
@@ -121,7 +121,7 @@ class RecordProcessor:
             try:
                 encoded = processor.encode(contents) if contents else self._blanks[name]
             except DataError as error:
-                raise DataError(f"field {name!r}: {error}") from error
+                raise DataError(f"field {name!r}: {error}").of(error.rule, error.key) from error
             for inner, values in encoded.items():
                 tensors[f"{name}_{inner}"] = values if has.all() else _spread(values, has, self._blanks[name][inner])
             tensors[f"{name}_{PRESENT}"] = has.astype(np.int64)[:, None]
@@ -161,17 +161,19 @@ class RecordProcessor:
         try:
             given = json.loads(item)
         except ValueError as error:
-            raise DataError(
-                f"a record is not JSON ({error}): expected an object with a value for each field"
+            raise DataError(f"a record is not JSON ({error}): expected an object with a value for each field").of(
+                "json.invalid"
             ) from error
         known = ", ".join(self._kinds)
         if not isinstance(given, dict):
-            raise DataError(f"a record is {item!r}: expected an object with some of the fields {known}")
+            raise DataError(f"a record is {item!r}: expected an object with some of the fields {known}").of(
+                "row.not_an_object"
+            )
         if unknown := [name for name in given if name not in self._kinds]:
-            raise DataError(f"a record has the field {unknown[0]!r}: expected {known}")
+            raise DataError(f"a record has the field {unknown[0]!r}: expected {known}").of("fields.unknown")
         record = {name: value for name, value in given.items() if value is not None and value != ""}
         if not record:
-            raise DataError(f"a record has none of its fields: expected at least one of {known}")
+            raise DataError(f"a record has none of its fields: expected at least one of {known}").of("fields.none")
         return record
 
     def _content(self, name: str, value: Any) -> Any:
@@ -181,13 +183,15 @@ class RecordProcessor:
             return value  # its processor checks it
         if not isinstance(value, str):
             expected = "the content of a file in base64" if is_file(kind) else "a text"
-            raise DataError(f"field {name!r} is {type(value).__name__}: expected {expected}")
+            raise DataError(f"field {name!r} is {type(value).__name__}: expected {expected}").of("field.type", name)
         if not is_file(kind):
             return value
         try:
             return base64.b64decode(value, validate=True)
         except ValueError as error:
-            raise DataError(f"field {name!r} is not base64 ({error}): encode the content of a file") from error
+            raise DataError(f"field {name!r} is not base64 ({error}): encode the content of a file").of(
+                "field.not_base64", name
+            ) from error
 
     @cached_property
     def _blanks(self) -> dict[str, Tensors]:
@@ -208,7 +212,7 @@ class RecordProcessor:
                     f"data.columns.fields: the length of {spec.name} varies up to {spec.max_length}, and that of "
                     f"{first.name} up to {first.max_length}; a model has one length: give both the same max_length, or "
                     "let a processor return tensors of one size"
-                )
+                ).of("fields.lengths", "data.columns.fields")
 
     def _with_one_length(self, tensors: dict[str, NDArray[Any]]) -> Tensors:
         """Pad texts with zeros to the longest: ids of the padding token, and a mask that leaves it out."""

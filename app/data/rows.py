@@ -100,11 +100,11 @@ class TableRows(Sequence[Row]):
 
 def _require(row: Row, columns: RowColumns) -> None:
     if not isinstance(row, Mapping):
-        raise DataError(f"a row is {row!r}: expected an object with a value for each column")
+        raise DataError(f"a row is {row!r}: expected an object with a value for each column").of("row.not_an_object")
     if missing := [name for name in columns.names if name not in row]:
         raise DataError(
             f"a row has no {missing[0]!r}: expected {', '.join(columns.names)}, and null for a value that is unknown"
-        )
+        ).of("row.incomplete", missing[0])
 
 
 def number_in(value: Any, name: str) -> float:
@@ -113,7 +113,9 @@ def number_in(value: Any, name: str) -> float:
         return number
     if is_missing(value):
         return math.nan
-    raise DataError(f"a row has {value!r} for {name!r}: expected a number, or null if it is unknown")
+    raise DataError(f"a row has {value!r} for {name!r}: expected a number, or null if it is unknown").of(
+        "number.invalid", name
+    )
 
 
 def number_of(value: Any) -> float | None:

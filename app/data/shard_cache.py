@@ -212,7 +212,7 @@ def _sweep(folder: Path) -> None:
 def _missing(path: str) -> StorageError:
     return StorageError(
         f"shard {path!r} is missing: delete its folder with 'rayloom data delete', and prepare the data again"
-    )
+    ).of("shard.missing")
 
 
 @contextmanager

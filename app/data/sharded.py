@@ -85,7 +85,7 @@ class ShardReference(BaseModel):
             raise StorageError(
                 f"the shards in {self.location!r} are not those that the run began with: their sha256 is "
                 f"{index.sha256[:12]}…, expected {self.sha256[:12]}…; start a new run"
-            )
+            ).of("shards.changed")
         return index
 
     @property

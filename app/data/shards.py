@@ -94,7 +94,7 @@ class ShardIndex(BaseModel):
             raise StorageError(
                 f"{str(folder)!r} has no {INDEX_FILE}: its shards were deleted, or are not complete; make them with "
                 "'rayloom submit prepare RECIPE'"
-            )
+            ).of("shards.incomplete")
         return index
 
     @classmethod
@@ -114,7 +114,7 @@ class ShardIndex(BaseModel):
             raise StorageError(
                 f"{str(folder)!r} has shards in the format {index.format!r}, expected {FORMAT!r}: delete the folder, "
                 "and prepare the data again"
-            )
+            ).of("shards.format")
         return index
 
 
@@ -216,4 +216,4 @@ def require_intact(path: str, shard: Shard, found: str) -> None:
         raise StorageError(
             f"shard {path!r} is torn or was changed: its sha256 is {found[:12]}…, the index has {shard.sha256[:12]}…; "
             "delete its folder with 'rayloom data delete', and prepare the data again"
-        )
+        ).of("shard.torn")

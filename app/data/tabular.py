@@ -128,7 +128,7 @@ class TabularProcessor:
             raise DataError(
                 f"a row has {float(numbers[row, place])!r} for {column.name!r}, and the training rows have "
                 f"{column.mean:g} with a deviation of {column.std:g}: expected a number of their size"
-            )
+            ).of("number.far", column.name)
 
     def _places(self, categories: NDArray[np.object_]) -> NDArray[np.int64]:
         places = np.empty(categories.shape, np.int64)
@@ -154,5 +154,5 @@ def _are_numbers(name: str, values: Sequence[Any], config: ColumnsConfig) -> boo
         raise DataError(
             f"column {name!r} has no value in the rows that the processor is fitted to: name it in "
             "data.columns.numbers or data.columns.categories, or leave it out of data.columns.features"
-        )
+        ).of("column.no_values", name)
     return all(number_of(value) is not None for value in values)

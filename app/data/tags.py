@@ -97,13 +97,13 @@ class Tags:
         if len(rules) > 1:
             raise DataError(
                 "data.sources have tokens in some sources and spans in others, whose words differ: give one kind"
-            )
+            ).of("sources.differ", "data.sources")
         types = sorted({tag[2:] for label in labels for tag in json.loads(label) if tag != "O"})
         if not types:
             raise DataError(
                 f"data.source {config.source!r} has no word in an entity: expected tags other than O, or spans, in "
                 "some rows"
-            )
+            ).of("tags.none", "data.source")
         return cls(types, rules.pop())
 
     def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[list[int]]:

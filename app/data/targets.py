@@ -156,7 +156,7 @@ class Classes:
         if len(labels) < 2:
             raise DataError(
                 f"data.source {config.source!r} has the classes {sorted(labels)} after cleaning: expected two"
-            )
+            ).of("labels.too_few", "data.source")
         _require_distinct(labels, config)
         return cls(sorted(labels))
 
@@ -409,7 +409,7 @@ def indices_of(known: Sequence[str], labels: Sequence[str], config: DataConfig, 
             f"data.{key} {getattr(config, key)!r} has the label {unknown[0]!r}, but data.source {config.source!r} has "
             f"only {', '.join(known)}: give a source with these labels only",
             unknown[0],
-        )
+        ).of("labels.unknown", f"data.{key}")
     return [class_of[label] for label in labels]
 
 
@@ -417,5 +417,5 @@ def _number(label: str, source: str) -> float:
     if not _is_number(label):
         raise LabelError(
             f"{source} has the label {label!r}: a regression learns numbers; give numbers, or another task", label
-        )
+        ).of("label.not_a_number")
     return float(label)

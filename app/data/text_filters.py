@@ -43,5 +43,5 @@ def _identifier(expected: tuple[str, ...]) -> Any:
         raise RecipeError(
             f"data.clean.languages has {', '.join(unknown)}: expected codes of ISO 639-1 among "
             f"{', '.join(sorted(identifier.labels))}"
-        )
+        ).of("language.unknown", "data.clean.languages")
     return identifier

@@ -243,5 +243,7 @@ def _read_template(location: str) -> bytes:
     try:
         text: str = to_path(location).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise RecipeError(f"data.chat.template {location!r} cannot be read ({error}): check the path") from error
+        raise RecipeError(f"data.chat.template {location!r} cannot be read ({error}): check the path").of(
+            "file.unreadable", "data.chat.template"
+        ) from error
     return text.encode()

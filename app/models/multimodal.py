@@ -93,20 +93,26 @@ def late_fusion(
         raise RecipeError(
             f"model.args.encoders has {', '.join(encoders) or 'none'}, and the data have {num_fields} fields: give an "
             "encoder for each of data.columns.fields"
-        )
+        ).of("encoders.incomplete", "model.args.encoders")
     built = {}
     for field, given in encoders.items():
         of_field = {
             name.removeprefix(f"{field}_"): value for name, value in facts.items() if name.startswith(f"{field}_")
         }
         if not of_field:
-            raise RecipeError(f"model.args.encoders has {field!r}, which data.columns.fields does not have")
+            raise RecipeError(f"model.args.encoders has {field!r}, which data.columns.fields does not have").of(
+                "encoders.unknown", "model.args.encoders"
+            )
         try:
             config = ModelConfig.model_validate(given)
         except ValidationError as error:
-            raise RecipeError(f"model.args.encoders.{field} is {given!r}: expected a factory and its args") from error
+            raise RecipeError(f"model.args.encoders.{field} is {given!r}: expected a factory and its args").of(
+                "encoders.invalid", "model.args.encoders"
+            ) from error
         try:
             built[field] = build_model(config, of_field | {"num_labels": width})
         except RecipeError as error:
-            raise RecipeError(f"model.args.encoders.{field}: {error}") from error
+            raise RecipeError(f"model.args.encoders.{field}: {error}").of(
+                "encoders.invalid", "model.args.encoders"
+            ) from error
     return _with_named_inputs(built)(built, num_labels, width, dropout)

@@ -44,7 +44,7 @@ def require_apart(model: nn.Module) -> None:
     if not makes_mask:
         raise RecipeError(
             f"model {type(model).__name__} does not keep packed conversations apart: set data.chat.packing to false"
-        )
+        ).of("packing.unsupported", "data.chat.packing")
 
 
 def is_hugging_face(model: nn.Module) -> bool:

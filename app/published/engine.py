@@ -41,7 +41,9 @@ def open_published(manifest: Manifest, folder: Path, threads: int) -> Engine:
     """
     key, title = manifest.engine_key, f"model {manifest.name!r}, version {manifest.version},"
     if key.file not in manifest.files:
-        raise StorageError(f"{title} has no {key.file}, which {key.engine} opens: publish it again")
+        raise StorageError(f"{title} has no {key.file}, which {key.engine} opens: publish it again").of(
+            "version.incomplete"
+        )
     try:
         device, sha256 = _device_for(key), manifest.files[key.file]
         settings = EngineSettings(key.precision, threads, device=device, cache=machine_cache(), sha256=sha256)
@@ -54,7 +56,7 @@ def open_published(manifest: Manifest, folder: Path, threads: int) -> Engine:
     # Before the known answers, which have the inputs of the manifest.
     if difference := engine.signature.difference(manifest.signature):
         engine.close()
-        raise EngineError(f"{title} {difference}, as its manifest says: publish it again")
+        raise EngineError(f"{title} {difference}, as its manifest says: publish it again").of("engine.other_tensors")
     if engine.version != key.engine_version:
         LOG.warning("%s was checked with %s; %s compiled it again", title, key, engine.version)
         if key.precision != "fp32":

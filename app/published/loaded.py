@@ -198,11 +198,11 @@ def check_answers(task: ServedTask, outputs: NDArray[np.float32], targets: Outpu
         raise EngineError(
             f"task {task.name} cannot answer outputs of shape {outputs.shape} ({type(error).__name__}: {error}): "
             "correct its answer, or the decode of its targets"
-        ) from error
+        ).of("task.answers") from error
     if len(answers) != len(outputs):
         raise EngineError(
             f"task {task.name} gives {len(answers)} answers for {len(outputs)} rows: expected one for each row"
-        )
+        ).of("task.answers")
 
 
 def load_model(
@@ -240,7 +240,9 @@ def load_model(
             probe = None if processor else KnownAnswers.load(Path(temporary)).inputs
         except FileNotFoundError as error:
             missing = Path(error.filename).name
-            raise StorageError(f"model {name!r}, version {version}, has no {missing}: publish it again") from error
+            raise StorageError(f"model {name!r}, version {version}, has no {missing}: publish it again").of(
+                "version.incomplete"
+            ) from error
         engine = open_engine(manifest, Path(temporary), threads)
         if runs_module(manifest.engine_key.engine):
             # The code of a module is not part of the version, and may have changed.

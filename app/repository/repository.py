@@ -112,7 +112,7 @@ class Repository:
             raise StorageError(
                 f"model {name!r} has no version in production in {str(self._root)!r} "
                 f"(models there: {', '.join(self.names()) or 'none'}): run jobs.compile first"
-            )
+            ).of("production.none")
         return version
 
     def candidate(self, name: str, alias: Role) -> int:
@@ -156,7 +156,7 @@ class Repository:
             raise StorageError(
                 f"model {name!r} had no other version in production before (published are "
                 f"{self.versions(name)}): promote one"
-            )
+            ).of("production.no_previous")
         return self.promote(name, previous)
 
     def delete(self, name: str, version: int) -> None:
@@ -167,7 +167,7 @@ class Repository:
             if roles := aliases.of(version):
                 raise StorageError(
                     f"model {name!r}, version {version}, is {' and '.join(roles)}: promote another version first"
-                )
+                ).of("version.in_use")
             return aliases.without(version)
 
         self._change_aliases(name, without)  # from here on it cannot be promoted
@@ -190,7 +190,7 @@ class Repository:
             path = self._folder_of(name) / CONFIG_FILE
             raise StorageError(
                 f"{str(path)!r} was changed: promote a version, even the same one, and it is written again"
-            )
+            ).of("pointer.changed")
 
     def fetch(
         self, name: str, version: int, target: UPath, exclude: Collection[str] = (), seal: str | None = None
@@ -234,10 +234,10 @@ class Repository:
             raise StorageError(
                 f"model {name!r}, version {version}, is of engine {manifest.engine_key.engine}, which Triton does not "
                 f"run: export a version of {', '.join(BACKENDS)}"
-            )
+            ).of("triton.engine")
         model = target / name
         if model.exists():
-            raise StorageError(f"{str(model)!r} is there already: remove it, or give another folder")
+            raise StorageError(f"{str(model)!r} is there already: remove it, or give another folder").of("folder.taken")
         with staging(target) as staged:
             self.fetch(name, version, staged / str(version))
             (staged / CONFIG_FILE).write_text(config, encoding="utf-8")
@@ -246,7 +246,9 @@ class Repository:
 
     def _folder_of(self, name: str) -> UPath:
         if not is_plain_name(name):
-            raise StorageError(f"{name!r} is not the name of a model: 'rayloom models list' shows them")
+            raise StorageError(f"{name!r} is not the name of a model: 'rayloom models list' shows them").of(
+                "model.name"
+            )
         return self._root / name
 
     def _numbers(self, name: str) -> list[int]:
@@ -278,10 +280,12 @@ class Repository:
     def _no_model(self, name: str) -> StorageError:
         known = self.names()
         way_out = did_you_mean(name, known) if known else "no model is there: 'rayloom submit compile RECIPE' makes one"
-        return StorageError(f"{str(self._root)!r} has no model {name!r}; {way_out}")
+        return StorageError(f"{str(self._root)!r} has no model {name!r}; {way_out}").of("model.unknown")
 
     def _no_version(self, name: str, version: int) -> StorageError:
-        return StorageError(f"model {name!r} has no version {version}: published are {self.versions(name)}")
+        return StorageError(f"model {name!r} has no version {version}: published are {self.versions(name)}").of(
+            "version.unknown"
+        )
 
     def _aliases_or_none(self, name: str) -> Aliases | None:
         """Return the aliases of a model; None if their file is not valid."""

@@ -39,7 +39,7 @@ def copy_files(files: UPath, folder: UPath) -> None:
     if not given or not all(file.is_file() for file in given):
         raise StorageError(
             f"{str(files)!r} has {sorted(file.name for file in given) or 'no files'}: a version takes files, no folders"
-        )
+        ).of("version.folders")
     folder.mkdir(parents=True, exist_ok=True)
     for file in given:
         file.copy(folder / file.name)
@@ -86,7 +86,9 @@ def read_manifest(folder: UPath) -> Manifest:
     if content is None:
         raise FileNotFoundError(str(path))
     if read(folder / SEAL_FILE) != _seal_of(content):
-        raise StorageError(f"{str(path)!r} or {SEAL_FILE} beside it was changed: publish the version again")
+        raise StorageError(f"{str(path)!r} or {SEAL_FILE} beside it was changed: publish the version again").of(
+            "version.changed"
+        )
     try:
         return Manifest.model_validate_json(content).model_copy(update={"seal": sha256_of(content)})
     except ValidationError as error:
@@ -95,7 +97,7 @@ def read_manifest(folder: UPath) -> Manifest:
         raise StorageError(
             f"{str(path)!r} is damaged or of another release of Rayloom ({where}: {reason['msg']}): publish the "
             "version again"
-        ) from error
+        ).of("manifest.damaged") from error
 
 
 def check_files(folder: UPath, files: Mapping[str, str], read_from: UPath | None = None) -> None:
@@ -109,7 +111,7 @@ def check_files(folder: UPath, files: Mapping[str, str], read_from: UPath | None
         StorageError: a file is missing, was changed, or does not belong to the version; each is named.
     """
     if damages := list(_damages(folder, files, read_from or folder)):
-        raise StorageError("; ".join(damages))
+        raise StorageError("; ".join(damages)).of("version.changed")
 
 
 def _damages(folder: UPath, files: Mapping[str, str], read_from: UPath) -> Iterator[str]:

@@ -117,5 +117,5 @@ def _dimensions_of(recipe: Recipe) -> int:
         raise RecipeError(
             f"model.args.dimensions is {dimensions!r}: task {recipe.task} needs the size of the model's vectors, such "
             "as 128"
-        )
+        ).of("dimensions.missing", "model.args.dimensions")
     return dimensions

@@ -98,7 +98,7 @@ class Chat(LanguageModeling):
         if recipe.model.pretrained is None:
             raise RecipeError(
                 f"task {recipe.task} needs model.pretrained, whose tokenizer and chat template it uses: set it"
-            )
+            ).of("recipe.missing", "model.pretrained")
 
     def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
         from app.data.preparation.data import prepare_conversations

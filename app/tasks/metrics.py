@@ -134,7 +134,9 @@ class TorchMetric(Metric):
         """
         metric = self.make(targets)
         if fault := _fault_of(metric, self.mode):
-            raise RecipeError(f"the metric {self.name} of the task is {type(metric).__name__}, {fault}")
+            raise RecipeError(f"the metric {self.name} of the task is {type(metric).__name__}, {fault}").of(
+                "metric.no_sums"
+            )
         bound = replace(self)
         object.__setattr__(bound, "metric", metric)
         object.__setattr__(bound, "size", 1 + sum(state.numel() for state in metric.metric_state.values()))
@@ -228,7 +230,7 @@ class SklearnMetric(Metric):
             raise RecipeError(
                 f"the metric {self.name} of the task fails on targets and predictions, which are {given}: {error}; "
                 "give inputs that convert them, or a function that returns one number"
-            ) from error
+            ).of("metric.fails") from error
 
 
 def _convert(inputs: "Conversion | None", outputs: "Tensor", targets: "Tensor") -> "Predicted":

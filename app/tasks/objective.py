@@ -141,7 +141,9 @@ def _require_values(objective: Objective, config: TrainConfig, data: PreparedDat
     """
     names = ", ".join(metric.name for metric in objective.row_metrics)
     if isinstance(config.plan, PlanConfig) and config.plan.pipeline > 1:
-        raise RecipeError(f"the metric {names} takes all rows at once: set train.plan.pipeline to 1, or use sums")
+        raise RecipeError(f"the metric {names} takes all rows at once: set train.plan.pipeline to 1, or use sums").of(
+            "pipeline.metric", "train.plan.pipeline"
+        )
     split = data.validation
     if isinstance(split, LabelledDataset) and not isinstance(split.targets, CollatingTargets):
         _, values = split.split.take(range(min(len(split), _ROWS_TRIED)))
@@ -167,7 +169,7 @@ def class_weights(given: Literal["balanced"] | Mapping[str, float], data: Prepar
             raise RecipeError(
                 f"train.class_weights has the labels {', '.join(given)}: expected {', '.join(data.labels)}, each with "
                 "a weight"
-            )
+            ).of("labels.unknown", "train.class_weights")
         weights = np.array([given[label] for label in data.labels])
     scaled: list[float] = (weights * counts.sum() / (weights * counts).sum()).tolist()
     return tuple(scaled)

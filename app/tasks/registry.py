@@ -55,7 +55,7 @@ def find_task(name: str) -> Task:
     if unknown := sorted({*found.supports} - FEATURES):
         raise RecipeError(
             f"task {name!r} supports {unknown[0]!r}, which is no feature; {did_you_mean(unknown[0], FEATURES)}"
-        )
+        ).of("task.no_feature")
     try:
         task = found()
     except Exception as error:  # code of the user's own

@@ -184,7 +184,7 @@ def _check_model(recipe: Recipe, model: nn.Module, data: PreparedData) -> None:
         raise RecipeError(
             f"train.plan.pipeline is {config.plan.pipeline}, whose stages exchange tensors of one shape, and samples "
             f"are padded to lengths from {lengths.min()} to {lengths.max()}: leave it out, or pad all to one length"
-        )
+        ).of("pipeline.shapes", "train.plan.pipeline")
     if config.sync_batch_norm and not has_batch_norm(model):
         raise RecipeError(
             f"train.sync_batch_norm is true, but model {type(model).__name__} has no batch norm: leave it out"

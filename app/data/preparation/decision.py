@@ -49,7 +49,9 @@ def decide(work: UnitWork, judge_units: Callable[[], None]) -> Decision:
     )
     config, total = work.config, int(surveys.starts[-1])
     if not total:
-        raise DataError(f"data.source {config.source!r} has no rows: give a source that has some")
+        raise DataError(f"data.source {config.source!r} has no rows: give a source that has some").of(
+            "source.empty", "data.source"
+        )
     with tempfile.TemporaryFile(prefix="rayloom-codes-") as file:
         # A byte for each row of the source: on a disk, since there may be very many.
         file.truncate(total)
@@ -127,7 +129,7 @@ def _require_readable(config: DataConfig, report: CleaningReport, first: str) ->
             raise DataError(
                 f"data.source {config.source!r} has {count:,} {what} among {report.given:,} rows, more "
                 f"than {100 * limit:g}%, such as {first}: repair or remove them, or raise data.clean.max_unreadable"
-            )
+            ).of("rows.unreadable", "data.source")
 
 
 def _require_splits(config: DataConfig, sizes: NDArray[np.int64], report: str) -> None:
@@ -135,13 +137,13 @@ def _require_splits(config: DataConfig, sizes: NDArray[np.int64], report: str) -
         raise DataError(
             f"data.source {config.source!r} has no row left after cleaning ({report}): correct data.columns, "
             "data.clean or the source"
-        )
+        ).of("source.nothing_left", "data.source")
     for split, size, fraction in zip(SPLITS, sizes.tolist(), _fractions(config).tolist(), strict=True):
         if fraction and not size:
             raise DataError(
                 f"data.source {config.source!r} leaves the {split} split empty ({report}); rows are split by the "
                 f"hash of {config.group_column or 'their content'}: give more data or other fractions"
-            )
+            ).of("split.empty", "data.source")
 
 
 def _require_classes(config: DataConfig, labels: list[str], kept: NDArray[np.int64]) -> None:

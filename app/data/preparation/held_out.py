@@ -58,7 +58,7 @@ def _require_pairs(source: str, pairs: "AlonePairs", alone: int, rows: NDArray[n
         raise DataError(
             f"{source} has {len(pairs)} pairs, of which {alone} have texts that are in no other pair: a held-out split "
             "needs two such pairs or more; give more pairs"
-        )
+        ).of("split.empty", "data.source")
 
 
 class AlonePairs:

@@ -92,7 +92,7 @@ class Preparer:
         if config.group_column and (file := next((file for file in files if file.format not in has_columns), None)):
             raise DataError(
                 f"data.group_column is {config.group_column!r}, and {file.path!r} is not a table: leave it out"
-            )
+            ).of("group.no_table", "data.group_column")
 
     def _make(self, folder: UPath, listed: _Listed, fingerprint: str, settings: dict[str, Any]) -> None:
         """Make the shards, or go on where an earlier job was interrupted."""
@@ -119,13 +119,15 @@ class Preparer:
             shared = {"features": named[0].features} if named and one.columns.features is None else {}
             named.append(self.kind.resolve(files, one.columns.model_copy(update=shared)))
             if self.kind.contents == "row" and not named[-1].features:
-                raise DataError(f"data.source {one.source!r} has no column but that of the label: give it features")
+                raise DataError(f"data.source {one.source!r} has no column but that of the label: give it features").of(
+                    "columns.only_label", "data.source"
+                )
         for place, columns in enumerate(named):
             if {*(columns.features or ())} != {*(named[0].features or ())}:
                 raise DataError(
                     f"data.sources.{place}.columns.features has other columns than the first source: name the same, or "
                     "leave them out"
-                )
+                ).of("sources.differ", "data.sources")
         if tests:
             self.kind.resolve(tests, named[0])
         if not config.sources:
@@ -179,7 +181,7 @@ class Preparer:
             raise DataError(
                 f"data.source {self.recipe.data.source!r} changed while it was prepared ({len(changed):,} files, such "
                 f"as {changed[0]!r}): prepare the data again"
-            )
+            ).of("source.changed", "data.source")
 
     def _run(self, what: str, work: UnitWork, function: Callable[[int], int], prefix: str) -> None:
         """Work on the units that have no file of this prefix yet."""
@@ -199,7 +201,7 @@ class Preparer:
             raise DataError(
                 f"data.source {self.recipe.data.source!r} has no training row in the sample that a "
                 "tokenizer is learned from: give more or shorter rows, or another data.seed"
-            )
+            ).of("tokenizer.no_text", "data.source")
         if sample.fraction < 1.0 and self.recipe.model.pretrained is None:
             what = "parts of documents" if self.kind.contents == DOCUMENTS else self.kind.what
             print(
@@ -273,7 +275,7 @@ class Preparer:
                 raise DataError(
                     f"data.source {config.source!r} has too few tokens in its {split} documents for one block: give "
                     f"more text, or lower data.block_length, which is {config.block_length}"
-                )
+                ).of("text.too_short", "data.source")
 
 
 def require_known(columns: ColumnsConfig, names: Sequence[str]) -> None:
@@ -283,7 +285,7 @@ def require_known(columns: ColumnsConfig, names: Sequence[str]) -> None:
             raise DataError(
                 f"data.columns.{key} has {unknown[0]!r}: the columns of numbers and categories are "
                 f"{', '.join(names) or 'none'}"
-            )
+            ).of("columns.unknown", f"data.columns.{key}")
 
 
 def _require_memory(units: Sequence[Unit], max_bytes: int) -> None:
@@ -293,4 +295,4 @@ def _require_memory(units: Sequence[Unit], max_bytes: int) -> None:
             raise DataError(
                 f"{piece.path!r} has record batches of about {piece.bytes:,} bytes, and data.shards.memory is "
                 f"{max_bytes:,}: write smaller batches, or write Parquet"
-            )
+            ).of("batches.too_large", "data.shards.memory")

@@ -287,7 +287,7 @@ class Conversations(TokenKind):
                 messages = read_messages(cell)
                 has_answer = not verify or self.encoder.encode(messages).learned.any()
             except DataError as error:
-                raise DataError(f"{rows.place(number)}: {error}") from error
+                raise DataError(f"{rows.place(number)}: {error}").of(error.rule, error.key) from error
             yield write_messages(messages) if has_answer else None
 
     def sizes(self, inputs: Sequence[Input], tokenizer: LanguageTokenizer | None) -> Sequence[int]:  # noqa: ARG002

@@ -254,7 +254,7 @@ class UnitWork:
             for rows in self._rows(number):
                 for row, label in enumerate(self.kind.labels(rows, config) or ()):
                     if error.is_of(label):
-                        return LabelError(f"{rows.place(row)}: {error}", error.label)
+                        return LabelError(f"{rows.place(row)}: {error}", error.label).of(error.rule, error.key)
         return error
 
     def converted(self, number: int) -> Iterator[tuple[int, list[Natural | None], Rows]]:
@@ -271,7 +271,9 @@ class UnitWork:
     def _changed(self, number: int) -> DataError:
         pieces = self.units[number].pieces
         where = repr(pieces[0].path) + (f" and {len(pieces) - 1} more parts" if len(pieces) > 1 else "")
-        return DataError(f"{where} changed since the first pass over the source: prepare the data again")
+        return DataError(f"{where} changed since the first pass over the source: prepare the data again").of(
+            "source.changed"
+        )
 
     @staticmethod
     def _add(

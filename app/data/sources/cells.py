@@ -98,12 +98,12 @@ class Columns:
             if (count := found.count(column.name)) > 1:
                 raise DataError(
                     f"{column.key} is {column.name!r}, and {path!r} has {count} columns of this name: rename one"
-                )
+                ).of("columns.twice", column.key)
             if not count and not column.is_optional:
                 raise DataError(
                     f"{column.key} is {column.name!r}, which {path!r} does not have: it has "
                     f"{', '.join(found) or 'no columns'}; {_way_out(column.name, found)}"
-                )
+                ).of("columns.missing", column.key)
 
 
 def _way_out(name: str, found: Sequence[str]) -> str:
@@ -150,7 +150,7 @@ def rows_of_objects(rows: Sequence[Mapping[str, Any]], columns: Columns, path: s
             raise DataError(
                 f"{column.key} is {column.name!r}, which {place(lacking)} does not have: it has "
                 f"{', '.join(rows[lacking])}; give every row the same keys, and null where there is no value"
-            )
+            ).of("columns.missing", column.key)
         values = [row.get(column.name) for row in rows]
         converter = _Cells(column, path, place)
         cells[column.key], paths[column.key] = converter.of_values(values), converter.paths
@@ -196,7 +196,7 @@ class _Cells:
             raise DataError(
                 f"{self.place(0)}, or a row after it: {self.column.name!r} is of the type {given.type}, and a value "
                 f"cannot be read ({error}): write the column as texts"
-            ) from error
+            ).of("cell.type", self.column.key) from error
         return cells
 
     def of_values(self, values: Sequence[Any]) -> pa.Array:
@@ -244,14 +244,14 @@ class _Cells:
                 f"{self.place(number)}: the {self.column.name} {given[:_MAX_SHOWN]!r} cannot be read "
                 f"({reason[:_MAX_SHOWN]}): expected a file, by its URI or its path from the folder of the table, or in "
                 "a column of bytes"
-            ) from error
+            ).of("file.unreadable", self.column.key) from error
         return content
 
     def _refusal(self, number: int, value: Any) -> DataError:
         return DataError(
             f"{self.place(number)}: {self.column.name!r} is {kind_in_words(value)}: expected "
             f"{_EXPECTED[self.column.kind]}; name another column in {self.column.key}, or write its values so"
-        )
+        ).of("cell.type", self.column.key)
 
 
 _NAMES: tuple[Kind, ...] = ("label", "labels", "group")
@@ -331,7 +331,9 @@ def texts_of(given: pa.Array, name: str, place: Place) -> pa.Array:
 
 
 def _not_text(place: str, name: str) -> DataError:
-    return DataError(f"{place}: {name!r} is not text in UTF-8: correct it, or write the file in UTF-8")
+    return DataError(f"{place}: {name!r} is not text in UTF-8: correct it, or write the file in UTF-8").of(
+        "text.encoding"
+    )
 
 
 def _file_of(table: UPath, given: str) -> UPath:

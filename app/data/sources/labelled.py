@@ -56,7 +56,7 @@ def load_examples(
         for rows in batches:
             _add(examples, rows, columns, named)
     if not examples.given:
-        raise DataError(f"{source} has no examples: give a source that has some")
+        raise DataError(f"{source} has no examples: give a source that has some").of("source.empty")
     _require_readable(source, examples, config.clean.max_unreadable)
     return examples
 
@@ -210,7 +210,9 @@ def _field(name: str, rows: Rows, columns: Columns, config: ColumnsConfig, verif
     for number, cell in enumerate(rows.cells[key].to_pylist()):
         if column.kind == "text":
             if cell is None:
-                raise DataError(f"{rows.place(number)}: the {column.name} is not text in UTF-8: repair or remove it")
+                raise DataError(
+                    f"{rows.place(number)}: the {column.name} is not text in UTF-8: repair or remove it"
+                ).of("text.encoding")
             yield cell.strip() or None
             continue
         if require and cell is not None:
@@ -232,7 +234,9 @@ def _require_content(require: Callable[[bytes], None], what: str, content: bytes
     try:
         require(content)
     except DataError as error:
-        raise DataError(f"{place}: the {what} cannot be read ({error}): repair or remove the file") from error
+        raise DataError(f"{place}: the {what} cannot be read ({error}): repair or remove the file").of(
+            "file.unreadable"
+        ) from error
 
 
 def _require_readable(source: Source, examples: Examples, limit: float) -> None:

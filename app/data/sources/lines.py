@@ -25,7 +25,7 @@ def read_line(file: BinaryIO, path: str) -> bytes:
     if len(line) > _MAX_LINE_BYTES:
         raise DataError(
             f"{path!r} has a line of more than {_MAX_LINE_BYTES:,} bytes before byte {file.tell():,}: break it up"
-        )
+        ).of("line.too_long")
     return line
 
 
@@ -46,7 +46,9 @@ def parse_json(line: bytes, place: Callable[[], str], where: str = "on each line
     except orjson.JSONDecodeError:
         row = _parse_python(line, place, where)
     if not isinstance(row, dict):
-        raise DataError(f"{place()} is {kind_in_words(row)}: expected an object {where}; write it so")
+        raise DataError(f"{place()} is {kind_in_words(row)}: expected an object {where}; write it so").of(
+            "row.not_an_object"
+        )
     # orjson keeps the last of two equal keys, and rounds a whole number of more than 64 bits.
     if (line.count(b":") > len(row) and len(_KEY.findall(line)) > len(row)) or _has_large(row):
         row = _parse_python(line, place, where)
@@ -73,7 +75,9 @@ def _parse_python(line: bytes, place: Callable[[], str], where: str) -> Any:
     except RecursionError as error:
         raise DataError(f"{place()} has lists or objects within more than 1,000 others: write it flat") from error
     except ValueError as error:
-        raise DataError(f"{place()} is not JSON ({error}): correct it, and write one object {where}") from error
+        raise DataError(f"{place()} is not JSON ({error}): correct it, and write one object {where}").of(
+            "json.invalid"
+        ) from error
     if not isinstance(row, dict):
         return row
     return {name: _encodable(value) for name, value in row.items()}

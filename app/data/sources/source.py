@@ -32,7 +32,9 @@ def find_builtin(source: Source, known: Mapping[str, Found]) -> Found | None:
     if scheme != "builtin":
         return None
     if name not in known:
-        raise DataError(f"{source}: no built-in set {name!r} for this task; {did_you_mean(name, known)}")
+        raise DataError(f"{source}: no built-in set {name!r} for this task; {did_you_mean(name, known)}").of(
+            "source.unknown_set"
+        )
     return known[name]
 
 
@@ -45,7 +47,7 @@ def open_source(source: Source) -> UPath:
         raise DataError(
             f"{source} does not exist: give builtin:NAME, or the path or URI of a csv, jsonl, "
             "parquet or Arrow file or of a folder"
-        )
+        ).of("source.missing")
     return path
 
 
@@ -56,7 +58,9 @@ def _named_in_errors(source: Source) -> Iterator[None]:
     except RayloomError:
         raise
     except Exception as error:  # each protocol's driver has errors of its own
-        raise DataError(f"{source} cannot be opened ({error}): check the URI and the credentials") from error
+        raise DataError(f"{source} cannot be opened ({error}): check the URI and the credentials").of(
+            "source.not_opened"
+        ) from error
 
 
 def list_source(source: Source, root: UPath) -> list[tuple[UPath, dict[str, Any]]]:

@@ -34,7 +34,7 @@ def resolve_tagged(files: Sequence[SourceFile], config: ColumnsConfig) -> Column
     raise DataError(
         f"{files[0].path!r} has neither tokens, data.columns.tokens {config.tokens!r}, nor spans, "
         f"data.columns.spans {config.spans!r}: it has {', '.join(names) or 'nothing'}"
-    )
+    ).of("columns.missing", "data.columns")
 
 
 def tagged_columns(config: ColumnsConfig, group: str | None = None) -> Columns:
@@ -68,7 +68,9 @@ def tags_of(rows: Rows, config: ColumnsConfig) -> Iterator[list[str]]:
             continue
         tokens, tags = _tokens(content, where), _list(given, _TAGS, where)
         if len(tokens) != len(tags):
-            raise DataError(f"{where} has {len(tokens)} tokens and {len(tags)} tags: expected one tag a token")
+            raise DataError(f"{where} has {len(tokens)} tokens and {len(tags)} tags: expected one tag a token").of(
+                "tags.count"
+            )
         yield [_in_bio(_tag_name(tag, where, config)) for tag in tags]
 
 
@@ -76,7 +78,9 @@ def _tokens(cell: str | None, where: str) -> list[str]:
     tokens = _list(cell, _TOKENS, where)
     for token in tokens:
         if not isinstance(token, str) or token.split() != [token]:
-            raise DataError(f"{where} has the token {token!r}: expected texts without white space")
+            raise DataError(f"{where} has the token {token!r}: expected texts without white space").of(
+                "token.white_space"
+            )
     return tokens
 
 
@@ -118,11 +122,15 @@ def _tags_by_spans(text: str, spans: Sequence[Any], where: str) -> list[str]:
     tags = ["O"] * len(words)
     for start, end, label in (_span(span, where) for span in spans):
         if not 0 <= start < end <= len(text):
-            raise DataError(f"{where} has a span from {start} to {end}: the text has {len(text)} characters")
+            raise DataError(f"{where} has a span from {start} to {end}: the text has {len(text)} characters").of(
+                "span.outside"
+            )
         inside = [place for place, word in enumerate(words) if word.start < end and word.end > start]
         if not inside or any(tags[place] != "O" for place in inside):
             problem = "no word" if not inside else "a word of another span"
-            raise DataError(f"{where}: the span from {start} to {end}, {text[start:end]!r}, has {problem}: correct it")
+            raise DataError(
+                f"{where}: the span from {start} to {end}, {text[start:end]!r}, has {problem}: correct it"
+            ).of("span.words")
         for place in inside:
             tags[place] = f"{'B' if place == inside[0] else 'I'}-{label}"
     return tags
@@ -136,7 +144,7 @@ def _span(span: Any, where: str) -> tuple[int, int, str]:
     if type(start) is not int or type(end) is not int or not isinstance(label, str) or not label:
         raise DataError(
             f"{where} has the span {span!r}: expected an object with start, end and label: two whole numbers and a text"
-        )
+        ).of("span.shape")
     return start, end, label
 
 
@@ -144,7 +152,7 @@ def _list(cell: str | None, key: str, where: str) -> list[Any]:
     try:
         value = None if cell is None else json.loads(cell)
     except ValueError as error:
-        raise DataError(f"{where}: {key} is not a list: {cell!r}") from error
+        raise DataError(f"{where}: {key} is not a list: {cell!r}").of("cell.not_a_list", key) from error
     if not isinstance(value, list):
         raise DataError(f"{where}: {key} holds {'nothing' if value is None else repr(value)}: expected a list")
     return value

@@ -84,7 +84,9 @@ def _files_of(
     if contents in _FILES_OF_CLASSES and root.is_dir():
         _require_classes(source, root, [path for path, _ in listed], formats, FORMATS[contents].suffixes)
     if not formats:
-        raise DataError(f"{source} has none of the files that the task reads: expected {_expected(contents)}")
+        raise DataError(f"{source} has none of the files that the task reads: expected {_expected(contents)}").of(
+            "source.no_files"
+        )
     return [
         SourceFile(str(path), formats[path].name, int(info["size"]), _version(path, info))
         for path, info in listed
@@ -97,7 +99,7 @@ def _version(path: UPath, info: Mapping[str, Any]) -> str:
         raise DataError(
             f"{str(path)!r}: the storage driver {path.protocol!r} lists neither an ETag nor a time of the last change, "
             "so changes would not be noticed; copy the source to a disk or to S3"
-        )
+        ).of("storage.no_versions")
     return version
 
 
@@ -131,7 +133,7 @@ def _require_classes(
             raise DataError(
                 f"{source} has the file {str(path)!r}: expected CLASS/FILE below the source; move it, or give the "
                 "folder whose subfolders are the classes"
-            )
+            ).of("source.layout")
     classes = {path.parent for path in read}
     lacking = [path for path in files if path.parent not in classes and len(path.relative_to(root).parts) == 2]
     if classes and lacking:
@@ -219,10 +221,14 @@ def _named_in_errors(path: str, format_name: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"{error.filename or path!r} is gone: the source changed; prepare it again") from error
     except PermissionError as error:
-        raise DataError(f"{path!r} may not be read ({error}): check its rights and the credentials") from error
+        raise DataError(f"{path!r} may not be read ({error}): check its rights and the credentials").of(
+            "file.forbidden"
+        ) from error
     except (pa.ArrowException, tarfile.TarError) as error:
-        raise DataError(f"{path!r} cannot be read as {format_name} ({error}): write it again") from error
+        raise DataError(f"{path!r} cannot be read as {format_name} ({error}): write it again").of(
+            "file.unreadable"
+        ) from error
     except OSError as error:
         raise DataError(
             f"{path!r} cannot be read ({error}): write it again if it is torn; else prepare the data again"
-        ) from error
+        ).of("file.unreadable") from error

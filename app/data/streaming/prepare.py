@@ -126,14 +126,14 @@ def _collect(
             raise DataError(
                 f"data.source {config.source!r} has had no message for {idle:g} s: publish some, correct the address, "
                 "or raise data.stream.idle_seconds"
-            )
+            ).of("stream.silent", "data.source")
         sample = f"block of {config.block_length} tokens" if isinstance(encoding.kind, TokenKind) else "row"
         held_out = "" if config.validation_source else f" and a {sample} for validation"
         raise DataError(
             f"data.source {config.source!r} has had no new message for {idle:g} s, and its {count:,} messages give no "
             f"batch of {recipe.train.batch_size} {sample}s{held_out}: publish more, lower train.global_batch_size, or "
             "raise data.stream.idle_seconds"
-        )
+        ).of("stream.too_few", "data.source")
 
 
 def _fitted(chosen: ChosenRows, folder: UPath) -> Encoding:
@@ -200,7 +200,7 @@ def _check_labels(encoding: Encoding, batches: Sequence[Rows], kept: NDArray[np.
             if is_kept:
                 encoding.check_label(label, "validation_source")
         except LabelError as error:
-            raise LabelError(f"{rows.place(row)}: {error}", label) from error
+            raise LabelError(f"{rows.place(row)}: {error}", label).of(error.rule, error.key) from error
 
 
 def _digests(encoding: Encoding, batches: Sequence[Rows], kept: NDArray[np.bool_] | None = None) -> frozenset[bytes]:
@@ -227,5 +227,5 @@ def _write_validation(chosen: ChosenRows, given: _Validation | None, folder: UPa
         raise DataError(
             f"{_KEY} {config.validation_source!r} has too few tokens for one block: give more text, or lower "
             f"data.block_length, which is {config.block_length}"
-        )
+        ).of("text.too_short", "data.validation_source")
     return shards

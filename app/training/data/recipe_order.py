@@ -100,7 +100,7 @@ def _require_groups(order: SampleOrder) -> None:
                 f"train.global_batch_size is {rules.size}, and {count} training samples have only {name}: a batch has "
                 "samples with the same fields, of one window; lower the batch size, give more of these samples, or "
                 "leave them out"
-            )
+            ).of("batch.fields", "train.global_batch_size")
 
 
 def count_steps(recipe: Recipe, order: SampleOrder) -> int:

@@ -24,10 +24,10 @@ from upath import UPath
 from app.config import AudioConfig, DataConfig
 from app.data.audio import AudioProcessor, require_recording
 from app.data.records import RecordProcessor
-from app.errors import DataError, RecipeError
 from app.tasks import prepare
 from tests.records import recipe_of, with_data
 from tests.wavs import RATE, SOUND_FIELDS, tone, wav, write_sounds
+from tests.wording import refused
 
 
 def processor_of(*recordings: bytes, **audio: Any) -> AudioProcessor:
@@ -79,24 +79,18 @@ def test_a_recording_may_be_a_field(tmp_path: Path) -> None:
     assert not tensors["sound_log_mel"][1].any()
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"RIFF", r"row 2: the file '1\.wav' cannot be read .*expected a wav, flac, ogg or mp3 file"),
-        (wav(tone(300))[:20_044], r"row 2: .* promises 16,000 frames, of which 10,000 were found; record or copy it"),
-    ],
-)
-def test_a_recording_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+@pytest.mark.parametrize("content", [b"RIFF", wav(tone(300))[:20_044]], ids=["four bytes", "a torn one"])
+def test_a_recording_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -> None:
     table = write_sounds(tmp_path)
     (tmp_path / "1.wav").write_bytes(content)
-    with pytest.raises(DataError, match=words):
+    with refused("file.unreadable"):
         prepare(recipe_of(table, SOUND_FIELDS))
 
 
 def test_a_recording_of_bytes_that_cannot_be_read_is_not_shown(tmp_path: Path) -> None:
     columns = {"title": ["a"], "file": [b"RIFF" + bytes(2000)], "label": ["low"]}
     parquet.write_table(pa.table(columns), tmp_path / "sounds.parquet")
-    with pytest.raises(DataError, match=r"row 1: the \w+ .*\b2,004 bytes cannot be read") as raised:
+    with refused("file.unreadable") as raised:
         prepare(recipe_of(tmp_path / "sounds.parquet", SOUND_FIELDS))
     assert len(str(raised.value)) < 400
 
@@ -109,11 +103,11 @@ def with_size(recording: bytes, at: int, size: int) -> bytes:
 def test_a_recording_that_ends_too_early_is_refused() -> None:
     whole, processor = wav(tone(500)), processor_of(wav(tone(500)), seconds=0.5)
     for end in (44, 45, 44 + 15_999):
-        with pytest.raises(DataError, match=rf"promises 16,000 frames, of which {(end - 44) // 2:,} were found"):
+        with refused("audio.torn"):
             processor.encode([whole[:end]])
     # The spectrogram needs no more.
     np.testing.assert_array_equal(log_mel(processor, whole[: 44 + 16_000]), log_mel(processor, whole))
-    with pytest.raises(DataError, match=r"of 32,044 bytes cannot be read \(.*'fmt ' chunk.*\): expected a wav, flac"):
+    with refused("audio.unreadable"):
         processor.encode([with_size(whole, 16, 0xFFFFFFFF)])
 
 
@@ -162,33 +156,24 @@ def test_clips_are_resampled_as_by_a_reference(rate: int) -> None:
     assert np.abs(found - expected)[loud].max() < 0.005
 
 
-@pytest.mark.parametrize(
-    ("form", "words"),
-    [
-        ("WAV IMA_ADPCM", r"promises 480,\d+ frames, of which \d+,\d+ were found"),
-        ("WAV", r"promises 480,000 frames, of which \d+,\d+ were found; record or copy it again"),
-        ("FLAC", r"promises 480,000 frames, of which \d+,\d+ were found"),
-        ("MP3", r"promises 480,000 frames, of which \d+,\d+ were found"),
-        ("OGG", r"after \d+,\d+ frames its last page is missing; copy it again"),
-    ],
-)
-def test_a_file_that_was_copied_in_part_is_refused(form: str, words: str) -> None:
+@pytest.mark.parametrize("form", ["WAV IMA_ADPCM", "WAV", "FLAC", "MP3", "OGG"])
+def test_a_file_that_was_copied_in_part_is_refused(form: str) -> None:
     content = written(np.random.default_rng(0).normal(0.0, 0.1, 30 * RATE), *form.split())
     require_recording(content)
     for end in (len(content) // 2, len(content) - 100):
-        with pytest.raises(DataError, match=words):
+        with refused("audio.torn"):
             require_recording(content[:end])
 
 
 def test_an_ogg_file_without_its_only_page_is_no_silence() -> None:
-    with pytest.raises(DataError, match="after 0 frames its last page is missing"):
+    with refused("audio.torn"):
         processor_of(written(tone(500), "OGG")[:-1])
 
 
 def test_a_flac_stream_of_unknown_length_is_refused() -> None:
     content = bytearray(written(tone(500), "FLAC"))
     content[21:26] = bytes([content[21] & 0xF0, 0, 0, 0, 0])
-    with pytest.raises(DataError, match="does not tell its length, as a stream: convert it again, into a file"):
+    with refused("audio.length"):
         processor_of(bytes(content))
 
 
@@ -196,7 +181,7 @@ def test_a_flac_stream_of_unknown_length_is_refused() -> None:
 def test_samples_that_are_no_sound_are_refused(value: float) -> None:
     samples = tone(500)
     samples[100] = value
-    with pytest.raises(DataError, match="samples that are no numbers, or far from -1 to 1"):
+    with refused("audio.values"):
         processor_of(written(samples, "WAV", "DOUBLE" if value == 1e38 else "FLOAT"))
 
 
@@ -206,9 +191,9 @@ def test_rates_far_from_the_models_are_resampled(rate: int) -> None:
 
 
 def test_other_formats_and_impossible_rates_are_refused() -> None:
-    with pytest.raises(DataError, match="a recording is a AIFF file: convert it to wav, flac, ogg or mp3"):
+    with refused("audio.format"):
         processor_of(written(tone(500), "AIFF"))
-    with pytest.raises(DataError, match=r"has 2 channels at 4,000,000 Hz: expected at most 3,072,000 samples a second"):
+    with refused("audio.rate"):
         processor_of(wav(np.zeros(8), 4_000_000, channels=2))
 
 
@@ -248,9 +233,9 @@ def test_recordings_are_measured_in_memory_that_their_number_does_not_change() -
 
 
 def test_bins_that_would_be_empty_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"audio.bins is 128, and a rate of 8,000 Hz allows at most 86: lower"):
+    with refused("audio.bins", "data.audio.bins"):
         processor_of(wav(tone(300)), rate=8000, bins=128)
-    with pytest.raises(RecipeError, match=r"bins is 1,000,000,000, and .* at most 86"):
+    with refused("audio.bins", "data.audio.bins"):
         processor_of(wav(tone(300)), rate=8000, bins=10**9)
     spectrogram = log_mel(processor_of(wav(tone(300)), rate=8000, bins=86), wav(tone(300)))
     assert spectrogram.std(axis=1).all()

@@ -16,8 +16,8 @@ from upath import UPath
 
 from app.config import DataConfig, ImageConfig, Recipe
 from app.data.images import ImageProcessor, read_picture
-from app.errors import DataError, RecipeError
 from app.pretrained import IMAGE_FILE, PretrainedFolder
+from tests.wording import refused
 
 Levels = NDArray[np.uint8]
 LEVELS = np.arange(0, 256, 17, dtype=np.uint8).reshape(4, 4)
@@ -82,25 +82,22 @@ def test_a_tiff_of_12_bits_is_scaled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("picture", "words"),
+    "picture",
     [
-        (
-            np.full((4, 4), 255, np.float32),
-            r"mode F has values from 255 to 255: expected 0 \(black\) to 1 \(white\), so",
-        ),
-        (np.array([[0, np.nan]], np.float32), "mode F has values from nan to nan"),
-        (np.full((4, 4), 70_000, np.int32), r"mode I has values from 70000 to 70000: expected 0 \(black\) to 65535"),
-        (np.full((4, 4), -1, np.int32), r"mode I has values from -1 to -1"),
-        (LEVELS.astype(np.int32), "mode I has values up to 255, and white may be 255 or 65,535: save it with 8 or 16"),
+        np.full((4, 4), 255, np.float32),
+        np.array([[0, np.nan]], np.float32),
+        np.full((4, 4), 70_000, np.int32),
+        np.full((4, 4), -1, np.int32),
+        LEVELS.astype(np.int32),
     ],
 )
-def test_values_without_a_meaning_are_refused(picture: NDArray[Any], words: str) -> None:
-    with pytest.raises(DataError, match=words):
+def test_values_without_a_meaning_are_refused(picture: NDArray[Any]) -> None:
+    with refused("image.range"):
         levels_of(encoded(Image.fromarray(picture), "TIFF"))
 
 
 def test_a_mode_that_has_no_grey_is_refused_by_its_name() -> None:
-    with pytest.raises(DataError, match="an image has the mode LAB: convert it to RGB"):
+    with refused("image.mode"):
         levels_of(encoded(Image.new("LAB", (4, 4)), "TIFF"))
 
 
@@ -132,7 +129,7 @@ def test_a_transparent_level_of_few_bits_shows_the_background(bits: int, pixels:
 
 
 def test_a_transparent_colour_of_16_bits_is_refused() -> None:
-    with pytest.raises(DataError, match="16 bits and a transparent colour: save it with 8 bits, or with an alpha"):
+    with refused("image.mode"):
         levels_of(png(16, 2, b"\x12\x34" * 12, b"\x12\x34" * 3))
 
 
@@ -194,7 +191,7 @@ def test_formats_are_told_by_their_content_and_truncated_files_are_refused(form:
     content = encoded(picture, form)
     assert read_picture(content).size == (64, 64)
     for end in (len(content) // 2, len(content) - 32):
-        with pytest.raises(DataError, match="cannot be read"):
+        with refused("image.unreadable"):
             read_picture(content[:end])
 
 
@@ -203,7 +200,7 @@ def test_a_tiff_whose_pixels_end_early_is_refused() -> None:
     content = tiff(noise, 8, edge=64)
     assert read_picture(content).size == (64, 64)
     for end in (len(content) // 2, len(content) - 8):
-        with pytest.raises(DataError, match="cannot be read"):
+        with refused("image.unreadable"):
             read_picture(content[:end])
 
 
@@ -211,15 +208,15 @@ def test_tiles_count_as_pixels() -> None:
     processor = ImageProcessor(ImageConfig(size=8))
     small, large = (tiff(bytes(4096**2), 8, edge=8, tile=tile) for tile in (1024, 4096))
     assert processor.weigh(small) == 1024**2 / 2**26
-    with pytest.raises(DataError, match="has 4096 x 4096 pixels: expected 1048576 at most"):
+    with refused("image.too_large"):
         processor.weigh(large)
-    with pytest.raises(DataError, match=r"too large \(65536 x 65536 pixels\)"):
+    with refused("image.too_large"):
         processor.encode([tiff(b"", 8, edge=8, tile=65_536)])
 
 
 @pytest.mark.parametrize("content", [b"P2 4 4 255\n" + b"0 " * 16, b"P5 4 4 100\n" + bytes(16)])
 def test_a_ppm_that_would_be_read_slowly_is_refused(content: bytes) -> None:
-    with pytest.raises(DataError, match="a PPM file in text, or not of 8 or 16 bits: save it as PNG"):
+    with refused("image.format"):
         ImageProcessor(ImageConfig(size=8)).weigh(content)
 
 
@@ -228,5 +225,5 @@ def test_a_pretrained_deviation_that_cannot_divide_is_refused(std: list[float], 
     given = {"image_processor_type": "ViTImageProcessor", "size": {"height": 4, "width": 4}}
     given |= {"image_mean": [0.5] * 3, "image_std": std}
     (tmp_path / IMAGE_FILE).write_text(json.dumps(given))
-    with pytest.raises(RecipeError, match=r"image_std \[.*\]: expected a positive number for each of image_mean"):
+    with refused("pretrained.image_std", "model.pretrained"):
         ImageProcessor.from_pretrained(PretrainedFolder(str(tmp_path), tmp_path), DataConfig(source="-"))

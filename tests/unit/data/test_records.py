@@ -24,7 +24,6 @@ from app.config import CleanConfig, Recipe
 from app.data.records import RecordProcessor
 from app.data.sources.labelled import load_examples
 from app.engines.onnxruntime import open_oracle
-from app.errors import DataError, TrainingError
 from app.models.factory import build_model
 from app.models.multimodal import LateFusion
 from app.serving.protocol.predict import PredictRequest
@@ -33,6 +32,7 @@ from app.tensors import OUTPUT, check_tensors
 from app.training.data.ranks import DataRank, validation_share
 from app.training.data.recipe_order import order_of
 from tests.records import FIELDS, recipe_of, with_data, write_goods
+from tests.wording import refused
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_group_that_fills_no_batch_is_refused(table: Path) -> None:
     lines = table.read_text(encoding="utf-8").split("\n")
     table.write_text("\n".join([*lines, ",only this,,,,shoe", ",only that,,,,bag"]), encoding="utf-8")
     recipe = recipe_of(table)
-    with pytest.raises(TrainingError, match=r"global_batch_size is 4, and . training samples have only note: .* lower"):
+    with refused("batch.fields", "train.global_batch_size"):
         order_of(recipe, prepare(recipe))
 
 
@@ -221,11 +221,11 @@ def test_cells_of_parquet_are_read_in_every_type(tmp_path: Path) -> None:
     first, second = read_fields(tmp_path / "goods.parquet", pa.table(columns))
     assert first == {"title": "café", "size": {"day": "2026-01-02", "price": 1.5}}
     assert second == {"title": "bar", "size": {"day": None, "price": 2.0}}
-    with pytest.raises(DataError, match=r"goods.parquet', row 2: the title is not text in UTF-8"):
+    with refused("text.encoding"):
         read_fields(tmp_path / "goods.parquet", pa.table(columns | {"title": [b"caf", b"\xff"]}))
-    with pytest.raises(DataError, match=r"goods.parquet', row 2: 'price' is not text in UTF-8: correct it"):
+    with refused("text.encoding"):
         read_fields(tmp_path / "goods.parquet", pa.table(columns | {"price": [None, b"\xff"]}))
-    with pytest.raises(DataError, match=r"goods.parquet', row 1: 'price' is a list: expected a number or a text"):
+    with refused("cell.type", "data.columns.fields.size.columns.1"):
         read_fields(tmp_path / "goods.parquet", pa.table(columns | {"price": [[2.0], None]}))
 
 
@@ -235,7 +235,7 @@ def test_each_row_field_has_its_own_categories(table: Path) -> None:
     named, unknown = (columns.model_copy(update={"categories": given}) for given in (["width"], ["width", "depth"]))
     data: Any = prepare(with_data(recipe_of(table), columns=named))
     assert data.facts["size_num_category_columns"] == data.facts["look_num_category_columns"] == 1
-    with pytest.raises(DataError, match=r"data.columns.categories has 'depth': the columns of .* are width, colour"):
+    with refused("columns.unknown", "data.columns.categories"):
         prepare(with_data(recipe_of(table), columns=unknown))
 
 
@@ -251,5 +251,5 @@ def test_all_multimodal_tasks_read_records() -> None:
         assert find_served_task(f"multimodal-{kind}").processor is RecordProcessor
     given = {"name": "x", "task": "text-classification", "data": {"source": "builtin:digit_halves"}}
     recipe = Recipe.model_validate(given | {"model": {"factory": "a:b"}})
-    with pytest.raises(DataError, match=r"builtin:digit_halves' holds records, the task takes texts"):
+    with refused("source.contents", "data.source"):
         prepare(recipe)

@@ -16,7 +16,6 @@ from app.data.labelled import LabelledData, LabelledDataset
 from app.data.prepared import IGNORED
 from app.data.tags import Tags, Word, first_tokens, spans_of
 from app.data.text import TextProcessor
-from app.errors import DataError, RecipeError
 from app.models.factory import blueprint_of
 from app.models.pretrained import match_weights
 from app.tasks import find_served_task, load_prepared, prepare
@@ -24,6 +23,7 @@ from app.tasks.objective import objective_of
 from app.tasks.tagging import EntityF1
 from tests.preparing import first_losses
 from tests.pretrained import write_encoder
+from tests.wording import refused
 
 MODEL = {"factory": "app.models.text:token_classifier", "args": {"layers": 1, "width": 8, "heads": 2}}
 CITIES = ("New York", "Rome", "San Marino")
@@ -127,7 +127,7 @@ def test_sources_are_mixed_if_their_words_are_split_alike(tmp_path: Path) -> Non
     data = both("a", "b")
     assert data.origins is not None
     assert set(data.origins.train.tolist()) == {0, 1}
-    with pytest.raises(DataError, match=r"data\.sources have tokens in some sources and spans in others"):
+    with refused("sources.differ", "data.sources"):
         both("a", "c")
 
 
@@ -153,33 +153,30 @@ def test_words_that_share_a_token_or_have_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("rows", "rule", "key"),
     [
-        ([{"tokens": ["a", "b"], "tags": ["O"]}], "line 1 has 2 tokens and 1 tags"),
-        ([{"tokens": ["a b"], "tags": ["O"]}], "line 1 has the token 'a b': expected texts without white space"),
-        ([{"tokens": ["a"], "tags": "O"}], "line 1: data.columns.tags is not a list: 'O'"),
-        ([{"tokens": ["a"]}], "data.columns.tags is 'tags', which .*, line 1 does not have"),
-        ([{"tokens": [f"a{row}"], "tags": ["O"]} for row in range(30)], "has no word in an entity"),
-        ([{"words": ["a"]}], "has neither tokens, data.columns.tokens 'tokens', nor spans"),
-        ([{"text": "a b", "spans": [{"start": 0, "end": 9, "label": "x"}]}], "a span from 0 to 9: the text has 3"),
-        ([{"text": "a b", "spans": [{"start": 1, "end": 2, "label": "x"}]}], "from 1 to 2, ' ', has no word"),
-        (
-            [{"text": "ab", "spans": [{"start": s, "end": 2, "label": "x"} for s in (0, 1)]}],
-            "from 1 to 2, 'b', has a word of another span",
-        ),
-        ([{"text": "a", "spans": [{"start": 0}]}], r"has the span \{'start': 0\}: expected an object with start, end"),
-        ([tokens(0)], "leaves the validation split empty \\(1 texts, 1 kept"),
+        ([{"tokens": ["a", "b"], "tags": ["O"]}], "tags.count", None),
+        ([{"tokens": ["a b"], "tags": ["O"]}], "token.white_space", None),
+        ([{"tokens": ["a"], "tags": "O"}], "cell.not_a_list", "data.columns.tags"),
+        ([{"tokens": ["a"]}], "columns.missing", "data.columns.tags"),
+        ([{"tokens": [f"a{row}"], "tags": ["O"]} for row in range(30)], "tags.none", "data.source"),
+        ([{"words": ["a"]}], "columns.missing", "data.columns"),
+        ([{"text": "a b", "spans": [{"start": 0, "end": 9, "label": "x"}]}], "span.outside", None),
+        ([{"text": "a b", "spans": [{"start": 1, "end": 2, "label": "x"}]}], "span.words", None),
+        ([{"text": "ab", "spans": [{"start": s, "end": 2, "label": "x"} for s in (0, 1)]}], "span.words", None),
+        ([{"text": "a", "spans": [{"start": 0}]}], "span.shape", None),
+        ([tokens(0)], "split.empty", "data.source"),
     ],
 )
 def test_rows_that_cannot_be_read_are_refused_with_their_line(
-    tmp_path: Path, rows: list[dict[str, Any]], words: str
+    tmp_path: Path, rows: list[dict[str, Any]], rule: str, key: str | None
 ) -> None:
-    with pytest.raises(DataError, match=words):
+    with refused(rule, key):
         prepared(tmp_path, rows)
 
 
 def test_keys_of_other_tasks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"data.columns.label is 'kind', which task token-classification does not"):
+    with refused("task.unsupported", "data.columns.label"):
         prepared(tmp_path, [tokens(0)], "data.columns.label=kind")
 
 

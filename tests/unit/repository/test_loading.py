@@ -17,7 +17,7 @@ from app.engines import architecture
 from app.engines.architecture import architecture_of
 from app.engines.base import Engine, EngineSettings, ShapeProfile
 from app.engines.registry import open_engine
-from app.errors import EngineError, StorageError
+from app.errors import EngineError
 from app.published.engine import open_published
 from app.published.loaded import load_model
 from app.repository.known_answers import KnownAnswers
@@ -28,6 +28,7 @@ from app.tensors import OUTPUT, Tensor, Tensors
 from tests.engine_contract import TEXTS, encoder, exported, rows
 from tests.helpers import ROOT
 from tests.loading import answers_rightly, load_encoder, model_card, publish_encoder
+from tests.wording import refused
 
 X86 = platform.machine() == "x86_64"
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -217,44 +218,31 @@ def test_a_file_that_was_no_model_when_it_was_published_is_refused(repository: R
         open_published(manifest, tmp_path / "other", threads=1)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "words"),
-    [
-        (
-            "inputs",
-            r"takes input_ids int64 \[-1, -1\], .*, expected ids int32 \[-1, 8\], as its manifest says",
-        ),
-        ("outputs", r"gives logits float32 \[-1, 3\], expected ids int32"),
-    ],
-)
+@pytest.mark.parametrize("tensors", ["inputs", "outputs"])
 def test_a_file_with_other_tensors_than_its_manifest_says_is_refused(
-    tensors: str, words: str, repository: Repository, tmp_path: Path
+    tensors: str, repository: Repository, tmp_path: Path
 ) -> None:
     other = {tensors: (Tensor(name="ids", dtype="int32", shape=(-1, 8)),)}
     publish_encoder(repository, tmp_path, model_card().model_copy(update=other))
-    with pytest.raises(EngineError, match=words):
+    with refused("engine.other_tensors"):
         load_encoder(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("engine", "without", "words"),
-    [
-        ("onnxruntime", "model.onnx", "has no model.onnx, which onnxruntime opens"),
-        ("onnxruntime", "labels.json", "has no labels.json"),
-        ("tensorrt", "tokenizer.json", "has no tokenizer.json"),
-    ],
+    ("engine", "without"),
+    [("onnxruntime", "model.onnx"), ("onnxruntime", "labels.json"), ("tensorrt", "tokenizer.json")],
 )
 def test_a_version_that_lacks_a_file_is_refused(
-    engine: str, without: str, words: str, repository: Repository, tmp_path: Path
+    engine: str, without: str, repository: Repository, tmp_path: Path
 ) -> None:
     publish_encoder(repository, tmp_path, model_card(engine=engine), without)
-    with pytest.raises(StorageError, match=words):
+    with refused("version.incomplete"):
         load_encoder(tmp_path)
 
 
 def test_a_plan_is_opened_and_no_onnx_file_beside_it(repository: Repository, tmp_path: Path) -> None:
     publish_encoder(repository, tmp_path, model_card(engine="tensorrt", device="gpu", architecture="SM90"))
-    with pytest.raises(StorageError, match=r"has no model\.plan, which tensorrt opens"):
+    with refused("version.incomplete"):
         load_encoder(tmp_path)
 
 

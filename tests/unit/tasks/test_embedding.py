@@ -29,6 +29,7 @@ from app.tasks.objective import objective_of
 from app.training.evaluation import evaluate
 from tests.preparing import first_losses
 from tests.pretrained import write_encoder
+from tests.wording import refused
 
 RECIPE = {
     "name": "pairs",
@@ -141,7 +142,7 @@ def test_near_duplicates_are_dropped_and_groups_refused(tmp_path: Path) -> None:
     source = f"data.source={tmp_path / 'near.jsonl'}"
     data = prepared(tmp_path, source, "data.clean.near_duplicates=0.7")
     assert data.report.dropped == {"near_duplicate": 2}
-    with pytest.raises(RecipeError, match=r"data\.group_column is 'page', which task sentence-embedding does not"):
+    with refused("task.unsupported", "data.group_column"):
         prepared(tmp_path, source, "data.group_column=page")
 
 

@@ -112,4 +112,4 @@ def require_text(path: str, head: bytes) -> None:
 def require_unpacked(path: str, head: bytes) -> None:
     """Raise DataError if a file that begins with ``head`` is compressed, or of another format than its ending says."""
     if found := next((what for magic, what in _OTHERS.items() if head.startswith(magic)), None):
-        raise DataError(f"{path!r} is {found[0]}: {found[1]}")
+        raise DataError(f"{path!r} is {found[0]}: {found[1]}").of("file.wrong_kind")

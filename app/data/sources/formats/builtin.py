@@ -68,7 +68,9 @@ def _batches(source: Source, columns: Columns) -> Iterator[Sequence[Mapping[str,
         return
     examples = find_examples(source)
     if examples.modality != columns.contents:
-        raise DataError(f"{source} holds {examples.modality}s, the task takes {columns.contents}s: change one of them")
+        raise DataError(
+            f"{source} holds {examples.modality}s, the task takes {columns.contents}s: change one of them"
+        ).of("source.contents", "data.source")
     for start in range(0, len(examples), BATCH_ROWS):
         part = slice(start, start + BATCH_ROWS)
         rows = zip(examples.inputs[part], examples.labels[part], strict=True)

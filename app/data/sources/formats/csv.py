@@ -165,7 +165,7 @@ class Csv(Format):
         return DataError(
             f"{part.path!r}, row {row.number:,}{part.where}: {count} cells, and the header names {expected} columns: "
             f"{row.text[:_MAX_SHOWN]!r}; correct the row: {why}"
-        )
+        ).of("row.cells")
 
 
 def _require_no_header(batch: pa.RecordBatch, place: Place) -> None:

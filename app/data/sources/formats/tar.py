@@ -70,7 +70,9 @@ class _Sample:
 
     def _without(self, what: str, expected: str) -> DataError:
         members = ", ".join(f".{name}" for name in self.members)
-        return DataError(f"{self.place} has no member that is {what}: it has {members}; expected {expected}")
+        return DataError(f"{self.place} has no member that is {what}: it has {members}; expected {expected}").of(
+            "tar.no_member"
+        )
 
 
 class Tar(Format):
@@ -129,7 +131,7 @@ def _require_end(path: str, offset: int) -> None:
             raise DataError(
                 f"{path!r} is torn: at byte {offset:,} it has neither a member nor the end-of-archive marker, a block "
                 "of zeros; write it again"
-            )
+            ).of("file.torn")
         while rest := file.read(2**20):
             if rest.strip(b"\0"):
                 raise DataError(
