@@ -26,14 +26,19 @@ from app.training.checkpoints.reader import export_weights
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.evaluation import write_evaluation
 from app.training.planning.outcome import prediction_of
-from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, best_of
+from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, best_of, require_finite
 from app.training.stop_request import StopRequest
 
 
 def finish_run(
     run: Run, data: PreparedData, ending: Ending, find_cluster: Callable[[TrainConfig], Cluster] = local_cluster
 ) -> Outcome:
-    """Publish the weights of the best epoch, and return the outcome. After a stop request, return the progress."""
+    """Publish the weights of the best epoch, and return the outcome. After a stop request, return the progress.
+
+    Raises:
+        NonFiniteLossError: no epoch has a finite validation loss and metric.
+        StorageError: no checkpoint of a whole epoch is intact.
+    """
     recipe, store = run.recipe, CheckpointStore(run.folder / CHECKPOINTS)
     report = str(run.folder / REPORT_FILE)
     if ending.stop_request is not StopRequest.NONE:
@@ -45,6 +50,7 @@ def finish_run(
         return Outcome(metrics, {"checkpoint": str(store.folder_of(saved)), "report": report}, status="stopped")
     selection = find_task(recipe.task).selection(recipe.train)
     best, checkpoint = _best_intact(store, ending.records, selection)
+    require_finite(best, selection)
     weights = run.folder / WEIGHTS
     adapter = run.folder / ADAPTER if recipe.model.adapter else None
     publish_weights(partial(export_weights, checkpoint), data, recipe, weights, adapter)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from app.config import EarlyStoppingConfig, PlanConfig, TrainConfig
 from app.config.metrics import Mode, Selection, cost_of
+from app.errors import NonFiniteLossError
 from app.planner.prediction import Prediction
 from app.telemetry.judgement import Judgement
 from app.telemetry.record import MemoryRecord, ReadingRecord, Record
@@ -150,12 +151,30 @@ class StoppedTrainMetrics(BaseModel):
 
 def epoch_cost(record: EpochRecord, selection: Selection) -> tuple[float, float]:
     """Return the cost of an epoch, by which less is better: of the metric, then of ``val_loss``."""
+    if not is_finite(record, selection):
+        return math.inf, math.inf
     return cost_of(record.value_of(selection.metric), selection.mode), cost_of(record.val_loss, "min")
 
 
 def best_of(records: Iterable[EpochRecord], selection: Selection) -> EpochRecord:
-    """Return the best epoch; the earliest of equal ones."""
+    """Return the best epoch; the earliest of equal ones. One whose numbers are not finite is worse than any other."""
     return min(records, key=lambda record: epoch_cost(record, selection))
+
+
+def is_finite(record: EpochRecord, selection: Selection) -> bool:
+    """Return whether the validation loss of an epoch is finite, and the metric that chooses the best one."""
+    # Answers without a number have an accuracy: that of the first class.
+    return math.isfinite(record.val_loss) and math.isfinite(record.value_of(selection.metric))
+
+
+def require_finite(best: EpochRecord, selection: Selection) -> None:
+    """Raise NonFiniteLossError if not even the best epoch has a finite validation loss and metric."""
+    if not is_finite(best, selection):
+        found = ", ".join(f"{name} {value:.4g}" for name, value in best.metrics.items())
+        raise NonFiniteLossError(
+            f"no epoch can be chosen by {selection.metric}, because none has finite numbers: epoch {best.epoch} has "
+            f"{found}; look at what the model answers in evaluation mode, or lower train.optimizer.lr"
+        )
 
 
 def should_stop(values: Sequence[float], mode: Mode, config: EarlyStoppingConfig) -> bool:

@@ -13,7 +13,7 @@ from app.data.prepared import PreparedData
 from app.errors import NonFiniteLossError
 from app.models.factory import blueprint_of, build_model
 from app.tasks import find_task
-from app.training.records import EpochRecord, best_of
+from app.training.records import EpochRecord, best_of, require_finite
 
 _LATENCY_CALLS = 20
 
@@ -45,7 +45,9 @@ def final_values(
     objectives: Sequence[Objective], records: Iterable[EpochRecord], recipe: Recipe, data: PreparedData
 ) -> list[float]:
     """Return the objectives of a trained trial, at the epoch whose weights training keeps."""
-    best = best_of(records, find_task(recipe.task).selection(recipe.train))
+    selection = find_task(recipe.task).selection(recipe.train)
+    best = best_of(records, selection)
+    require_finite(best, selection)
     return [_measure(objective, best, recipe, data) for objective in objectives]
 
 

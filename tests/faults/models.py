@@ -65,6 +65,14 @@ class FlickeringCnn(SmallCnn):
         return logits if self.training or self.validated else logits * torch.nan
 
 
+class MuteCnn(SmallCnn):
+    """One whose validations have no number."""
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        logits: Tensor = super().forward(pixel_values)
+        return logits if self.training else logits * torch.nan
+
+
 class HangingCnn(DropoutCnn):
     """One that never comes back from a forward pass on ``rank``, once in the life of file ``once``."""
 

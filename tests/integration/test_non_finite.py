@@ -125,3 +125,16 @@ def test_a_loss_that_is_not_finite_is_seen_where_its_gradient_is_and_the_fourth_
         assert "is not finite (epoch 4, batch" in error
         assert error.endswith("; 3 were left out, no run leaves out more")
         fault.saw(error.partition("(")[0].strip())
+
+
+@pytest.mark.parametrize("metric", ["{metric: val_accuracy, mode: max}", "{metric: val_loss, mode: min}"])
+def test_a_run_without_a_finite_validation_publishes_nothing(metric: str, tmp_path: Path) -> None:
+    """The accuracy of answers without a number is a number: that of the first class."""
+    model = ["model.factory=tests.faults.models:MuteCnn", "train.workers=1", f"train.early_stopping={metric}"]
+    done = in_fork("app.training", RECIPE, "train.epochs=1", *model, processes=1)
+    result = result_of(done.stdout)
+    assert result["status"] == "failed", done.stdout
+    assert "because none has finite numbers: epoch 1 has val_loss nan" in result["error"]
+    assert "(best)" not in done.stdout
+    (folder,) = tmp_path.glob("storage/runs/train/*")
+    assert not (folder / "weights").exists()

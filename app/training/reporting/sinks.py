@@ -12,7 +12,7 @@ from app.config import TrainConfig
 from app.config.metrics import Selection
 from app.storage import to_path, write_atomically
 from app.telemetry.mirror import Mirror
-from app.training.records import EpochRecord, StepRecord, best_of
+from app.training.records import EpochRecord, StepRecord, best_of, is_finite
 
 
 class _Line:
@@ -115,7 +115,8 @@ class Progress:
                     self._print_step(last)
             case (*_, EpochRecord() as last):
                 self._epochs.append(last)
-                self._print_epoch(last, is_best=best_of(self._epochs, self._selection) is last)
+                is_best = is_finite(last, self._selection) and best_of(self._epochs, self._selection) is last
+                self._print_epoch(last, is_best)
 
     def _print_step(self, record: StepRecord) -> None:
         self._print(

@@ -53,5 +53,5 @@ def test_latency_and_parameters_are_measured_and_the_rest_is_of_the_best_epoch()
 
 def test_a_value_that_is_not_finite_is_a_failure_of_the_trial() -> None:
     broken = record(1, 0.5).model_copy(update={"val_loss": float("nan")})
-    with pytest.raises(NonFiniteLossError, match="val_loss is nan after epoch 1"):
+    with pytest.raises(NonFiniteLossError, match="none has finite numbers: epoch 1 has val_loss nan"):
         final_values([Objective("val_loss", "min")], [broken], recipe_with(), prepare(recipe_with()))
