@@ -8,6 +8,7 @@ import typer
 from app.cli.endpoint import local_endpoint
 from app.cli.monitoring import Notify, receivers_of
 from app.cluster import local
+from app.cluster.job_view import spinner
 from app.cluster.state import SUPERVISOR_LOG, TOKEN_FILE, ClusterState, read_state, running_cluster
 from app.errors import ClusterError
 from app.monitoring import processes
@@ -28,12 +29,15 @@ def up(
 ) -> None:
     """Start a Ray cluster on this machine, with token authentication and on loopback."""
     if not monitoring:
-        _describe(local.start(dashboard_port, serve_port, grpc_port, num_cpus))
+        with spinner("starting Ray"):
+            cluster = local.start(dashboard_port, serve_port, grpc_port, num_cpus)
+        _describe(cluster)
         return
     # Both are checked before the cluster starts, so that an error leaves nothing to stop.
     receivers = receivers_of(notify)
     watched_by = processes.programs()
-    cluster = local.start(dashboard_port, serve_port, grpc_port, num_cpus, watched_by)
+    with spinner("starting Ray"):
+        cluster = local.start(dashboard_port, serve_port, grpc_port, num_cpus, watched_by)
     try:
         processes.start(cluster, receivers, retention)
     except BaseException:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from app.cli.options import Overrides, RunId, Storage, train_run
+from app.cli.options import Overrides, Quiet, RunId, Storage, Verbose, detail_of, train_run
 from app.cluster.state import read_state
 from app.cluster.submit import follow_job, send_job, stop_job
 from app.cluster.submit import submit as submit_job
@@ -33,6 +33,8 @@ def submit(
     as_json: Annotated[
         bool, typer.Option("--json", help="End with the whole result, and not only its figures.")
     ] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Send a job (plan, prepare, train, tune, compile, deploy, undeploy, lifecycle) to the cluster, and follow it."""
     given = [*([recipe] if recipe else []), *(overrides or [])]
@@ -40,7 +42,7 @@ def submit(
         given.insert(0, recipe_option)
     if not given:
         raise RequestError("no recipe given: pass its path or URI after the job, or - for standard input")
-    code = submit_job(job, given[0], given[1:], ["--json"] if as_json else [])
+    code = submit_job(job, given[0], given[1:], ["--json"] if as_json else [], detail_of(quiet, verbose))
     if code == 0 and job in _SERVING:
         _print_question(job, given[0], given[1:])
     raise typer.Exit(code)
@@ -61,9 +63,13 @@ def _print_question(job: str, recipe: str, overrides: list[str]) -> None:
             print(f"ask it: {command}")
 
 
-def follow(job: Annotated[str, typer.Argument(help="The job's id, or its beginning.")]) -> None:
+def follow(
+    job: Annotated[str, typer.Argument(help="The job's id, or its beginning.")],
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
     """Show the log of a job until its end, as 'rayloom submit' does."""
-    raise typer.Exit(follow_job(job))
+    raise typer.Exit(follow_job(job, detail_of(quiet, verbose)))
 
 
 def stop(

@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 from upath import UPath
 
+from app.cluster.job_view import Detail
 from app.cluster.packages import usual_storage
 from app.cluster.state import read_state
-from app.errors import StorageError
+from app.errors import RequestError, StorageError
 from app.reports.catalog import find_run
 from app.reports.run_folder import RunFolder
 from app.storage import absolute_location, is_local, open_storage
@@ -19,6 +20,8 @@ Storage = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as train.epochs=3.")]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show the result alone, and what went wrong.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also show what Ray says of the job.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -41,3 +44,10 @@ def chosen_storage(storage: str | None, is_new: bool = False) -> UPath:
 def train_run(named: str, storage: str | None) -> RunFolder:
     """Return the training run that a person names by its id, or the beginning of it. Raises StorageError."""
     return find_run(chosen_storage(storage), named, "train")
+
+
+def detail_of(quiet: bool, verbose: bool) -> Detail:
+    """Return how much of a job's log is shown. Raises RequestError for a contradiction."""
+    if quiet and verbose:
+        raise RequestError("--quiet and --verbose are given: give one of them")
+    return "quiet" if quiet else "verbose" if verbose else "normal"

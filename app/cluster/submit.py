@@ -17,6 +17,7 @@ import httpx
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from app.cluster.job_log import JobLog
+from app.cluster.job_view import Detail, JobView, spinner
 from app.cluster.jobs import Job, JobsApi
 from app.cluster.packages import known_jobs, runtime_env
 from app.cluster.preflight import require_inputs, require_stored
@@ -48,7 +49,7 @@ _RESTART_TIMEOUT_S = 300.0
 """Maximum time in which a running supervisor restarts the cluster."""
 
 
-def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] = ()) -> int:
+def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] = (), detail: Detail = "normal") -> int:
     """Submit ``python -m jobs.JOB RECIPE …`` from the current folder, show its log, return its exit code.
 
     The recipe is a path, a URI, or ``-`` for standard input; to deploy, also a model's name. ``options`` are the job's
@@ -78,7 +79,7 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
         require_stored(job, loaded, open_storage(storage or running_cluster().storage))
     # A relative path is meant from the current folder, not from the job's copy of it.
     arguments = [*overrides, *([f"storage={storage}"] if storage else []), *options]
-    return send_job(job, location, arguments, loaded.name, target)
+    return send_job(job, location, arguments, loaded.name, target, detail)
 
 
 def _is_sent_along(recipe: str) -> bool:
@@ -115,7 +116,14 @@ def _extend_environment() -> bool:
     return True
 
 
-def send_job(job: str, recipe: str, arguments: list[str], name: str, target: _Target | None = None) -> int:
+def send_job(
+    job: str,
+    recipe: str,
+    arguments: list[str],
+    name: str,
+    target: _Target | None = None,
+    detail: Detail = "normal",
+) -> int:
     """Submit a job on a recipe that every node can read, show its log, return its exit code.
 
     Args:
@@ -127,19 +135,21 @@ def send_job(job: str, recipe: str, arguments: list[str], name: str, target: _Ta
     target = target or _find_target()
     _jobs_api(target)
     submission_id = f"{job}-{secrets.token_hex(4)}"
-    _send(
-        target.environment,
-        failure=f"job {submission_id} cannot be submitted",
-        entrypoint=shlex.join(["python", "-m", f"jobs.{job}", recipe, *arguments]),
-        submission_id=submission_id,
-        runtime_env=runtime_env(".", has_rayloom=target.is_local),
-        metadata={_FOLDER: str(Path.cwd()), _NAME: name},
-    )
-    print(f"Job '{submission_id}' submitted. To stop it: rayloom stop {submission_id}", flush=True)
-    return _follow_to_end(submission_id, target.environment)
+    with spinner("sending this folder to the cluster"):
+        _send(
+            target.environment,
+            failure=f"job {submission_id} cannot be submitted",
+            entrypoint=shlex.join(["python", "-m", f"jobs.{job}", recipe, *arguments]),
+            submission_id=submission_id,
+            runtime_env=runtime_env(".", has_rayloom=target.is_local),
+            metadata={_FOLDER: str(Path.cwd()), _NAME: name},
+        )
+    if detail != "quiet":
+        print(f"Job '{submission_id}' submitted. To stop it: rayloom stop {submission_id}", flush=True)
+    return _follow_to_end(submission_id, target.environment, JobView(detail))
 
 
-def follow_job(named: str) -> int:
+def follow_job(named: str, detail: Detail = "normal") -> int:
     """Show the log of a job that runs or has ended, and return its exit code. An id may be shortened.
 
     Raises:
@@ -149,7 +159,7 @@ def follow_job(named: str) -> int:
     job = _jobs_api(target).beginning_with(named)
     if job is None:
         raise ClusterError(f"the cluster has no job {named!r}: 'rayloom runs list' shows what has run")
-    return _follow_to_end(job.submission_id, target.environment)
+    return _follow_to_end(job.submission_id, target.environment, JobView(detail))
 
 
 def stop_job(named: str) -> str | None:
@@ -258,13 +268,13 @@ def _client_errors() -> tuple[type[Exception], ...]:
     return (ClientError, OSError, RayError, RuntimeError, ValueError)
 
 
-def _follow_to_end(submission_id: str, environment: Mapping[str, str]) -> int:
+def _follow_to_end(submission_id: str, environment: Mapping[str, str], view: JobView) -> int:
     """Print a job's log until the job ends, and return its exit code. Ctrl-C ends the printing, and not the job.
 
     If the cluster is lost meanwhile, go on with the job that its supervisor submits in place of this one.
     """
     try:
-        return _print_to_end(submission_id, environment)
+        return _print_to_end(submission_id, environment, view)
     except KeyboardInterrupt:
         print(
             f"\njob {submission_id} goes on: 'rayloom follow {submission_id}' shows it again, and "
@@ -274,23 +284,26 @@ def _follow_to_end(submission_id: str, environment: Mapping[str, str]) -> int:
         return 128 + signal.SIGINT
 
 
-def _print_to_end(submission_id: str, environment: Mapping[str, str]) -> int:
+def _print_to_end(submission_id: str, environment: Mapping[str, str], view: JobView) -> int:
     api = JobsApi.of(environment)
-    job, was_stopped = _print_and_await(api, submission_id, environment)
+    job, was_stopped = _print_and_await(api, submission_id, environment, view)
     if not (job and job.has_ended):
         print("the cluster was lost while the job ran", file=sys.stderr)
         submission_id = _await_resubmission(api, submission_id)
-        job, was_stopped = _print_and_await(api, submission_id, environment)
+        job, was_stopped = _print_and_await(api, submission_id, environment, view)
     return _exit_code(submission_id, job, was_stopped)
 
 
-def _print_and_await(api: JobsApi, submission_id: str, environment: Mapping[str, str]) -> tuple[Job | None, bool]:
+def _print_and_await(
+    api: JobsApi, submission_id: str, environment: Mapping[str, str], view: JobView
+) -> tuple[Job | None, bool]:
     """Print the job's log. Return the job, and whether its RESULT says that it was paused or stopped.
 
     The job has ended unless its cluster was lost. It is None if nobody answers. Ray closes the log up to two seconds
     after the end of the job. So after the RESULT, ask Ray for the end.
     """
-    log = _print_log(submission_id, environment)
+    with view:
+        log = _print_log(submission_id, environment, view)
     attempts = Retrying(
         retry=retry_if_result(lambda job: log.has_result and job is not None and not job.has_ended),
         wait=wait_fixed(_EXIT_PERIOD_S),
@@ -298,14 +311,16 @@ def _print_and_await(api: JobsApi, submission_id: str, environment: Mapping[str,
     return attempts(_find_job, api, submission_id), log.was_stopped
 
 
-def _print_log(submission_id: str, environment: Mapping[str, str]) -> JobLog:
+def _print_log(submission_id: str, environment: Mapping[str, str], view: JobView) -> JobLog:
     """Print and return the job's log, until its RESULT, or else until the job ends or its cluster does not answer."""
     log = JobLog()
 
     async def print_log(client: Any) -> None:
         async with aclosing(client.tail_job_logs(submission_id)) as pieces:
             async for piece in pieces:
-                print("".join(f"{line}\n" for line in log.lines(piece)), end="", flush=True)
+                lines = list(log.lines(piece))
+                for line in lines if view.detail != "verbose" else piece.splitlines():
+                    view.show(line)
                 if log.has_result:
                     return
 
@@ -314,7 +329,7 @@ def _print_log(submission_id: str, environment: Mapping[str, str]) -> JobLog:
     except _client_errors() as error:
         print(f"the log of job {submission_id} ended: {first_line(error)}", file=sys.stderr)
     for line in log.end():
-        print(line, flush=True)
+        view.show(line)
     return log
 
 

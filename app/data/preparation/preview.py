@@ -4,9 +4,12 @@ from collections.abc import Iterator, Sequence
 
 from app.config import DataConfig
 from app.data.examples import Input, in_words
+from app.data.kinds import resolve_kinds
 from app.data.preparation.samples import SampleKind
+from app.data.sources.cells import Rows
 from app.data.sources.formats import SourceFile
 from app.data.sources.formats.builtin import TEST_KEY
+from app.data.sources.labelled import kinds_of
 from app.data.sources.source import Source
 from app.data.sources.units import list_files, read_files
 from app.errors import DataError
@@ -34,10 +37,17 @@ def first_input(config: DataConfig, kind: SampleKind) -> Input | None:
     files = list_files(source, kind.contents)
     named = _resolved(config.each_source()[0], files, kind)
     for rows in read_files(files[:_FILES], kind.columns(named)):
-        for item in kind.inputs(rows, named, verify=True):
+        for item in _inputs(rows, named, kind):
             if item:
                 return item
     return None
+
+
+def _inputs(rows: Rows, config: DataConfig, kind: SampleKind) -> Iterator[Input | None]:
+    """Yield the inputs of rows. Columns of a table are of the kinds that these rows tell."""
+    kinds = kinds_of(rows, kind.columns(config))
+    known = config.model_copy(update={"columns": resolve_kinds(kinds, config.columns)})
+    return kind.inputs(rows, known, verify=True)
 
 
 def _resolved(config: DataConfig, files: Sequence[SourceFile], kind: SampleKind) -> DataConfig:
@@ -56,7 +66,7 @@ def _look_at(config: DataConfig, source: Source, kind: SampleKind) -> None:
     named, inputs = _resolved(config, files, kind), list[Input | None]()
     for file in _spread(files):
         for rows in read_files([file], kind.columns(named)):
-            inputs += kind.inputs(rows, named, verify=True)
+            inputs += _inputs(rows, named, kind)
             kind.labels(rows, named)
             break
     if not inputs and len(files) <= _FILES:

@@ -1,6 +1,7 @@
 """Two sinks of records: ``metrics.jsonl`` and the progress lines in the job's log."""
 
 import json
+import math
 import time
 from collections.abc import Iterable, Sequence
 
@@ -89,6 +90,8 @@ def _whole_line(text: str) -> _Line | None:
 
 
 _PROGRESS_INTERVAL_S = 10.0
+_MAX_EPOCH_LINES = 50
+"""Of quick epochs. Those that take longer than the interval have a line each."""
 
 
 class Progress:
@@ -105,6 +108,7 @@ class Progress:
         self._selection = selection
         self._config, self._total_steps, self._first_step = config, total_steps, first_step
         self._epochs = list(epochs_so_far)
+        self._every = math.ceil(config.epochs / _MAX_EPOCH_LINES)
         self._started = self._printed = time.monotonic()
 
     def append(self, *records: StepRecord | EpochRecord) -> None:
@@ -115,6 +119,9 @@ class Progress:
                     self._print_step(last)
             case (*_, EpochRecord() as last):
                 self._epochs.append(last)
+                is_due = last.epoch % self._every == 0 or last.epoch == self._config.epochs
+                if not is_due and time.monotonic() - self._printed < _PROGRESS_INTERVAL_S:
+                    return
                 is_best = is_finite(last, self._selection) and best_of(self._epochs, self._selection) is last
                 self._print_epoch(last, is_best)
 

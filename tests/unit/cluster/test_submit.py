@@ -3,7 +3,9 @@
 import asyncio
 import io
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -18,9 +20,10 @@ from upath import UPath
 
 import jobs._shards
 from app.cluster.jobs import Job, JobsApi
-from app.cluster.submit import resubmit, submit
+from app.cluster.preflight import require_stored
+from app.cluster.submit import follow_job, resubmit, stop_job, submit
 from app.config import embedded, load_job_recipe, load_recipe, title_of
-from app.errors import ClusterError, RecipeError
+from app.errors import ClusterError, RecipeError, StorageError
 from jobs._runner import main
 from jobs.train import train
 from tests.helpers import ROOT, result_of
@@ -57,6 +60,15 @@ class PausedClient(AcceptingClient):
 
     async def tail_job_logs(self, submission_id: str) -> AsyncIterator[str]:
         yield 'RESULT {"job": "train", "run_id": "r", "status": "stopped"}\n'
+
+
+class InterruptedClient(AcceptingClient):
+    """One whose reader presses Ctrl-C."""
+
+    async def tail_job_logs(self, submission_id: str) -> AsyncIterator[str]:
+        yield "epoch 1/9\n"
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)
 
 
 def job(submission_id: str, status: str, **fields: Any) -> Job:
@@ -320,3 +332,50 @@ def test_a_recipe_too_long_for_a_command_is_refused(tmp_path: Path, sent: Sent) 
     (tmp_path / "long.yaml").write_text(TEXT + "# " + "x" * 70_000, encoding="utf-8")
     with pytest.raises(RecipeError, match="expected 65,536 at most"):
         submit("train", str(tmp_path / "long.yaml"), [])
+
+
+def test_ctrl_c_ends_the_log_and_says_how_to_go_on(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", InterruptedClient)
+    assert submit("train", "recipes/digits.yaml", []) == 130
+    shown = capsys.readouterr()
+    (submission_id,) = re.findall(r"Job '(\S+)' submitted\. To stop it: rayloom stop \1", shown.out)
+    assert f"job {submission_id} goes on: 'rayloom follow {submission_id}'" in shown.err
+    assert f"'rayloom stop {submission_id}'" in shown.err
+
+
+def test_a_job_is_stopped_and_followed_by_the_beginning_of_its_id(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = [job("train-11aa", "RUNNING"), job("train-22bb", "RUNNING"), job("tune-33cc", "SUCCEEDED")]
+    stopped: list[str] = []
+    monkeypatch.setattr(JobsApi, "jobs", lambda self: known)
+    monkeypatch.setattr(JobsApi, "stop", lambda self, submission_id: stopped.append(submission_id))
+    assert (stop_job("train-2"), stopped) == ("train-22bb", ["train-22bb"])
+    assert stop_job("deploy") is None
+    with pytest.raises(ClusterError, match="'train' is the beginning of 2 jobs, such as train-11aa, train-22bb"):
+        stop_job("train")
+    with pytest.raises(ClusterError, match="job tune-33cc has ended already"):
+        stop_job("tune")
+    assert follow_job("tune") == 0
+    assert "the log of tune" in capsys.readouterr().out
+    with pytest.raises(ClusterError, match="no job 'deploy-1'"):
+        follow_job("deploy-1")
+
+
+def test_a_cluster_s_token_file_without_a_token_is_told_by_its_name(tmp_path: Path) -> None:
+    address = {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"}
+    with pytest.raises(ClusterError, match=r"RAY_AUTH_TOKEN_PATH names '.*/token', which has no token"):
+        JobsApi.of({**address, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")})
+    with pytest.raises(ClusterError, match=r"no cluster answers at 'http://127.0.0.1:9' \(Connection refused\)"):
+        JobsApi("http://127.0.0.1:9", "", "~/.ray/auth_token").require_access()
+
+
+def test_a_version_that_is_not_there_is_told_before_the_job_is_sent(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(StorageError, match="model 'digits' has no version in production"):
+        require_stored("deploy", load_recipe("recipes/digits.yaml"), UPath(tmp_path))
+    with pytest.raises(StorageError, match="no finished train run of recipe 'digits'"):
+        require_stored("compile", load_recipe("recipes/digits.yaml"), UPath(tmp_path))

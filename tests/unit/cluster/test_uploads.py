@@ -7,8 +7,9 @@ import pytest
 from PIL import Image
 
 from app.cluster.jobs import JobsApi
+from app.cluster.preflight import require_inputs
 from app.cluster.submit import submit
-from app.config import Recipe
+from app.config import Recipe, load_recipe
 from app.errors import RecipeError
 from tests.helpers import ROOT
 
@@ -164,3 +165,14 @@ def test_a_path_that_exists_nowhere_in_the_project_is_left_to_the_job(project: P
     for source in ("elsewhere.csv", "nowhere.csv", "builtin:digits", "~/x.csv", "x" * 999):
         with pytest.raises(Sent):
             submitted(f"data.source={source}")
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("[!g]*.yaml")))
+def test_the_data_of_every_recipe_pass_the_look_at_their_first_rows(recipe: str) -> None:
+    require_inputs("train", load_recipe(ROOT / f"recipes/{recipe}.yaml"), ROOT, is_local=True)
+
+
+def test_a_table_with_words_and_numbers_passes(project: Path) -> None:
+    (project / FILE).write_text("age,town,label\n40,K\u00f6ln,a\n,Bonn,b\n", encoding="utf-8")
+    with pytest.raises(Sent):
+        submitted(f"data.source={FILE}", "data.test_fraction=null", recipe="breast_cancer")

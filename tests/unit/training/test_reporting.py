@@ -12,7 +12,8 @@ import torch
 from upath import UPath
 from upath.implementations.memory import MemoryPath
 
-from app.config import AlertConfig
+from app.config import AlertConfig, TrainConfig
+from app.config.metrics import Selection
 from app.storage import to_path
 from app.telemetry.alerts import Alerts, Notifier
 from app.telemetry.mirror import Mirror
@@ -24,7 +25,7 @@ from app.training.engine import StepResult
 from app.training.engine.deepspeed_engine import Factors
 from app.training.records import EpochRecord
 from app.training.reporting.recorder import Recorder
-from app.training.reporting.sinks import METRICS_FILE, MetricsLog
+from app.training.reporting.sinks import METRICS_FILE, MetricsLog, Progress
 from app.training.stop_request import CONTROL_FILE, StopRequest, StopSignals, read_stop_request, request_stop
 from app.training.worker import Worker
 from tests.helpers import records_of, wait_until
@@ -255,3 +256,13 @@ def test_what_an_object_store_refuses_is_copied_later(
         assert capsys.readouterr().err.count("cannot be written and will be retried (OSError: no room)") == 1
         mirror.flush()
         assert logged(folder) == [1, 2]
+
+
+@pytest.mark.parametrize(("epochs", "lines"), [(3, 3), (50, 50), (4_000, 50)])
+def test_quick_epochs_do_not_fill_the_log(capsys: pytest.CaptureFixture[str], epochs: int, lines: int) -> None:
+    progress = Progress(TrainConfig(epochs=epochs), Selection("val_loss", "min"), epochs, 0, [])
+    for number in range(1, epochs + 1):
+        progress.append(record(number))
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == lines
+    assert said[-1].startswith(f"epoch {epochs}/{epochs}  loss 1.0000")

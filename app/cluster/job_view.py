@@ -1,0 +1,87 @@
+"""What a person sees of a job: on a terminal a spinner and bars, elsewhere plain lines."""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Literal, Self
+
+Detail = Literal["quiet", "normal", "verbose"]
+"""The result and what went wrong; what the job says; also what Ray says of it."""
+
+_ALWAYS = ("RESULT {", "error: ", "warning: ")
+_BARS = (
+    re.compile(r"(?P<what>epoch \d+/\d+)  step (?P<done>[\d,]+)/(?P<total>[\d,]+)  (?P<rest>.*)"),
+    re.compile(r"(?P<what>epoch) (?P<done>[\d,]+)/(?P<total>[\d,]+)  (?P<rest>loss .*)"),
+    re.compile(r"(?P<what>.+): (?P<done>\d+) of (?P<total>\d+) parts, (?P<rest>.*)"),
+)
+"""Lines that replace the one before: the state of work that goes on."""
+
+
+class JobView:
+    """Shows the lines of a job's log. Use it as a context manager."""
+
+    def __init__(self, detail: Detail = "normal") -> None:
+        self.detail = detail
+        self._bar: Any = None
+        self._last: str | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self.detail == "normal" and _is_terminal(sys.stdout):
+            self._bar = self._stack.enter_context(_progress())
+            self._task = self._bar.add_task("the job begins", total=None, rest="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._keep_last()
+        self._stack.close()
+        self._bar = None
+
+    def show(self, line: str) -> None:
+        """Show a line of the job. Progress replaces earlier progress on a terminal."""
+        if self.detail == "quiet" and not line.startswith(_ALWAYS):
+            return
+        if self._bar is None:
+            print(line, flush=True)
+        elif found := next((match for bar in _BARS if (match := bar.fullmatch(line))), None):
+            done, total = (int(found[name].replace(",", "")) for name in ("done", "total"))
+            self._bar.update(self._task, description=found["what"], completed=done, total=total, rest=found["rest"])
+            self._last = line
+        else:
+            self._keep_last()
+            self._print(line)
+
+    def _keep_last(self) -> None:
+        """Print where the work ended that the bar shows, and let the spinner turn for what comes next."""
+        if self._bar is not None and self._last is not None:
+            self._print(self._last)
+            self._bar.reset(self._task, description="working", total=None, rest="")
+            self._last = None
+
+    def _print(self, line: str) -> None:
+        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """Turn a spinner beside ``text`` within the block, if a person looks."""
+    if not _is_terminal(sys.stderr):
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
+
+
+def _is_terminal(stream: Any) -> bool:
+    return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
+
+
+def _progress() -> AbstractContextManager[Any]:
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[rest]}")
+    return Progress(*columns, TimeElapsedColumn(), transient=True)

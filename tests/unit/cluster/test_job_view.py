@@ -1,0 +1,88 @@
+"""What a person sees of a job: bars on a terminal, plain lines elsewhere."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+
+from app.cluster.job_view import JobView
+from tests.helpers import ROOT
+
+EPOCHS = 4_000
+JOB = f"""
+from app.cluster.job_view import JobView, spinner
+with spinner("sending"):
+    pass
+with JobView() as view:
+    view.show("reading: 3 of 4 parts, 5 of 8 MB, about 2 s left")
+    view.show("── train ──")
+    for epoch in range(1, {EPOCHS} + 1):
+        view.show(f"epoch {{epoch}}/{EPOCHS}  loss 0.5  val_accuracy 0.9 [best]  3 samples/s  0:00 left")
+    view.show('RESULT {{"status": "succeeded"}}')
+"""
+
+
+def on_a_terminal(code: str, **environment: str) -> str:
+    """Run code in a pseudo-terminal, and return all that it wrote there."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=ROOT,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", **environment},
+    ):
+        os.close(theirs)
+        written = b""
+        while True:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # Linux says so at the end
+                break
+            if not piece:
+                break
+            written += piece
+    os.close(ours)
+    return written.decode()
+
+
+def without_control(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+def test_a_terminal_shows_progress_in_place_and_keeps_its_last_state() -> None:
+    shown = on_a_terminal(JOB)
+    lines = without_control(shown).replace("\r", "\n").splitlines()
+    kept = [line.strip() for line in lines if line.startswith(("reading", "──", "epoch", "RESULT"))]
+    assert kept == [
+        "reading: 3 of 4 parts, 5 of 8 MB, about 2 s left",
+        "── train ──",
+        f"epoch {EPOCHS}/{EPOCHS}  loss 0.5  val_accuracy 0.9 [best]  3 samples/s  0:00 left",
+        'RESULT {"status": "succeeded"}',
+    ]
+    assert len(lines) < EPOCHS / 10
+    assert "\x1b[?25h" in shown  # the cursor is back
+
+
+def test_a_terminal_without_color_gets_none() -> None:
+    assert re.search(r"\x1b\[[0-9;]*3\dm", on_a_terminal(JOB))
+    assert not re.search(r"\x1b\[[0-9;]*3\dm", on_a_terminal(JOB, NO_COLOR="1"))
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines() -> None:
+    assert on_a_terminal(JOB, TERM="dumb").count("epoch ") == EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("detail", "kept"),
+    [("normal", ["epoch 1/2  loss 1", "warning: w", "RESULT {}"]), ("quiet", ["warning: w", "RESULT {}"])],
+)
+def test_elsewhere_lines_are_plain(capsys: pytest.CaptureFixture[str], detail: str, kept: list[str]) -> None:
+    with JobView(detail) as view:  # type: ignore[arg-type]
+        for line in ("epoch 1/2  loss 1", "warning: w", "RESULT {}"):
+            view.show(line)
+    assert capsys.readouterr().out.splitlines() == kept
