@@ -1,10 +1,12 @@
 """Training on a stream: each message once, for any number of workers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.config import dump_recipe
+from app.data.examples import Reason
 from tests.helpers import folder_of, losses, train_alone
 from tests.streams import left_out, message, micro_epochs_of, nats_server, overrides, times_trained
 from tests.unit.data.test_stream_tasks import message as content_of_row
@@ -29,12 +31,22 @@ def test_two_processes_learn_what_one_does_from_a_stream_each_message_once(tmp_p
         assert result["metrics"]["steps"] == times.count(1.0) // 16
 
 
-@pytest.mark.parametrize("task", ["tabular-regression", "image-classification"])
-def test_two_processes_learn_what_one_does_from_rows_of_any_task(tmp_path: Path, task: str) -> None:
+@pytest.mark.parametrize(
+    ("task", "bad", "reason"),
+    [
+        ("tabular-regression", {"age": 1e300}, "malformed"),  # far out of the scale of the first micro-epoch
+        ("image-classification", {"photo": b"torn"}, "unreadable"),
+    ],
+)
+def test_two_processes_learn_what_one_does_from_rows_of_any_task(
+    tmp_path: Path, task: str, bad: dict[str, Any], reason: Reason
+) -> None:
     streamed = of_task(task)
+    rows = streamed.rows()
+    rows[150] |= bad
     with nats_server(tmp_path / "jetstream") as server:
-        server.publish(map(content_of_row, streamed.rows()))
-        recipe = streamed.recipe(tmp_path, f"{server.url}/S", **streamed.stream | {"samples": 32})
+        server.publish(map(content_of_row, rows))
+        recipe = streamed.recipe(tmp_path, f"{server.url}/S", **streamed.stream | {"samples": 32, "max_bad": 0.02})
         (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
         keys, path = ["train.epochs=9", "train.early_stopping=null"], str(tmp_path / "recipe.yaml")
         runs = [
@@ -42,4 +54,6 @@ def test_two_processes_learn_what_one_does_from_rows_of_any_task(tmp_path: Path,
         ]
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), abs=1e-5)
     for result in runs:
-        assert result["metrics"]["epochs"] == len(micro_epochs_of(folder_of(result))) > 3
+        micro_epochs = micro_epochs_of(folder_of(result))
+        assert result["metrics"]["epochs"] == len(micro_epochs) > 3
+        assert micro_epochs[-1].report.dropped[reason] == 1

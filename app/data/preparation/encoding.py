@@ -3,16 +3,18 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
+from typing import Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from upath import UPath
 
 from app.config import ColumnsConfig, DataConfig
+from app.data.examples import Input
 from app.data.preparation.samples import SampleKind, TokenKind
 from app.data.preparation.survey import Cleaner
 from app.data.preparation.writers import LabelledWriter, SplitWriter, labelled_schema
+from app.data.processor import Processor
 from app.data.rows import RowColumns
 from app.data.shards import Shard, ShardIndex, ShardPlace
 from app.data.sources.cells import Rows
@@ -36,6 +38,8 @@ class Encoding:
     """The columns of a table, once their kinds are decided."""
     tokenizer: LanguageTokenizer | None = None
     """For samples that are kept as tokens."""
+    processor: Processor | None = None
+    """For other samples, once it is fitted."""
 
     @classmethod
     def load(cls, config: DataConfig, kind: SampleKind, folder: UPath) -> Self:
@@ -75,6 +79,12 @@ class Encoding:
             raise LabelError(f"{label!r} is no number, as the labels of data.{key} are", label)
         if self.targets:
             self.targets.read([label], self.config, key)
+
+    def check_input(self, rows: Rows) -> None:
+        """Raise DataError for the input of a single row that the processor refuses, such as a number out of scale."""
+        if self.processor:
+            convert, (item,) = Cleaner(self.config.clean, self.kind).convert, self.kind.written(rows, self.config)
+            self.processor.encode([convert(part) for part in self.kind.parts(cast(Input, item))])
 
     def writer(self, place: ShardPlace, key: str = "source") -> SplitWriter:
         """Return a writer of shards. ``key``: the one of ``data`` that names the source of the rows."""

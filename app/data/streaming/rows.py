@@ -217,8 +217,11 @@ class StreamRows:
             rows = self._format.rows([message])
             self._require_numbers(rows)
             (item,), labels = kind.inputs(rows, config, verify=True), kind.labels(rows, config)
+            if item:
+                self._encoding.check_input(rows)
         except DataError as error:
-            return _Read(None, "", "", "malformed", str(error))
+            told = str(error) if str(message) in str(error) else f"{message}: {error}"
+            return _Read(None, "", "", "malformed", told)
         label, group = (found[0] if found else "" for found in (labels, groups_in(rows)))
         try:
             if label:

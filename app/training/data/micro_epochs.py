@@ -1,6 +1,6 @@
 """The micro-epochs of a stream in training: the first worker collects them, and all workers read their shards."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from upath import UPath
@@ -8,7 +8,7 @@ from upath import UPath
 from app.best_effort import best_effort
 from app.config import Recipe
 from app.data.preparation.encoding import Encoding
-from app.data.prepared import TRAIN, VALIDATION, DataReport, GrowingData, PreparedData
+from app.data.prepared import TRAIN, VALIDATION, DataReport, GrowingData, PreparedData, SplitData
 from app.data.streaming.messages import Offsets
 from app.data.streaming.micro_epochs import Collection, MicroEpoch, MicroEpochStore
 from app.data.streaming.rows import RowsFactory, StreamRows
@@ -98,7 +98,10 @@ class MicroEpochs:
     @cached_property
     def _make_rows(self) -> RowsFactory:
         kind = find_task(self.recipe.task).samples(self.recipe)
-        return partial(StreamRows, Encoding.load(self.recipe.data, kind, self._store.folder), self._store.in_validation)
+        encoding = Encoding.load(self.recipe.data, kind, self._store.folder)
+        if isinstance(self.data, SplitData):
+            encoding = replace(encoding, processor=self.data.processor)
+        return partial(StreamRows, encoding, self._store.in_validation)
 
     def _begin(self, found: MicroEpoch) -> None:
         """In the first worker, log a micro-epoch, and start to collect the next one."""

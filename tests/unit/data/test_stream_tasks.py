@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from upath import UPath
 from app.config import BUILT_IN_TASKS, Recipe
 from app.config.loading import parse_recipe
 from app.data.preparation.encoding import Encoding
-from app.data.prepared import TRAIN, VALIDATION, GrowingData, PreparedData
+from app.data.prepared import TRAIN, VALIDATION, GrowingData, PreparedData, SplitData
 from app.data.sharded import ShardedRows
 from app.data.streaming.collector import Collector
 from app.data.streaming.messages import Offsets
@@ -310,6 +310,8 @@ def collected(recipe: Recipe, data: PreparedData, start: Offsets) -> ChosenRows:
     assert isinstance(data, GrowingData)
     store = MicroEpochStore(to_path(data.reference.location))
     encoding = Encoding.load(recipe.data, find_task(recipe.task).samples(recipe), store.folder)
+    if isinstance(data, SplitData):
+        encoding = replace(encoding, processor=data.processor)
     make_rows = partial(StreamRows, encoding, store.in_validation)
     with closing(Collector(recipe, make_rows, start, is_first=False)) as collector:
         while (chosen := collector.poll()) is None:
@@ -327,12 +329,12 @@ def first_of(data: PreparedData) -> MicroEpoch:
 def test_later_rows_are_read_as_those_of_the_first_micro_epoch(server: NatsServer, tmp_path: Path) -> None:
     streamed = of_task("tabular-regression")
     rows = streamed.rows()
-    rows[120]["age"], rows[121]["colour"], rows[122]["label"] = "old", "new", "much"
+    rows[120]["age"], rows[121]["colour"], rows[122]["label"], rows[123]["age"] = "old", "new", "much", 1e300
     server.publish(map(message, rows), "DECIDED", "decided.a")
     given = streamed.recipe(tmp_path, f"{server.url}/DECIDED", **streamed.stream, max_bad=0.05)
     data = prepare(given)
     later = collected(given, data, first_of(data).stop)
-    assert later.report.dropped["malformed"] == 2
+    assert later.report.dropped["malformed"] == 3
     assert isinstance(data, GrowingData)
     shards = later.write_train(UPath(tmp_path / "later"))
     batch = data.with_train(ShardedRows(str(tmp_path / "later"), shards, given.data.shards, data.reference.index.table))
