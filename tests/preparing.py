@@ -18,8 +18,8 @@ from app.config import DataConfig, Recipe, load_recipe
 from app.data.examples import CleaningReport, Input
 from app.data.labelled import LabelledData
 from app.data.language import LanguageData
-from app.data.preparation.data import prepare_documents, prepare_labelled
-from app.data.preparation.samples import Labelled
+from app.data.preparation.data import prepare_labelled, prepare_tokens
+from app.data.preparation.samples import Documents, Labelled
 from app.data.preparation.writers import LabelledWriter, labelled_schema
 from app.data.prepared import PreparedData
 from app.data.processor import Processor
@@ -83,7 +83,7 @@ def data_of(config: DataConfig, processor: type[Processor], storage: Path | None
 
 def documents_of(config: DataConfig) -> LanguageData:
     """The data of a recipe's section, as documents."""
-    return prepare_documents(_recipe_with("stdlib_gpt", config))
+    return prepare_tokens(_recipe_with("stdlib_gpt", config), Documents(), LanguageData)
 
 
 def _recipe_with(name: str, config: DataConfig, storage: Path | None = None) -> Recipe:

@@ -15,8 +15,9 @@ from app.tasks.metrics import Accuracy, Metric
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from app.data.language import LanguageData
     from app.data.preparation.prepare import RunUnits
-    from app.data.preparation.samples import SampleKind
+    from app.data.preparation.samples import TokenKind
 
 
 _BYTE_TOKENS = 257
@@ -60,37 +61,33 @@ class LanguageModeling(Task):
                 "byte and one for the end of a document"
             ).of("tokenizer.too_small", "data.tokenizer.vocab_size")
 
-    def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
-        from app.data.preparation.data import prepare_documents  # an endpoint reads no data
+    @property
+    def data(self) -> "type[LanguageData]":
+        """The type of the data that ``prepare`` returns and runs keep."""
+        from app.data.language import LanguageData  # an endpoint reads no data
 
-        return prepare_documents(recipe, run_units)
+        return LanguageData
 
-    def samples(self, recipe: Recipe) -> "SampleKind":  # noqa: ARG002
+    def samples(self, recipe: Recipe) -> "TokenKind":  # noqa: ARG002
         from app.data.preparation.samples import Documents
 
         return Documents()
 
-    def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
-        from app.data.language import LanguageData
+    def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
+        from app.data.preparation.data import prepare_tokens
 
-        return LanguageData.load(folder)
+        return prepare_tokens(recipe, self.samples(recipe), self.data, run_units)
+
+    def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
+        return self.data.load(folder)
 
 
 class Chat(LanguageModeling):
     """Conversations, of which the assistant's tokens are predicted."""
 
     supports = MODEL | {
-        *(
-            "shards",
-            "sources",
-            "stream",
-            "groups",
-            "blocks",
-            "conversations",
-            "token batches",
-            "curriculum",
-            "label smoothing",
-        ),
+        *("shards", "sources", "stream", "groups", "blocks", "conversations"),
+        *("token batches", "curriculum", "label smoothing"),
     }
 
     def require(self, recipe: Recipe) -> None:
@@ -100,17 +97,13 @@ class Chat(LanguageModeling):
                 f"task {recipe.task} needs model.pretrained, whose tokenizer and chat template it uses: set it"
             ).of("recipe.missing", "model.pretrained")
 
-    def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
-        from app.data.preparation.data import prepare_conversations
-
-        return prepare_conversations(recipe, run_units)
-
-    def samples(self, recipe: Recipe) -> "SampleKind":
-        from app.data.preparation.data import conversations_of
-
-        return conversations_of(recipe)
-
-    def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
+    @property
+    def data(self) -> "type[LanguageData]":
         from app.data.chat import ChatData
 
-        return ChatData.load(folder)
+        return ChatData
+
+    def samples(self, recipe: Recipe) -> "TokenKind":
+        from app.data.preparation.samples import Conversations
+
+        return Conversations.of(recipe)

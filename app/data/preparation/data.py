@@ -3,15 +3,13 @@
 import json
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from upath import UPath
 
 from app.best_effort import best_effort
 from app.checksums import code_revision, sha256_of, verify_checksums, write_checksums
 from app.config import ColumnsConfig, DataConfig, Recipe
-from app.data.chat import ChatData
-from app.data.conversations import ChatEncoder
 from app.data.examples import CleaningReport
 from app.data.labelled import LabelledData
 from app.data.language import LanguageData
@@ -20,7 +18,7 @@ from app.data.pairs import PairData
 from app.data.preparation.encoding import COLUMNS_FILE
 from app.data.preparation.prepare import SHARDS, Preparer, RunUnits
 from app.data.preparation.sample import SAMPLE_FILE, Sample
-from app.data.preparation.samples import Conversations, Documents, Pairs, SampleKind
+from app.data.preparation.samples import Pairs, SampleKind, TokenKind
 from app.data.prepared import TRAIN, VALIDATION
 from app.data.processor import Processor, fit_processor
 from app.data.sharded import ShardReference
@@ -28,8 +26,9 @@ from app.data.shards import ShardIndex
 from app.data.tokenizer import LanguageTokenizer
 from app.data.vectors import Vectors
 from app.errors import StorageError
-from app.pretrained import open_pretrained
 from app.storage import open_storage
+
+Tokens = TypeVar("Tokens", bound=LanguageData)
 
 
 def prepare_labelled(
@@ -99,24 +98,10 @@ def _fit(
     return fit_processor(processor_type, parts, config, recipe.model.source)
 
 
-def prepare_documents(recipe: Recipe, run_units: RunUnits = map) -> LanguageData:
+def prepare_tokens(recipe: Recipe, kind: TokenKind, data_type: type[Tokens], run_units: RunUnits = map) -> Tokens:
     """Return blocks of tokens in shards, which are made unless they are there. Raises DataError as above."""
-    folder, reference, report = _prepare(recipe, Documents(), run_units)
-    return LanguageData.open(reference, LanguageTokenizer.load(folder), report)
-
-
-def conversations_of(recipe: Recipe) -> Conversations:
-    """Return what a chat is. Raises RecipeError if the model has no chat template."""
-    assert recipe.model.source is not None
-    pretrained = open_pretrained(recipe.model.source)
-    tokenizer = LanguageTokenizer.from_pretrained(pretrained, recipe.data)
-    return Conversations(ChatEncoder(pretrained, tokenizer), recipe.data.chat.packing)
-
-
-def prepare_conversations(recipe: Recipe, run_units: RunUnits = map) -> ChatData:
-    """Return conversations in shards. Raises RecipeError if the model has no chat template; DataError as above."""
-    folder, reference, report = _prepare(recipe, conversations_of(recipe), run_units)
-    return ChatData.open(reference, LanguageTokenizer.load(folder), report)
+    folder, reference, report = _prepare(recipe, kind, run_units)
+    return data_type.open(reference, LanguageTokenizer.load(folder), report)
 
 
 def _prepare(recipe: Recipe, kind: SampleKind, run_units: RunUnits) -> tuple[UPath, ShardReference, CleaningReport]:

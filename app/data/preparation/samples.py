@@ -4,12 +4,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.config import CleanConfig, ColumnsConfig, DataConfig
+from app.config import CleanConfig, ColumnsConfig, DataConfig, Recipe
 from app.data.conversations import MESSAGES, ChatEncoder, read_messages, write_messages
 from app.data.examples import Input, Modality, Natural, Reason
 from app.data.pairs import Pair, join_pair, split_pair
@@ -34,6 +34,7 @@ from app.data.tags import Tags
 from app.data.targets import LabelRule, Targets
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
+from app.pretrained import open_pretrained
 
 _ANCHOR, _POSITIVE = "data.columns.anchor", "data.columns.positive"
 
@@ -276,6 +277,14 @@ class Conversations(TokenKind):
     unread: ClassVar[Reason] = "no_answer"
     what: ClassVar[Literal["conversations"]] = "conversations"
     strips: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Self:
+        """Return the conversations of a recipe. Raises RecipeError if its model has no chat template."""
+        assert recipe.model.source is not None
+        pretrained = open_pretrained(recipe.model.source)
+        tokenizer = LanguageTokenizer.from_pretrained(pretrained, recipe.data)
+        return cls(ChatEncoder(pretrained, tokenizer), recipe.data.chat.packing)
 
     def columns(self, config: DataConfig) -> Columns:
         return Columns(CHATS, (MESSAGES, *group_columns(config.group_column)))
