@@ -1,9 +1,8 @@
 """The data of a run on a stream: the first micro-epoch, what is learned from it, and the validation split."""
 
-import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -39,7 +38,7 @@ from app.pretrained import open_pretrained
 _KEY = "data.validation_source"
 
 
-def prepare_stream(recipe: Recipe, kind: SampleKind, root: UPath, clock: Callable[[], float] = time.monotonic) -> UPath:
+def prepare_stream(recipe: Recipe, kind: SampleKind, root: UPath) -> UPath:
     """Collect the first micro-epoch, and return the folder in ``root`` that it is written to, with an index.
 
     Raises:
@@ -51,7 +50,7 @@ def prepare_stream(recipe: Recipe, kind: SampleKind, root: UPath, clock: Callabl
     config, encoding = recipe.data, unfitted(recipe, kind)
     given = _Validation.read(encoding) if config.validation_source else None
     in_validation = given.digests if given else frozenset[bytes]()
-    chosen = _collect(recipe, encoding, in_validation, clock)
+    chosen = _collect(recipe, encoding, in_validation)
     # No two runs share micro-epochs: each begins with the message that is the oldest at its start.
     fingerprint = sha256_of(f"{config.source} {chosen.start} {uuid.uuid4().hex}".encode())
     store = MicroEpochStore(root / fingerprint[:16])
@@ -109,14 +108,12 @@ def _columns_of(kind: SampleKind, config: DataConfig) -> ColumnsConfig:
     return columns.model_copy(update={"numbers": [name for name in values if name not in columns.categories]})
 
 
-def _collect(
-    recipe: Recipe, encoding: Encoding, in_validation: frozenset[bytes], clock: Callable[[], float]
-) -> ChosenRows:
+def _collect(recipe: Recipe, encoding: Encoding, in_validation: frozenset[bytes]) -> ChosenRows:
     """Return the first micro-epoch."""
     config = recipe.data
     print(f"data.source {config.source}: collecting the first micro-epoch", flush=True)
     make_rows = partial(StreamRows, encoding, in_validation)
-    with closing(Collector(recipe, make_rows, {}, is_first=True, clock=clock)) as collector:
+    with closing(Collector(recipe, make_rows, {}, is_first=True)) as collector:
         while not collector.has_ended:
             if (chosen := collector.poll()) is not None:
                 return chosen
