@@ -73,8 +73,10 @@ def show(run_id: RunId, storage: Storage = None, as_json: Json = False) -> None:
     if result:
         rows.append(("time", duration(result.duration_s)))
         rows += [("error", result.error)] if result.error else []
-        rows += [(name, str(value)) for name, value in figures_of(result.job, result.model_dump()).items()]
-        rows += [(name, number(value)) for name, value in flat_metrics(result.metrics).items()]
+        verdict = figures_of(result.job, result.model_dump()).get("verdict")
+        rows += [("verdict", verdict)] if verdict else []
+        metrics = flat_metrics(result.metrics).items()
+        rows += [(name, number(value)) for name, value in metrics if value != verdict]
     if run.job == "train":
         rows += [(name, str(value)) for name, value in cost_of(run.usage).items()]
     rows += [(event.kind.replace("_", " "), event.message) for event in read_events(run.path)]

@@ -22,6 +22,7 @@ from app.serving.config import DeployedModel
 from app.tasks import prepare
 from app.telemetry.evaluation import EVALUATION_FILE, Calibration
 from app.telemetry.events import Event
+from app.telemetry.judgement import Baseline, Judgement
 from app.telemetry.mirror import Mirror
 from app.telemetry.usage import USAGE_FILE, RaplCounter, Usage, UsageMeter, begin_usage, read_usage
 from app.training.evaluation import evaluate, write_evaluation
@@ -209,14 +210,22 @@ def test_a_page_is_made_of_whatever_a_run_has(tmp_path: Path) -> None:
 def test_a_lifecycle_links_its_parts_and_a_deployment_its_versions(tmp_path: Path) -> None:
     storage = UPath(tmp_path)
     publish_version(storage, "digits", b"a model", SIGNATURE, PROCESSOR, ["a", "b", "c"])
-    train = write_run(storage, RUN, metrics={"val_accuracy": 0.875})
+    good = Judgement(metric="accuracy", mode="max", split="test", rows=90, value=0.85, low=0.76, high=0.91)
+    bad = good.model_copy(update={"split": "validation", "trivial": Baseline(name="the majority class", value=0.8)})
+    train = write_run(storage, RUN, metrics={"val_accuracy": 0.875, "judgement": bad.model_dump()})
+    published = {"split": "test", "score": {"metric": "accuracy", "value": 0.85}, "judgement": good.model_dump()}
+    compiled = write_run(storage, "20260101-000030-digits-dddd", job="compile", metrics={"accuracy": published})
     deploy = write_run(storage, "20260101-000100-digits-bbbb", job="deploy", status="failed", error="no room")
     whole = write_run(storage, "20260101-000000-digits-cccc", job="lifecycle", status="failed", error="deploy: no room")
-    for part in (train, deploy):
+    for part in (train, compiled, deploy):
         note_part(whole, part.parent.name, part.name)
     page = lifecycle_page(whole).to_html()
     assert f'<a href="../../train/{RUN}/report.html">{RUN}</a>' in page
     assert "val_accuracy 0.875" in page
+    assert page.index("test accuracy") < page.index("validation accuracy"), "rows that chose nothing come first"
+    verdicts = [page.index(f"accuracy 0.850 ± 0.090, {words}") for words in ("and no baseline", "no better than")]
+    assert sorted(verdicts) == verdicts
+    assert verdicts[-1] < page.index("test accuracy")
     assert "deploy: no room" in page
     clock = count(0, 2.0)
     laps = Laps(lambda: next(clock))

@@ -60,16 +60,17 @@ def test_a_trial_that_was_cut_short_is_the_best_by_the_epoch_that_training_would
     study = create(url)
     for first, second in ((0.6, 0.7), (0.75, 0.5)):
         number = ask(study)
-        study.report(number, 1, first, cost=(1.0, 0.0))
-        study.report(number, 2, second, cost=(2.0, 0.0))  # kept by val_loss, say
+        study.report(number, 1, first + 0.1, cost=(1.0, 0.7))
+        study.report(number, 2, first, cost=(1.0, 0.4))  # of equal epochs, the one with the lowest val_loss
+        study.report(number, 3, second, cost=(2.0, 0.1))  # kept by another metric
     study.complete(0, [0.7], stopped_early=False)
     assert [trial.number for trial in study.best] == [1]
     study.prune(1, "tune.stop.epochs 4 are trained")
     metrics = TuneMetrics.of(study, ["val_accuracy"], "tune.stop.epochs 4 are trained")
-    assert (metrics.best_trial, metrics.best_value, metrics.best_trial_epochs) == (1, 0.75, 2)
-    ended = ParetoTrial(trial=1, epochs=2, values=metrics.best_values, params=metrics.best_params)
+    assert (metrics.best_trial, metrics.best_value, metrics.best_trial_epochs) == (1, 0.75, 3)
+    ended = ParetoTrial(trial=1, epochs=3, values=metrics.best_values, params=metrics.best_params)
     (file := tmp_path / "best.yaml").write_text(best := tuned_recipe(recipe_with(), ended, "one"), encoding="utf-8")
-    assert "# val_accuracy 0.75 in 2 epochs: trial 1 of study one." in best
+    assert "# val_accuracy 0.75 in 3 epochs: trial 1 of study one." in best
     assert str(load_recipe(file).tuned_from) == "trial 1 of one"
 
 
