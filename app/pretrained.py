@@ -30,6 +30,14 @@ _HUB_NAME = r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?"
 
 
 @dataclass(frozen=True)
+class SentenceStep:
+    """A module by which sentence-transformers makes a vector: the last part of its class, and how it pools."""
+
+    kind: str
+    pooling: str | None = None
+
+
+@dataclass(frozen=True)
 class PretrainedFolder:
     """A folder on this machine's disk. ``location`` is how the recipe names it, for messages."""
 
@@ -62,6 +70,26 @@ class PretrainedFolder:
                 f"{self} has no {CONFIG_FILE} with a model_type: give a folder that transformers' save_pretrained wrote"
             )
         return config
+
+    @property
+    def sentence_steps(self) -> list[SentenceStep]:
+        """The modules of ``modules.json``, in order; none if sentence-transformers did not write the folder."""
+        try:
+            modules = json.loads((self.path / "modules.json").read_bytes())
+            return [SentenceStep(module["type"].split(".")[-1], self._pooling(module["path"])) for module in modules]
+        except FileNotFoundError:
+            return []
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RecipeError(f"{self}: modules.json cannot be read ({error}): download the folder again") from error
+
+    def _pooling(self, module: str) -> str | None:
+        """Return how a module pools the vectors of tokens, such as ``mean``; None if it does not."""
+        config = (self.read_json(f"{module}/{CONFIG_FILE}") if module else None) or {}
+        if given := config.get("pooling_mode"):
+            return given if isinstance(given, str) else " and ".join(given)
+        # Older versions have a key for each.
+        keys = [key for key, is_used in config.items() if key.startswith("pooling_mode_") and is_used]
+        return " and ".join(key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in keys) or None
 
     @property
     def companions(self) -> Mapping[str, bytes]:

@@ -11,7 +11,7 @@ from app.data.targets import Answer, Outputs
 from app.data.text import TextProcessor
 from app.data.vectors import Vectors
 from app.errors import RecipeError
-from app.pretrained import open_pretrained
+from app.pretrained import PretrainedFolder, open_pretrained
 from app.tasks.base import Encoded, Loss, ServedTask
 from app.tasks.features import TOKENS
 from app.tasks.metrics import Metric
@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # an endpoint answers without torch
 
     from app.data.preparation.prepare import RunUnits
     from app.data.preparation.samples import SampleKind
+
+_STEPS = ("Transformer", "Pooling", "Normalize")
+"""Modules of sentence-transformers that this task stands for. A vector is scaled to length 1 in any case."""
 
 
 class Retrieval(Metric):
@@ -105,7 +108,9 @@ def _dimensions_of(recipe: Recipe) -> int:
     """
     model = recipe.model
     if model.factory is None and model.source is not None:
-        given = model.args.get("hidden_size", open_pretrained(model.source).config.get("hidden_size"))
+        folder = open_pretrained(model.source)
+        _require_mean(folder)
+        given = model.args.get("hidden_size", folder.config.get("hidden_size"))
         if not isinstance(given, int):
             raise RecipeError(
                 f"model.pretrained {model.pretrained!r} has no hidden_size in its config.json, which is the size of a "
@@ -119,3 +124,14 @@ def _dimensions_of(recipe: Recipe) -> int:
             "as 128"
         ).of("dimensions.missing", "model.args.dimensions")
     return dimensions
+
+
+def _require_mean(folder: PretrainedFolder) -> None:
+    """Raise RecipeError if sentence-transformers makes other vectors of a folder than the mean over the tokens."""
+    for step in folder.sentence_steps:
+        if step.kind not in _STEPS or step.pooling not in (None, "mean"):
+            what = f"{step.pooling} pooling" if step.pooling else f"a module {step.kind}"
+            raise RecipeError(
+                f"{folder} makes its vectors with {what} (modules.json), and this task with the mean over the tokens: "
+                "give a model with mean pooling, or a factory that returns vectors, with model.args.dimensions"
+            ).of("pretrained.pooling", "model.pretrained")

@@ -277,3 +277,34 @@ def test_a_pretrained_encoder_is_pooled_and_keeps_its_names(tmp_path: Path) -> N
         )
     assert torch.allclose(vectors.norm(dim=1), torch.ones(2))
     assert torch.allclose(vectors[:1], alone, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "others", "words"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, ["Normalize"], None),
+        ({"pooling_mode": "mean"}, [], None),
+        ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}, ["Normalize"], "with cls_token pooling"),
+        ({"pooling_mode": "lasttoken"}, [], "makes its vectors with lasttoken pooling"),
+        ({"pooling_mode": ["mean", "max"]}, [], "with mean and max pooling"),
+        ({"pooling_mode": "mean"}, ["Dense", "Normalize"], "makes its vectors with a module Dense"),
+    ],
+)
+def test_a_folder_whose_vectors_are_no_means_is_refused(
+    pooling: dict[str, object], others: list[str], words: str | None, tmp_path: Path
+) -> None:
+    folder = write_encoder(tmp_path / "encoder")
+    kinds = ["Transformer", "Pooling", *others]
+    modules = [
+        {"path": f"{index}_{kind}" if index else "", "type": f"sentence_transformers.models.{kind}"}
+        for index, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling), encoding="utf-8")
+    overrides = "model.factory=null", f"model.pretrained={folder}", "model.args={}"
+    if words is None:
+        assert prepared(tmp_path, *overrides).facts["dimensions"] == 32
+        return
+    with pytest.raises(RecipeError, match=words):
+        prepared(tmp_path, *overrides)
