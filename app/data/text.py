@@ -14,7 +14,7 @@ from upath import UPath
 from app.config import DataConfig
 from app.data.examples import Input, Modality
 from app.data.tokenizer import num_ids, read_tokenizer
-from app.errors import DataError
+from app.errors import DataError, RecipeError
 from app.pretrained import TOKENIZER_FILE, Companion, PretrainedFolder
 from app.storage import write_atomically
 from app.tensors import Tensors, TensorSpec
@@ -86,6 +86,12 @@ class TextProcessor:
         """Return the folder's tokenizer. It pads with its own token, or the model's, else with the end token."""
         folder.require_length(config.buckets[-1], "data.buckets")
         tokenizer = read_tokenizer(folder)
+        settings = folder.read_json("tokenizer_config.json") or {}
+        if (settings.get("truncation_side") or (tokenizer.truncation or {}).get("direction")) == "left":
+            raise RecipeError(
+                f"{folder} has the truncation_side left, which keeps the end of a long text, and Rayloom keeps its "
+                "beginning: set it to right in tokenizer_config.json if the model may read that"
+            ).of("pretrained.truncation_side", "model.pretrained")
 
         def id_of(*kinds: str) -> int | None:
             tokens = (folder.special_token(kind) for kind in kinds)

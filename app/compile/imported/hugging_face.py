@@ -27,6 +27,7 @@ from app.tensors import Tensors, TensorSpec
 _WEIGHTS = "*.safetensors"
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
+_PROBLEMS = (None, "regression", "single_label_classification", "multi_label_classification")
 _LOGITS, _POOLED = "logits", "pooler_output"
 _PROCESSORS, _TOKENIZER_SETTINGS = (TOKENIZER_FILE, IMAGE_FILE), "tokenizer_config.json"
 _SAMPLE_LENGTH = 8
@@ -45,7 +46,7 @@ def import_hugging_face(given: Path, folder: Path) -> ImportedModel:
             or exported.
     """
     model, lost = _load(given)
-    head = _head_of(model)
+    head = _head_of(model, given)
     natural = _natural_of(given) if head else None
     _set_padding(model, natural)
     specs = _inputs(model, given, natural)
@@ -70,11 +71,12 @@ def import_hugging_face(given: Path, folder: Path) -> ImportedModel:
 
     # PyTorch is the reference, so that errors of the export itself are found.
     imported = import_onnx(converted, folder, source, open_reference, specs[0].max_length)
+    _tell_of_sentence_transformers(model, given)
     if head is None:
         _tell_of_labels(model, given)
         return imported
     headed = replace(imported, head=head, scores=_LOGITS)
-    labelled = headed if head == "regression" else headed.labelled(_labels_of(model), _LOGITS)
+    labelled = headed if head == "regression" else headed.labelled(_labels_of(model, given), _LOGITS)
     return labelled if natural is None else labelled.answering(natural.processor, natural.lengths, str(given))
 
 
@@ -106,6 +108,7 @@ def _load(given: Path) -> tuple[nn.Module, bool]:
         model, found = kind.from_pretrained(
             given, local_files_only=True, use_safetensors=True, dtype="float32", output_loading_info=True
         )
+    model.config.return_dict = True  # outputs are told apart by their names
     _tell_of_unused(sorted(found["unexpected_keys"]), name, type(model).__name__, given)
     return model.eval(), _lacks_pooler(model, sorted(found["missing_keys"]), given)
 
@@ -154,11 +157,20 @@ def _lacks_pooler(model: Any, missing: Sequence[str], given: Path) -> bool:
     return True
 
 
-def _head_of(model: nn.Module) -> Head | None:
-    """Return what a classifier answers; None for another model, and for a classifier that gives several numbers."""
+def _head_of(model: nn.Module, given: Path) -> Head | None:
+    """Return what a classifier answers; None for another model, and for a classifier that gives several numbers.
+
+    Raises:
+        CompileError: its ``problem_type`` is not one of transformers.
+    """
     configuration: Any = model.config
     if not any(kind in type(model).__name__ for kind in _CLASSIFIERS):
         return None
+    if configuration.problem_type not in _PROBLEMS:
+        raise CompileError(
+            f"{str(given)!r}: problem_type in config.json is {configuration.problem_type!r}: expected "
+            f"{', '.join(map(str, _PROBLEMS[1:]))}, or none"
+        )
     if configuration.problem_type == "multi_label_classification":
         return "multilabel"
     if configuration.num_labels == 1:
@@ -168,16 +180,37 @@ def _head_of(model: nn.Module) -> Head | None:
 
 def _tell_of_labels(model: nn.Module, given: Path) -> None:
     """Say that the labels of a head are left out if it is answered with tensors only."""
-    if any(not label.startswith("LABEL_") for label in _labels_of(model)):
+    if any(not label.startswith("LABEL_") for label in _labels_of(model, given)):
         warn(
             f"{str(given)!r} is a {type(model).__name__}, which takes and gives tensors only: its labels are left out, "
             "and their order is that of the outputs"
         )
 
 
-def _labels_of(model: nn.Module) -> list[str]:
+def _tell_of_sentence_transformers(model: nn.Module, given: Path) -> None:
+    """Say which steps after the model sentence-transformers has, and the version does not."""
     configuration: Any = model.config
-    return [str(configuration.id2label[index]) for index in sorted(configuration.id2label)]
+    settings = getattr(configuration, "sentence_transformers", None) or {}
+    older = getattr(configuration, "sbert_ce_default_activation_function", None)
+    activation = str(settings.get("activation_fn") or older or "Identity").split(".")[-1]
+    steps = "the pooling of modules.json" if (given / "modules.json").is_file() else None
+    if left_out := steps or (f"the {activation} of config.json" if activation != "Identity" else None):
+        warn(
+            f"{str(given)!r}: {left_out} is left out, which sentence-transformers applies to what the model gives: "
+            "apply it to the answers"
+        )
+
+
+def _labels_of(model: nn.Module, given: Path) -> list[str]:
+    """Return the labels by output. Raises CompileError if an output has none."""
+    labels: Mapping[int, str] = model.config.id2label  # type: ignore[union-attr, assignment]
+    if sorted(labels) != list(range(len(labels))):
+        numbers = ", ".join(map(str, sorted(labels)))
+        raise CompileError(
+            f"{str(given)!r}: id2label in config.json has the numbers {numbers}: expected 0 to {len(labels) - 1}, one "
+            "for each output"
+        )
+    return [str(labels[index]) for index in range(len(labels))]
 
 
 def _set_padding(model: nn.Module, natural: Natural | None) -> None:

@@ -166,6 +166,28 @@ def test_a_head_of_one_label_answers_a_number(name: str, tmp_path: Path) -> None
     assert manifest.score.value == pytest.approx(0.0, abs=1e-4)  # type: ignore[union-attr]
 
 
+def test_steps_of_sentence_transformers_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    activation = {"activation_fn": "torch.nn.modules.activation.Sigmoid", "version": "5.0.0"}
+    written(tmp_path / "model", "BertForSequenceClassification", num_labels=1, sentence_transformers=activation)
+    told = imported(tmp_path / "storage", "model", tmp_path / "model", *EXACT)
+    assert "the Sigmoid of config.json is left out, which sentence-transformers applies" in told
+    written(tmp_path / "encoder", "BertModel")
+    (tmp_path / "encoder/modules.json").write_text("[]", encoding="utf-8")
+    told = imported(tmp_path / "storage", "encoder", tmp_path / "encoder", *EXACT)
+    assert "the pooling of modules.json is left out" in told
+
+
+def test_a_configuration_of_tuples_is_answered_by_name(tmp_path: Path) -> None:
+    model = written(tmp_path / "model", "BertForSequenceClassification", num_labels=1)
+    _config(return_dict=False)(tmp_path / "model")
+    loaded = published(tmp_path / "storage", tmp_path / "model")
+    given = answers(loaded, TEXTS)
+    loaded.engine.close()
+    assert [row["value"] for row in given] == pytest.approx(
+        logits_of(model, tmp_path / "model")[:, 0].tolist(), abs=1e-4
+    )
+
+
 def test_a_head_of_several_numbers_takes_tensors_only(tmp_path: Path) -> None:
     written(tmp_path / "model", "BertForSequenceClassification", num_labels=3, problem_type="regression")
     loaded = published(tmp_path / "storage", tmp_path / "model")
@@ -266,6 +288,11 @@ def _config(**changes: Any) -> Callable[[Path], object]:
     return change
 
 
+def _truncation(folder: Path) -> None:
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation_side": "left"}), encoding="utf-8")
+
+
 def _nothing(_: Path) -> None:
     pass
 
@@ -290,6 +317,10 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4, "de
         (SEQUENCE, {}, _config(architectures=["Trainer"]), "is a Trainer, which transformers"),
         (SEQUENCE, {}, _config(architectures=["ViTModel"]), "has the architecture ViTModel and the model_type 'bert'"),
         (SEQUENCE, {}, _config(hidden_size=16), "cannot be read by transformers"),
+        (SEQUENCE, {}, _config(id2label={"1": "bad", "2": "good"}), "has the numbers 1, 2: expected 0 to 1"),
+        (SEQUENCE, {}, _config(id2label={"0": "bad", "2": "good"}), "has the numbers 0, 2: expected 0 to 1"),
+        (SEQUENCE, {}, _config(problem_type="ranking"), "problem_type in config.json is 'ranking': expected"),
+        (SEQUENCE, {}, _truncation, "has the truncation_side left, which keeps the end of a long text"),
         (SEQUENCE, {}, _config(num_attention_heads=5), "cannot be read by transformers"),
         (SEQUENCE, {}, lambda folder: (folder / "model.safetensors").write_bytes(b"1"), "cannot be read by transf"),
         ("FNetForSequenceClassification", {}, _nothing, "takes no attention_mask, so the padding of a text"),
