@@ -27,7 +27,7 @@ def import_attribute(import_string: str) -> Any:
         raise RecipeError(
             f"{import_string!r}: module {module_name!r} cannot be imported "
             f"({type(error).__name__}: {error}): check its name and that it lies in the working directory"
-        ) from error
+        ).of("import.fails") from error
     if not hasattr(module, attribute):
         public = sorted(name for name in vars(module) if not name.startswith("_"))
         raise RecipeError(

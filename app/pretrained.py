@@ -68,7 +68,7 @@ class PretrainedFolder:
         if config is None or "model_type" not in config:
             raise RecipeError(
                 f"{self} has no {CONFIG_FILE} with a model_type: give a folder that transformers' save_pretrained wrote"
-            )
+            ).of("pretrained.no_config", "model.pretrained")
         return config
 
     @property
@@ -141,7 +141,7 @@ class PretrainedFolder:
             raise RecipeError(
                 f"{self} has no {missing[0]} ({found}): expected safetensors; write them with save_pretrained of "
                 "transformers, or download the whole folder"
-            )
+            ).of("pretrained.no_weights", "model.pretrained")
         return [self.path / name for name in names]
 
     def weights_sha256(self, recorded: str | None = None, on_progress: ProgressCallback = no_op) -> str:
@@ -157,7 +157,7 @@ class PretrainedFolder:
                 f"{self} has other weights on {gethostname()} than the run was given: their sha256 is {found}, "
                 f"model.weights_sha256 is {recorded}; restore the folder, the same on every node, or start a new run "
                 "without weights_sha256"
-            )
+            ).of("pretrained.changed", "model.pretrained")
         return found
 
 
@@ -195,7 +195,9 @@ def open_pretrained(location: str) -> PretrainedFolder:
     if folder.is_dir():
         return PretrainedFolder(location, folder)
     if folder.is_absolute() or location.startswith(".") or not re.fullmatch(_HUB_NAME, location):
-        raise RecipeError(f"model.pretrained {location!r} does not exist: give a folder, a URI or a hub name")
+        raise RecipeError(f"model.pretrained {location!r} does not exist: give a folder, a URI or a hub name").of(
+            "file.missing", "model.pretrained"
+        )
     downloaded = _downloaded(location)
     return PretrainedFolder(location, downloaded, downloaded.name)
 
@@ -205,7 +207,9 @@ def _in_package(location: str) -> Path:
     try:
         folder = Path(str(files(package))) / inside
     except ModuleNotFoundError as error:
-        raise RecipeError(f"model.pretrained {location!r}: {error}; install the package on every machine") from error
+        raise RecipeError(f"model.pretrained {location!r}: {error}; install the package on every machine").of(
+            "import.fails", "model.pretrained"
+        ) from error
     if not folder.is_dir():
         raise RecipeError(f"model.pretrained {location!r}: the package {package} has no folder {inside!r}")
     return folder
@@ -250,4 +254,4 @@ def _downloaded(name: str) -> Path:
         raise RecipeError(
             f"model.pretrained {name!r} is no folder here, and the hub did not answer with it ({first_line(error)}): "
             "give a folder or a URI, or connect this machine to the network"
-        ) from error
+        ).of("hub.no_answer", "model.pretrained") from error

@@ -124,7 +124,7 @@ def cluster_of_nodes(nodes: Sequence[Mapping[str, float]], workers: int, threads
         raise PlanError(
             f"the cluster's nodes have unlike GPUs ({shown}): set train.accelerator_type to one of them, or give "
             "--cluster those that training will use"
-        )
+        ).of("devices.differ")
     name, count = kinds.pop()
     return cluster_of(f"{len(with_gpus)}x{count}x{catalogue_name(name)}")
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from socket import gethostname
 from tempfile import gettempdir
 from traceback import walk_tb
 
@@ -23,8 +24,11 @@ _OF_THIS_RUN = {
     rf"{gettempdir()}/(pytest-of-\w+/pytest-\d+/(popen-gw\d+/)?)?[\w-]+": "TMP",
     re.escape(str(_ROOT)): "ROOT",
     r"(127\.0\.0\.1|localhost|\[::1\]):\d{4,5}": r"\1:PORT",
-    "bucket-[0-9a-f]{8}": "bucket",
-    "[0-9a-f]{12}…": "SHA256…",
+    r"-[0-9a-f]{8}\b": "",  # of a job or a bucket
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d": "TIME",
+    "[0-9a-f]{12}…|[0-9a-f]{64}": "SHA256",
+    rf"\b{re.escape(gethostname())}\b": "HOST",
+    "0x[0-9a-f]{8,}": "ADDRESS",
 }
 """What differs from run to run, by pattern."""
 _WORDING: dict[str, dict[str, str]] = json.loads(_FILE.read_text(encoding="utf-8"))

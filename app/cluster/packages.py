@@ -58,7 +58,7 @@ def require_own_names(folder: Path) -> None:
             raise ClusterError(
                 f"{str(own)!r} has the name of Rayloom's package {name!r}, which a job could not import beside it: "
                 "rename it, or submit from another folder"
-            )
+            ).of("package.name_taken")
 
 
 def runtime_env(folder: str, has_rayloom: bool) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
         raise ClusterError(
             f"job {job.submission_id} was lost, and its command {short_repr(job.entrypoint)} cannot be read "
             f"({error}): submit it again yourself"
-        ) from error
+        ).of("command.unreadable") from error
     for override in {_RESUME[word] for word in entrypoint if word in _RESUME}:
         key = override.partition("=")[0]
         # What the person has asked for stays.
@@ -235,7 +235,7 @@ def _send(environment: Mapping[str, str], failure: str, **job: Any) -> None:
         reason = first_line(error)
         if _TOO_LARGE in reason:
             reason = _sizes_of(Path(job["runtime_env"]["working_dir"]).resolve())
-        raise ClusterError(f"{failure}: {reason}") from error
+        raise ClusterError(f"{failure}: {reason}").of("cluster.refuses") from error
 
 
 def _sizes_of(folder: Path) -> str:

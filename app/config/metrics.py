@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
+from app.errors import RecipeError
+
 Mode = Literal["min", "max"]
 
 MODES: Mapping[str, Mode] = {
@@ -41,7 +43,9 @@ def _is_of_task(given: str) -> str:
 def _is_of_trial(given: str) -> str:
     if not given.startswith("val_") and given not in MODES:
         others = [name for name in MODES if not name.startswith("val_")]
-        raise ValueError(f"expected val_loss, val_NAME for a metric of the task, or {', '.join(others)}, got {given!r}")
+        raise RecipeError(
+            f"expected val_loss, val_NAME for a metric of the task, or {', '.join(others)}, got {given!r}"
+        ).of("metric.unknown")
     return given
 
 

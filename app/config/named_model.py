@@ -49,7 +49,7 @@ def recipe_of_model(name: str, section: str, overrides: Sequence[str] = ()) -> R
             raise RecipeError(
                 f"override {override!r}: model {name!r} is named without a recipe, and has only {section} and storage: "
                 f"leave {key} out, or give a recipe"
-            )
+            ).of("override.not_of_model", key)
     # A recipe needs data and a model. Nothing loads these, because the version has both.
     tree = {"name": name, "task": TENSORS, "data": {"source": "none"}, "model": {"factory": "none:none"}}
     return parse_recipe(apply_overrides(tree, overrides), source=name)

@@ -32,7 +32,7 @@ def read_text(location: str | Path) -> str:
         raise RecipeError(
             f"recipe {title_of(location)!r} cannot be read ({reason}): give the path or URI of a YAML file, "
             "for example recipes/reviews.yaml"
-        ) from error
+        ).of("file.unreadable") from error
 
 
 def embedded(text: str, title: str) -> str:
@@ -45,7 +45,7 @@ def embedded(text: str, title: str) -> str:
         raise RecipeError(
             f"recipe {title!r} has {size:,} bytes: expected {_MAX_BYTES:,} at most for one that is embedded in a job's "
             "command; put it into the working directory, where git does not ignore it"
-        )
+        ).of("recipe.too_long")
     content = base64.b64encode(text.encode()).decode()
     return f"{_SCHEME}{_MEDIA_TYPE};name={quote(title, safe='/')};base64,{content}"
 

@@ -153,12 +153,14 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _has_a_source(self) -> Self:
         if self.factory is None and self.pretrained is None:
-            raise ValueError(
+            raise RecipeError(
                 "factory is missing: name a function that returns a torch.nn.Module, package.module:name, or set "
                 "pretrained to a model to start from"
-            )
+            ).of("model.missing")
         if self.adapter and self.pretrained is None:
-            raise ValueError("adapter needs weights to adapt: set pretrained, or leave adapter out")
+            raise RecipeError("adapter needs weights to adapt: set pretrained, or leave adapter out").of(
+                "adapter.no_weights"
+            )
         return self
 
 
@@ -244,11 +246,11 @@ class Recipe(Section):
     def _holds_no_secrets(self, info: ValidationInfo) -> Self:
         """Refuse a secret in any URI: a run writes its recipe into storage, logs and trackers."""
         if not is_stored(info) and (keys := [key for key, text in texts(self.model_dump()) if holds_secret(text)]):
-            raise ValueError(
+            raise RecipeError(
                 f"{keys[0]} is a URI with a password, a token or a signature, and a recipe must not contain secrets: "
                 "where the key accepts it, give env:NAME or file:/PATH; else set the secret in the environment of the "
                 f"cluster's nodes, in the variables that the protocol's driver reads. {PERCENT_ENCODE}"
-            )
+            ).of("secret.in_recipe")
         return self
 
     @model_validator(mode="after")
@@ -298,7 +300,9 @@ class Recipe(Section):
             shape = self.data.image.model_copy(update={"background": ImageConfig().background})
             for key, given in (("tokenizer", self.data.tokenizer), ("image", shape)):
                 if given != DataConfig.model_fields[key].default:
-                    raise ValueError(f"data.{key} is what model.pretrained brings: leave one of them out")
+                    raise RecipeError(f"data.{key} is what model.pretrained brings: leave one of them out").of(
+                        "keys.contradict"
+                    )
         return self
 
 

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 from app.config.metrics import MEASURED_AT_END, MODES, Mode, TrialMetric
 from app.config.notify import is_reference
 from app.config.section import IMPORT_STRING, Section, Seed, as_list
+from app.errors import RecipeError
 
 Sampler = Literal["tpe", "random", "cmaes", "gp", "nsga2", "grid", "qmc"]
 Scheduler = Literal["asha", "hyperband", "median", "pbt", "none"]
@@ -141,24 +142,26 @@ class TuneConfig(Section):
         if self.mode and len(self.mode) != len(self.metric):
             raise ValueError(f"mode has {len(self.mode)} entries and metric {len(self.metric)}: give one for each")
         if not self.mode and (unknown := [metric for metric in self.metric if metric not in MODES]):
-            raise ValueError(f"mode is missing: say whether {unknown[0]} is better at its max or min")
+            raise RecipeError(f"mode is missing: say whether {unknown[0]} is better at its max or min").of(
+                "mode.missing"
+            )
         return self
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         several = len(self.metric) > 1
         if several and self.scheduler != "none":
-            raise ValueError(
+            raise RecipeError(
                 f"scheduler {self.scheduler} compares trials by one value, and metric names {len(self.metric)}: "
                 "set scheduler to none"
-            )
+            ).of("scheduler.one_value")
         if several and self.sampler in ("cmaes", "gp"):
             raise ValueError(f"sampler {self.sampler} is for one metric: set it to tpe or nsga2")
         if self.sampler in ("cmaes", "gp", "nsga2") and self.scheduler in ("asha", "hyperband", "median"):
-            raise ValueError(
+            raise RecipeError(
                 f"sampler {self.sampler} learns only from complete trials, of which scheduler {self.scheduler} "
                 "leaves few: set scheduler to none or pbt, or sampler to tpe"
-            )
+            ).of("sampler.scheduler")
         if self.scheduler == "pbt" and 1 in (self.trials, self.concurrent):
             raise ValueError(
                 "scheduler pbt compares trials that run at the same time: set trials and concurrent above 1"

@@ -219,10 +219,10 @@ def read_tokenizer(folder: PretrainedFolder) -> Tokenizer:
             raise RecipeError(
                 f"{folder}: {file.name if file.exists() else others[0]} cannot be read ({error}): download the folder "
                 "again"
-            ) from error
+            ).of("file.unreadable", "model.pretrained") from error
     raise RecipeError(
         f"{folder} has no tokenizer: expected {TOKENIZER_FILE}; write it with save_pretrained of the model's tokenizer"
-    )
+    ).of("tokenizer.missing", "model.pretrained")
 
 
 def _converted(folder: PretrainedFolder) -> Tokenizer:
@@ -234,7 +234,7 @@ def _converted(folder: PretrainedFolder) -> Tokenizer:
         raise RecipeError(
             f"{folder}: its tokenizer, {type(read).__name__}, has no fast version in transformers, and Rayloom needs "
             "one: give a model with another tokenizer, or a task with a processor of your own"
-        )
+        ).of("tokenizer.slow", "model.pretrained")
     tokenizer: Tokenizer = read.backend_tokenizer
     return tokenizer
 

@@ -81,7 +81,7 @@ def _find_targets(model: nn.Module, config: LoraConfig) -> list[str]:
             raise RecipeError(
                 f"model.adapter.lora.targets has {target!r}, which is no matrix of a {type(model).__name__}; "
                 f"expected some of {', '.join(names)}"
-            )
+            ).of("adapter.targets", "model.adapter.lora.targets")
         found += [name for name in matched if name not in found]
     return found
 

@@ -44,7 +44,9 @@ def build_model(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
     except RecipeError:
         raise
     except Exception as error:  # a user's function may fail in any way
-        raise RecipeError(f"model.factory {config.factory!r} refuses model.args {config.args}: {error}") from error
+        raise RecipeError(f"model.factory {config.factory!r} refuses model.args {config.args}: {error}").of(
+            "model.args_refused", "model.args"
+        ) from error
     if not isinstance(model, nn.Module):
         raise RecipeError(
             f"model.factory {config.factory!r} returned a {type(model).__name__}: expected a torch.nn.Module"
@@ -123,7 +125,9 @@ def _arguments(factory: Callable[..., Any], given: Mapping[str, Any], facts: Map
     arguments = {name: value for name, value in known.items() if name in names} | dict(given)
     for name in names:
         if name not in arguments and parameters[name].default is inspect.Parameter.empty:
-            raise RecipeError(f"model.args.{name} is missing: {factory.__name__} needs it")
+            raise RecipeError(f"model.args.{name} is missing: {factory.__name__} needs it").of(
+                "recipe.missing", "model.args.model_type"
+            )
     return arguments
 
 

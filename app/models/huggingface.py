@@ -54,11 +54,15 @@ def _configuration(model_type: str, known: Collection[str], max_length: int, giv
     from transformers import AutoConfig
 
     if model_type not in known:
-        raise RecipeError(f"model.args.model_type is {model_type!r}; {did_you_mean(model_type, known)}")
+        raise RecipeError(f"model.args.model_type is {model_type!r}; {did_you_mean(model_type, known)}").of(
+            "model.type_unknown", "model.args.model_type"
+        )
     default = AutoConfig.for_model(model_type)
     keys = {*default.to_dict(), *default.attribute_map, "num_labels"}
     for key in given:
         if key not in keys:  # transformers would accept and ignore it
-            raise RecipeError(f"unknown key model.args.{key} of a {model_type}; {did_you_mean(key, sorted(keys))}")
+            raise RecipeError(f"unknown key model.args.{key} of a {model_type}; {did_you_mean(key, sorted(keys))}").of(
+                "recipe.extra_forbidden", "model.args"
+            )
     positions = {"max_position_embeddings": max_length} if hasattr(default, "max_position_embeddings") else {}
     return AutoConfig.for_model(model_type, **positions | dict(given))

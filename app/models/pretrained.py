@@ -41,7 +41,7 @@ def read_configuration(location: str) -> dict[str, Any]:
         raise RecipeError(
             f"{folder} is a {kind!r}, which transformers does not have: name a function that builds it, model.factory; "
             f"{did_you_mean(kind, list(CONFIG_MAPPING))}"
-        )
+        ).of("model.type_unknown", "model.pretrained")
     if "quantization_config" in folder.config:
         raise RecipeError(
             f"{folder} has quantized weights, which cannot be trained: give the folder of the whole model"
@@ -52,7 +52,7 @@ def read_configuration(location: str) -> dict[str, Any]:
         raise RecipeError(
             f"{folder}: config.json cannot be read by transformers ({first_line(error)}): correct it, or download the "
             "folder again"
-        ) from error
+        ).of("file.unreadable", "model.pretrained") from error
     return {name: value for name, value in given.items() if name not in _NOT_KEPT}
 
 
@@ -70,7 +70,7 @@ def build_configured(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module
         if name not in keys:
             raise RecipeError(
                 f"unknown key model.args.{name} of a {keys['model_type']}; {did_you_mean(name, list(keys))}"
-            )
+            ).of("recipe.extra_forbidden", "model.args")
     # Training needs no cache, and with one transformers does not keep packed conversations apart.
     keys |= {"use_cache": False, **config.args}
     auto, given = _class_for(facts)
@@ -83,7 +83,7 @@ def build_configured(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module
         raise RecipeError(
             f"model.pretrained {config.pretrained!r} is a {keys['model_type']}, of which transformers makes no {task}: "
             f"{first_line(error)}"
-        ) from error
+        ).of("pretrained.no_such_head", "model.pretrained") from error
     if "dimensions" in facts:
         from app.models.embedding import mean_pooled
 
@@ -114,7 +114,7 @@ def _require_suits(location: str, keys: Mapping[str, Any], facts: Mapping[str, i
         raise RecipeError(
             f"model.pretrained {location!r}: the tokenizer has {given:,} tokens, the model {vocabulary:,}: the files "
             "are of different models"
-        )
+        ).of("pretrained.mixed", "model.pretrained")
     for key, fact in (("image_size", "image_size"), ("num_channels", "channels")):
         expected = keys.get(key)
         if isinstance(expected, int) and facts.get(fact, expected) != expected:
@@ -200,13 +200,15 @@ def match_weights(model: nn.Module, location: str) -> WeightMatch:
     read = {id(state[name]) for name in sources}  # a tied tensor may have any of its names
     fresh = [name for name in plain.values() if id(state[name]) not in read]
     if not sources:
-        raise RecipeError(f"{folder} has no tensor of a {type(model).__name__}: its weights are of another model")
+        raise RecipeError(f"{folder} has no tensor of a {type(model).__name__}: its weights are of another model").of(
+            "pretrained.other_weights", "model.pretrained"
+        )
     if broken := [name for name in fresh if not is_head(name, model)]:
         reason = wrong.get(broken[0], f"there is no {broken[0]}")
         raise RecipeError(
             f"{folder} is not a whole {type(model).__name__}: {reason} ({len(broken)} such tensors): give the folder "
             "of this model, or leave out the keys of model.args that change its size"
-        )
+        ).of("pretrained.other_weights", "model.pretrained")
     return WeightMatch(sources, fresh, unused)
 
 
@@ -241,7 +243,9 @@ def _shapes(file: Path, folder: PretrainedFolder) -> dict[str, list[int]]:
         with safe_open(file, "pt") as opened:
             return {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise RecipeError(f"{folder}: {file.name} cannot be read ({error}): download the folder again") from error
+        raise RecipeError(f"{folder}: {file.name} cannot be read ({error}): download the folder again").of(
+            "file.unreadable", "model.pretrained"
+        ) from error
 
 
 def _read(file: Path, name: str) -> Tensor:

@@ -80,4 +80,4 @@ def _require_stages(model: nn.Module) -> Staged:
 
 
 def _wrong(model: nn.Module, problem: str) -> RecipeError:
-    return RecipeError(f"model {type(model).__name__} cannot be cut: {problem}")
+    return RecipeError(f"model {type(model).__name__} cannot be cut: {problem}").of("model.not_cut")

@@ -155,10 +155,12 @@ def cluster_of(text: str, threads: int = 1) -> Cluster:
         raise PlanError(
             f"cluster {text!r} is not known: expected devices and their name, such as 64xa100-80, nodes too, such as "
             "8x4xh100, or the path of a YAML or JSON file"
-        )
+        ).of("cluster.unknown")
     nodes, count, name = match.groups()
     if int(count) < 1 or int(nodes or 1) < 1:
-        raise PlanError(f"cluster {text!r} has no devices: give at least one, such as 1x{name}")
+        raise PlanError(f"cluster {text!r} has no devices: give at least one, such as 1x{name}").of(
+            "cluster.no_devices"
+        )
     cluster = _named(name.lower(), int(count), threads)
     if nodes:
         cluster = replace(cluster, devices=int(nodes) * int(count), devices_per_node=int(count))
@@ -172,7 +174,9 @@ def _named(name: str, devices: int, threads: int) -> Cluster:
     if name not in _MACHINES:
         alike = [known for known in CATALOGUE if known.startswith(name)]
         nearest = f"did you mean {' or '.join(alike)}?" if alike else did_you_mean(name, CATALOGUE)
-        raise PlanError(f"device {name!r} is not in the catalogue, and others come from a file; {nearest}")
+        raise PlanError(f"device {name!r} is not in the catalogue, and others come from a file; {nearest}").of(
+            "device.unknown"
+        )
     machine = _MACHINES[name]
     return Cluster(
         device=machine.device,
@@ -237,7 +241,9 @@ def catalogue_name(gpu: str) -> str:
     """Return the catalogue's name of a GPU that CUDA or Ray calls ``gpu``. Raises PlanError if it has none."""
     found = next((name for name, pattern in _GPU_NAMES.items() if re.fullmatch(pattern, gpu)), None)
     if found is None:
-        raise PlanError(f"GPU {gpu!r} is not in the catalogue: give --cluster a file with its figures")
+        raise PlanError(f"GPU {gpu!r} is not in the catalogue: give --cluster a file with its figures").of(
+            "device.unknown"
+        )
     return found
 
 
@@ -305,7 +311,9 @@ def _read_file(path: Path, threads: int) -> Cluster:
     except UnicodeDecodeError as error:
         raise PlanError(f"cluster file {str(path)!r} is not a text in UTF-8: give a YAML or JSON file") from error
     except yaml.YAMLError as error:
-        raise PlanError(f"cluster file {str(path)!r} is neither YAML nor JSON: {yaml_problem(error)}") from error
+        raise PlanError(f"cluster file {str(path)!r} is neither YAML nor JSON: {yaml_problem(error)}").of(
+            "yaml.invalid"
+        ) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
@@ -328,7 +336,7 @@ def _from_file(file: ClusterFile, path: Path, threads: int) -> Cluster:
             raise PlanError(
                 f"cluster file {str(path)!r} has no {key}, and {file.devices} devices with {per_node} a node need one: "
                 f"add {key}: {{gigabytes_per_s: 25, latency_us: 10}}"
-            )
+            ).of("cluster.no_link", "node_link")
         # A link that no two devices use costs nothing.
         return given.link() if given else default or Link(math.inf, 0.0)
 

@@ -51,7 +51,7 @@ def measure(model: nn.Module, inputs: Mapping[str, Tensor], precision: Precision
             raise PlanError(
                 f"model {type(model).__name__} cannot be measured without values ({error}): give train.plan its keys "
                 "instead of auto"
-            ) from error
+            ).of("plan.not_measured", "train.plan") from error
         output = fakes.output
 
     traits = traits_of(model)

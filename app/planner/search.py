@@ -179,7 +179,7 @@ def _require_divisible(problem: Problem) -> None:
         raise PlanError(
             f"train.global_batch_size is {batch}, which no plan divides over {devices} devices: expected a multiple "
             f"of {possible[0]}; the nearest is {nearest}"
-        )
+        ).of("batch.uneven", "train.global_batch_size")
 
 
 def fewest_devices(problem: Problem) -> tuple[int, Candidate] | None:

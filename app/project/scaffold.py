@@ -33,13 +33,15 @@ def create_project(folder: Path) -> list[Path]:
         raise RequestError(
             f"project {name!r} cannot be the name of a Python package: use a lower-case letter, then lower-case "
             "letters, digits and underscores, such as my_project"
-        )
+        ).of("project.name")
     if name in _FOLDERS or name in PACKAGES or _is_module(name):
-        raise RequestError(f"project {name!r} has the name of a module or folder that it needs: choose another name")
+        raise RequestError(
+            f"project {name!r} has the name of a module or folder that it needs: choose another name"
+        ).of("project.name_taken")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if next(folder.iterdir(), None):
-            raise RequestError(f"{str(folder)!r} is not empty: give the name of a new folder")
+            raise RequestError(f"{str(folder)!r} is not empty: give the name of a new folder").of("folder.taken")
         return sorted(_copy(files("app.project") / "template", folder, name))
     except OSError as error:
         raise RequestError(f"{str(folder)!r} cannot be written ({error.strerror}): give another folder") from error

@@ -149,7 +149,7 @@ def read_weights(folder: Path) -> TrainedModel:
         raise RecipeError(
             f"{str(path)!r} does not fit {architecture.recipe.model.title}: {error}; restore the "
             "factory's code from when the model was trained"
-        ) from error
+        ).of("weights.other_model") from error
     return TrainedModel(
         model.eval(), architecture.recipe, architecture.task, architecture.processor, architecture.targets
     )

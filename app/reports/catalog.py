@@ -128,13 +128,15 @@ def find_run(storage: UPath, named: str, only: str | None = None) -> RunFolder:
         paths = [path for path in every if is_match(path.name, run_id)]
         if len(paths) > 1:
             some = ", ".join(sorted(f"{path.parent.name}/{path.name}" for path in paths)[:3])
-            raise StorageError(f"{named!r} is the beginning of {len(paths)} runs, such as {some}: give more of the id")
+            raise StorageError(
+                f"{named!r} is the beginning of {len(paths)} runs, such as {some}: give more of the id"
+            ).of("run.ambiguous")
         if paths:
             return RunFolder(paths[0])
     raise StorageError(
         f"storage {str(storage)!r} has no {f'{job or only} run' if job or only else 'run'} {named!r}: "
         f"'rayloom runs list' shows the runs{suggestion(run_id, [path.name for path in every])}"
-    )
+    ).of("run.unknown")
 
 
 def versions_of(storage: UPath, run: RunFolder) -> list[str]:
@@ -162,7 +164,9 @@ def delete_run(run: RunFolder) -> None:
         StorageError: the run is under way, or the folder cannot be removed.
     """
     if run.status == "running":
-        raise StorageError(f"run {run.run_id} is under way: stop it first, with 'rayloom stop {run.run_id}'")
+        raise StorageError(f"run {run.run_id} is under way: stop it first, with 'rayloom stop {run.run_id}'").of(
+            "run.under_way"
+        )
     try:
         run.path.fs.rm(run.path.path, recursive=True)
     except OSError as error:

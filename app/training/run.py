@@ -178,7 +178,7 @@ def _check_model(recipe: Recipe, model: nn.Module, data: PreparedData) -> None:
     if "position_ids" in inputs:
         require_apart(model)
     if reason := refusal(config.plan, config.setting(traits_of(model), inputs)):
-        raise RecipeError(f"train.plan: {reason}")
+        raise RecipeError(f"train.plan: {reason}").of("plan.cannot_run", "train.plan")
     lengths = data.train.padded_lengths if config.plan.pipeline > 1 else None
     if lengths is not None and lengths.min() < lengths.max():
         raise RecipeError(

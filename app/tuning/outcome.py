@@ -54,7 +54,7 @@ class TuneMetrics(BaseModel):
         """Return the outcome of a search that has ended. Raise TuningError if no trial has a value."""
         ended, front = study.ended, study.best
         if not front:
-            raise TuningError(f"none of {len(ended)} trials has a value: {_why_none(ended)}")
+            raise TuningError(f"none of {len(ended)} trials has a value: {_why_none(ended)}").of("trials.none_complete")
         states = [trial.state for trial in ended]
         pareto_front = [_pareto_trial(metrics, trial) for trial in front]
         best = pareto_front[0]

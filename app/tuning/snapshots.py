@@ -126,7 +126,7 @@ def keep_snapshots(location: StudyLocation, scratch: Scratch | None = None) -> I
             raise StorageError(
                 f"{error}; the whole study is in {str(location.file)!r}: upload it to {copy!r}, then go on with "
                 "tune.resume=true"
-            ) from error
+            ).of("study.not_written") from error
         scratch.keep = False
 
 

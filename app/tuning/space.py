@@ -144,7 +144,9 @@ def load_space(name: str, recipe: Recipe) -> Space:
     suggest = _suggest_from(name, import_attribute(name))
     explorer = SpaceExplorer(name, suggest)
     if not explorer.distributions:
-        raise RecipeError(f"tune.space {name!r} draws nothing: let it suggest a value for at least one key")
+        raise RecipeError(f"tune.space {name!r} draws nothing: let it suggest a value for at least one key").of(
+            "space.draws_nothing", "tune.space"
+        )
     drawn = {key: _extremes(distribution) for key, distribution in explorer.distributions.items()}
     _check_keys(name, [*drawn, *explorer.derived], recipe)
     for key, values in [*drawn.items(), *explorer.derived.items()]:
@@ -154,7 +156,7 @@ def load_space(name: str, recipe: Recipe) -> Space:
         raise RecipeError(
             f"tune.space {name!r} draws from a range without steps, so sampler grid cannot try every value: give each "
             "suggest_float a step, or set tune.sampler to another"
-        )
+        ).of("space.no_steps", "tune.space")
     return space
 
 
@@ -166,7 +168,7 @@ def _suggest_from(name: str, given: object) -> SpaceFunction:
     raise RecipeError(
         f"tune.space {name!r} is a {type(given).__name__}: expected a function space(trial), or a dictionary of "
         "Ray Tune's domains"
-    )
+    ).of("space.type", "tune.space")
 
 
 def _suggest_from_function(name: str, function: Callable[[Suggester], object]) -> SpaceFunction:
@@ -178,7 +180,9 @@ def _suggest_from_function(name: str, function: Callable[[Suggester], object]) -
         except (RecipeError, *DATABASE_ERRORS):
             raise
         except Exception as error:  # a user's function may fail in any way
-            raise RecipeError(f"tune.space {name!r} fails: {type(error).__name__}: {error}") from error
+            raise RecipeError(f"tune.space {name!r} fails: {type(error).__name__}: {error}").of(
+                "space.fails", "tune.space"
+            ) from error
         if not isinstance(derived, Mapping):
             raise RecipeError(
                 f"tune.space {name!r} returns {derived!r}: expected None, or a dictionary of values derived from the "
@@ -195,7 +199,7 @@ def _suggest_from_domains(name: str, domains: Mapping[str, Any]) -> SpaceFunctio
     try:
         drawn = {key: _from_ray(value) for key, value in domains.items() if _is_domain(value)}
     except ValueError as error:
-        raise RecipeError(f"tune.space {name!r}: {error}") from error
+        raise RecipeError(f"tune.space {name!r}: {error}").of("space.range", "tune.space") from error
 
     def suggest(trial: Suggester) -> Mapping[str, Value]:
         for key, distribution in drawn.items():
@@ -258,7 +262,7 @@ def _plain(name: str, key: str, value: Any) -> Value:
         raise RecipeError(
             f"tune.space {name!r} returns {key}={value!r}, a {type(value).__name__}: expected what YAML holds, such as "
             "a number, a text or a list of them"
-        ) from None
+        ).of("space.value", "tune.space") from None
 
 
 def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
@@ -268,18 +272,22 @@ def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
     for key in keys:
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED):
             where = "tune.workers" if key == "train.workers" else key
-            raise RecipeError(f"tune.space {name!r} names {key}: set {where}, the same for all trials")
+            raise RecipeError(f"tune.space {name!r} names {key}: set {where}, the same for all trials").of(
+                "space.key_not_searched", "tune.space"
+            )
         if key in _DEGREES and not (recipe.tune and recipe.tune.workers):
             raise RecipeError(
                 f"tune.space {name!r} names {key}, and trials have no more workers than the recipe's own plan needs: "
                 "set tune.workers to what the largest plan needs, the same for all trials"
-            )
+            ).of("space.key_not_searched", "tune.space")
         if key.startswith(tuple(f"{section}." for section in _UNRELATED)) or key in _UNRELATED:
-            raise RecipeError(f"tune.space {name!r} names {key}, on which training does not depend: leave it out")
+            raise RecipeError(f"tune.space {name!r} names {key}, on which training does not depend: leave it out").of(
+                "space.key_not_searched", "tune.space"
+            )
         if key not in known:
             raise RecipeError(
                 f"tune.space {name!r} names {key}, and recipe {recipe.name} has no such key; {did_you_mean(key, known)}"
-            )
+            ).of("space.key_unknown", "tune.space")
 
 
 def _extremes(distribution: BaseDistribution) -> Sequence[Value]:
@@ -298,7 +306,9 @@ def _check_values(name: str, key: str, values: Iterable[Value], recipe: Recipe) 
             # ``load_recipe`` words its errors like this, so the text tells which key one is about.
             if f": {key} is " in str(error):
                 reason = str(error).partition(f": {key} is ")[2].partition("\n")[0]
-                raise RecipeError(f"tune.space {name!r}: {key} may become {reason}") from None
+                raise RecipeError(f"tune.space {name!r}: {key} may become {reason}").of(
+                    "space.value", "tune.space"
+                ) from None
 
 
 def _tree(recipe: Recipe) -> dict[str, Any]:

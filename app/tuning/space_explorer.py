@@ -67,7 +67,9 @@ class SpaceExplorer:
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         """Return one of the choices."""
         if not choices:
-            raise RecipeError(f"tune.space {self._name!r}: {name} has no choices: give one at least")
+            raise RecipeError(f"tune.space {self._name!r}: {name} has no choices: give one at least").of(
+                "space.no_choices", "tune.space"
+            )
         for choice in choices:
             if not isinstance(choice, None | bool | int | float | str):
                 raise RecipeError(
@@ -78,11 +80,15 @@ class SpaceExplorer:
 
     def _range(self, name: str, low: float, high: float, make: Callable[[], BaseDistribution]) -> BaseDistribution:
         if low > high:
-            raise RecipeError(f"tune.space {self._name!r}: {name} has the range {low} to {high}, which is reversed")
+            raise RecipeError(f"tune.space {self._name!r}: {name} has the range {low} to {high}, which is reversed").of(
+                "space.range", "tune.space"
+            )
         try:
             return make()
         except ValueError as error:
-            raise RecipeError(f"tune.space {self._name!r}: {name}, range {low} to {high}: {error}") from error
+            raise RecipeError(f"tune.space {self._name!r}: {name}, range {low} to {high}: {error}").of(
+                "space.range", "tune.space"
+            ) from error
 
     def _decide(self, name: str, distribution: BaseDistribution) -> Any:
         """Return a value below which not every path was taken. A key that is drawn twice keeps its value."""
@@ -123,7 +129,7 @@ def require_same_distribution(space: str, key: str, known: BaseDistribution, giv
         raise RecipeError(
             f"tune.space {space!r} draws {key} from {known}, and elsewhere from {given}: draw it from the same "
             "everywhere, such as a range that holds both"
-        )
+        ).of("space.differs", "tune.space")
 
 
 def _representatives(distribution: BaseDistribution) -> list[Any]:

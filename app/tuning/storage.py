@@ -118,7 +118,9 @@ def locate_study(storage: UPath, given: str | None, scratch: Path, run_id: str) 
         raise RecipeError(f"tune.storage {given!r} has several @: percent-encode those that end no password, as %40")
     location = StudyLocation(url)
     if location.file and not location.file.is_absolute():
-        raise RecipeError(f"tune.storage {given!r} is a relative path: write it as sqlite:////folder/studies.db")
+        raise RecipeError(f"tune.storage {given!r} is a relative path: write it as sqlite:////folder/studies.db").of(
+            "path.relative", "tune.storage"
+        )
     return location
 
 
@@ -156,8 +158,10 @@ def explained(location: StudyLocation) -> Iterator[None]:
             raise StorageError(
                 f"the study {location} was locked by another process for {time.monotonic() - began:.0f} s: end that "
                 "process, and go on with tune.resume=true"
-            ) from error
-        raise StorageError(f"the study's storage {location} cannot be used ({reason}): check tune.storage") from error
+            ).of("study.locked") from error
+        raise StorageError(f"the study's storage {location} cannot be used ({reason}): check tune.storage").of(
+            "study.not_reached", "tune.storage"
+        ) from error
 
 
 def require_study_file(location: StudyLocation) -> None:
@@ -165,7 +169,9 @@ def require_study_file(location: StudyLocation) -> None:
     size = _size(location)
     if not size and location.file is not None:
         state = "missing" if size is None else "empty"
-        raise StorageError(f"the study's file {_file_name(location)!r} is {state}: {_remedy(location)}")
+        raise StorageError(f"the study's file {_file_name(location)!r} is {state}: {_remedy(location)}").of(
+            "study.damaged"
+        )
 
 
 def load_study(name: str, location: StudyLocation) -> Study:
@@ -176,7 +182,7 @@ def load_study(name: str, location: StudyLocation) -> Study:
         if name not in optuna.get_all_study_names(storage):
             raise TuningError(
                 f"there is no study {name!r} in {location}: give the id of a tune run that has been started"
-            )
+            ).of("study.unknown")
         return optuna.load_study(study_name=name, storage=storage)
 
 
@@ -219,7 +225,7 @@ def _check_file(location: StudyLocation, file: Path) -> None:
     except OSError as error:
         raise StorageError(
             f"the study's file {name!r} cannot be written ({error.strerror}): check its rights, or tune.storage"
-        ) from error
+        ).of("study.not_written") from error
     try:
         # Look for damage here: SQLite itself notices it only when it reads the damaged page.
         with closing(sqlite3.connect(file, timeout=LOCK_TIMEOUT_S)) as connection:
@@ -229,7 +235,9 @@ def _check_file(location: StudyLocation, file: Path) -> None:
             raise  # opening it would wait for the lock once more
         answer = str(error)
     if answer != "ok":
-        raise StorageError(f"the study's file {name!r} is damaged ({answer.splitlines()[0]}): {_remedy(location)}")
+        raise StorageError(f"the study's file {name!r} is damaged ({answer.splitlines()[0]}): {_remedy(location)}").of(
+            "study.damaged"
+        )
 
 
 def _remedy(location: StudyLocation) -> str:

@@ -107,7 +107,9 @@ class SearchStudy:
         storage = open_storage(location)
         with explained(location):
             if name in optuna.get_all_study_names(storage):
-                raise TuningError(f"study {name!r} exists in {location} already: two searches cannot share a study")
+                raise TuningError(f"study {name!r} exists in {location} already: two searches cannot share a study").of(
+                    "study.taken"
+                )
             study = optuna.create_study(
                 study_name=name,
                 storage=storage,

@@ -37,14 +37,14 @@ def require_same_fingerprint(study: Study, space: Space, recipe: Recipe, config:
             raise TuningError(
                 f"study {study.study_name!r} searched {key} over {_show_range(then.get(key))}, and tune.space "
                 f"says {_show_range(now.get(key))}: put the space back, or leave tune.resume out to start a new study"
-            )
+            ).of("study.differs")
     require_same_objectives(study, config)
     if _stored_training_keys(study, recipe.name) != _training_keys(recipe.as_given):
         raise TuningError(
             f"the recipe's {', '.join(_TRAINING_SECTIONS)} differ from those that study {study.study_name!r} was "
             "started with, so its values cannot be compared: change them back, or leave tune.resume out to start a new "
             "study"
-        )
+        ).of("study.differs")
     given = _comparable_keys(config)
     # Older studies have no such keys, and are accepted.
     for key, expected in study.user_attrs.get(_TRIALS, given).items():
@@ -52,7 +52,7 @@ def require_same_fingerprint(study: Study, space: Space, recipe: Recipe, config:
             raise TuningError(
                 f"tune.{key} is {_show_value(given[key])}, and study {study.study_name!r} was started with "
                 f"{_show_value(expected)}: set it back, or leave tune.resume out to start a new study"
-            )
+            ).of("study.differs")
 
 
 def require_same_objectives(study: Study, config: TuneConfig) -> None:
@@ -66,7 +66,7 @@ def require_same_objectives(study: Study, config: TuneConfig) -> None:
         raise TuningError(
             f"study {study.study_name!r} is about {_show_objectives(stored)}, and the recipe about "
             f"{_show_objectives(given)}: set tune.metric to the same, or leave tune.resume and tune.warm_start out"
-        )
+        ).of("study.differs")
 
 
 def _stored_training_keys(study: Study, name: str) -> dict[str, Any] | None:

@@ -117,7 +117,9 @@ def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
 def load_earlier(name: str, location: StudyLocation) -> Study:
     """Load a study that ``tune.warm_start`` names. Raises StorageError or TuningError."""
     if is_missing(location):
-        raise TuningError(f"tune.warm_start names {name!r}, and there is no study {location}: give ids of tune runs")
+        raise TuningError(
+            f"tune.warm_start names {name!r}, and there is no study {location}: give ids of tune runs"
+        ).of("study.unknown", "tune.warm_start")
     return load_study(name, location)
 
 

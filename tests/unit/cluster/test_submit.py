@@ -23,10 +23,11 @@ from app.cluster.jobs import Job, JobsApi
 from app.cluster.preflight import require_stored
 from app.cluster.submit import follow_job, resubmit, stop_job, submit
 from app.config import embedded, load_job_recipe, load_recipe, title_of
-from app.errors import ClusterError, RecipeError, StorageError
+from app.errors import ClusterError, StorageError
 from jobs._runner import main
 from jobs.train import train
 from tests.helpers import ROOT, result_of
+from tests.wording import refused
 
 TEXT = (ROOT / "recipes/digits.yaml").read_text(encoding="utf-8")
 Sent = Callable[[], list[str]]
@@ -91,11 +92,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
 def test_a_published_model_is_deployed_by_its_name(sent: Sent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert submit("deploy", "dense", ["serve.replicas=2"]) == 0
     assert sent() == ["python", "-m", "jobs.deploy", "dense", "serve.replicas=2"]
-    with pytest.raises(RecipeError, match=r"serve\.replicas: expected a number"):
+    with refused("range.invalid", "serve.replicas"):
         submit("deploy", "dense", ["serve.replicas=two"])
-    with pytest.raises(RecipeError, match="model 'dense' is named without a recipe, and has only serve"):
+    with refused("override.not_of_model", "train.epochs"):
         submit("deploy", "dense", ["train.epochs=3"])
-    with pytest.raises(RecipeError, match="recipe 'dense' cannot be read"):
+    with refused("file.unreadable"):
         submit("compile", "dense", [])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dense").write_text(TEXT, encoding="utf-8")
@@ -153,10 +154,10 @@ def test_an_error_of_rays_client_is_one_sentence(
         raise error
 
     monkeypatch.setattr(AcceptingClient, method, fail)
-    with pytest.raises(ClusterError, match=r"^job train-\w+ cannot be submitted: reset$"):
+    with refused("cluster.refuses"):
         submit("train", "recipes/digits.yaml", [])
     lost = job("train-1", "RUNNING", metadata={"rayloom_folder": str(ROOT)})
-    with pytest.raises(ClusterError, match=r"^job train-1 was lost, and cannot be submitted again: reset$"):
+    with refused("cluster.refuses"):
         resubmit(lost, {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"})
 
 
@@ -173,7 +174,7 @@ def test_a_folder_too_large_to_send_is_told_with_its_largest_parts(
         file.write_bytes(bytes(size * 2**20))
     (tmp_path / ".gitignore").write_text("ignored/\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ClusterError, match=r"data \(3 MiB\), weights.bin \(1 MiB\), .* in .rayignore"):
+    with refused("cluster.refuses"):
         submit("train", str(ROOT / "recipes/digits.yaml"), [])
 
 
@@ -294,7 +295,7 @@ def test_what_is_sent_along_is_sent_again_when_the_cluster_was_lost(sent: Sent) 
 
 def test_a_lost_job_whose_command_cannot_be_read_is_named() -> None:
     lost = job("train-1", "RUNNING", entrypoint="echo it's", metadata={"rayloom_folder": str(ROOT)})
-    with pytest.raises(ClusterError, match=r"job train-1 was lost, and its command .* cannot be read"):
+    with refused("command.unreadable"):
         resubmit(lost, {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"})
 
 
@@ -330,7 +331,7 @@ def test_a_recipe_that_cannot_be_read_is_told_by_its_name(
 
 def test_a_recipe_too_long_for_a_command_is_refused(tmp_path: Path, sent: Sent) -> None:
     (tmp_path / "long.yaml").write_text(TEXT + "# " + "x" * 70_000, encoding="utf-8")
-    with pytest.raises(RecipeError, match="expected 65,536 at most"):
+    with refused("recipe.too_long"):
         submit("train", str(tmp_path / "long.yaml"), [])
 
 

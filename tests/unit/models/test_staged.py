@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from app.errors import RecipeError
 from app.models.splitting import cuts_of, layers_of
 from app.models.staged import Layer, Staged, Tied, run_layers
 from app.models.traits import traits_of
 from tests.helpers import documented
+from tests.wording import refused
 
 Tiny = documented("how-to/split_a_model.md")["Tiny"]
 
@@ -40,39 +40,37 @@ def with_plan(plan: dict[str, str]) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    "model",
     [
-        (nn.Linear(2, 2), "Linear cannot be cut: it has no layers()"),
-        (with_layers(lambda model: model.layers()[::2]), "no layer holds up.weight, up.bias, down.weight, down.bias"),
-        (with_layers(lambda model: [*model.layers(), nn.Linear(2, 2)]), "layer 3 holds 'weight', which the model does"),
-        (with_layers(lambda model: [*model.layers(), model.tokens]), "layer 3 holds 'tokens.weight', and so does"),
-        (with_layers(lambda model: [*model.layers(), model.up]), "layer 3 holds 'up.weight', and so does"),
-        (with_layers(lambda model: [Tied(model.up, lambda up, x: up(x))]), "ties 'up.bias': only"),
+        nn.Linear(2, 2),
+        with_layers(lambda model: model.layers()[::2]),
+        with_layers(lambda model: [*model.layers(), nn.Linear(2, 2)]),
+        with_layers(lambda model: [*model.layers(), model.tokens]),
+        with_layers(lambda model: [*model.layers(), model.up]),
+        with_layers(lambda model: [Tied(model.up, lambda up, x: up(x))]),
     ],
 )
-def test_layers_that_are_not_the_model_are_refused(model: nn.Module, words: str) -> None:
-    with pytest.raises(RecipeError) as refused:
+def test_layers_that_are_not_the_model_are_refused(model: nn.Module) -> None:
+    with refused("model.not_cut"):
         layers_of(model)
-    assert words in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    "model",
     [
-        (nn.Linear(2, 2), "it has no layers()"),
-        (with_plan({"u": "colwise"}), "'u' matches no Linear; there are up, down"),
-        (with_plan({"up": "colwise", "u.": "rowwise"}), "two patterns for 'up'"),
-        (with_plan({"up": "column"}), "tp_plan has 'column' for 'up': expected colwise or rowwise"),
+        nn.Linear(2, 2),
+        with_plan({"u": "colwise"}),
+        with_plan({"up": "colwise", "u.": "rowwise"}),
+        with_plan({"up": "column"}),
     ],
 )
-def test_plans_that_do_not_fit_are_refused(model: nn.Module, words: str) -> None:
-    with pytest.raises(RecipeError) as refused:
+def test_plans_that_do_not_fit_are_refused(model: nn.Module) -> None:
+    with refused("model.not_cut"):
         cuts_of(model)
-    assert words in str(refused.value)
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_training_also_of_a_model_with_heads() -> None:
     model = with_plan({"up": "column"})
     model.heads = 2
-    with pytest.raises(RecipeError, match="'column'"):
+    with refused("model.not_cut"):
         traits_of(model)

@@ -31,6 +31,7 @@ from benchmarks.planning.stacks import STACKS
 from benchmarks.planning.transformer import TransformerShape, transformer_profile
 from jobs._cluster import cluster_of_nodes
 from tests.helpers import ROOT
+from tests.wording import refused
 
 
 def test_measured_gpt_agrees_with_the_formulas_of_a_transformer() -> None:
@@ -114,7 +115,7 @@ def test_a_block_that_is_listed_several_times_has_its_weights_once() -> None:
 
 def test_a_model_that_cannot_be_measured_is_refused_without_tracebacks(caplog: pytest.LogCaptureFixture) -> None:
     model = Blocks(2, lambda blocks, features: torch.cat([block(features) for block in blocks], -1))
-    with pytest.raises(PlanError, match="model Blocks cannot be measured without values"):
+    with refused("plan.not_measured", "train.plan"):
         measure(model, {"features": torch.zeros(1, 16)}, "fp32")
     assert not caplog.records
 
@@ -128,17 +129,17 @@ def test_measuring_leaves_the_model_and_random_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "words"),
+    ("name", "text"),
     [
-        ("a.yaml", "device: h100\ndevices: 2\ndevices: 4\n", "line 3, column 1: key 'devices' is given twice"),
-        ("a.json", '{"device": "h100", "devices": 2, "devices": 4}', "key 'devices' is given twice"),
-        ("a.yaml", "device: h100\nhost_memory_gib: .inf\n", "line 2, column 18: this is not a finite number"),
-        ("a.json", '{"device": "h100", "devices": 2, "host_memory_gib": 1e999}', "not a finite number"),
+        ("a.yaml", "device: h100\ndevices: 2\ndevices: 4\n"),
+        ("a.json", '{"device": "h100", "devices": 2, "devices": 4}'),
+        ("a.yaml", "device: h100\nhost_memory_gib: .inf\n"),
+        ("a.json", '{"device": "h100", "devices": 2, "host_memory_gib": 1e999}'),
     ],
 )
-def test_a_cluster_file_is_read_by_the_rules_of_a_recipe(tmp_path: Path, name: str, text: str, words: str) -> None:
+def test_a_cluster_file_is_read_by_the_rules_of_a_recipe(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(PlanError, match=re.escape(words)):
+    with refused("yaml.invalid"):
         cluster_of(str(tmp_path / name))
     (tmp_path / "cluster.yaml").write_text("device: h100\ndevices: 010\nhost_memory_gib: 2e3\n")
     read = cluster_of(str(tmp_path / "cluster.yaml"))
@@ -197,25 +198,24 @@ def test_the_table_gives_times_in_a_unit_that_can_be_read(steps: int, shown: str
 
 
 def test_a_batch_that_no_plan_divides_is_told_the_nearest() -> None:
-    with pytest.raises(PlanError, match=r"is 7, which no plan divides over 1024 devices.*the nearest is 32"):
+    with refused("batch.uneven", "train.global_batch_size"):
         _search(_gpt(layers=4, hidden=512), cluster_of("1024xa100-80"), batch=7)
-    with pytest.raises(PlanError, match="expected a multiple of 32; the nearest is 64"):
+    with refused("batch.uneven", "train.global_batch_size"):
         _search(_gpt(layers=4, hidden=512), cluster_of("1024xa100-80"), batch=70)
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("given", "rule"),
     [
-        ("8xa100", "did you mean a100-40 or a100-80?"),
-        ("8xh1000", "did you mean 'h100'?"),
-        ("many", "expected devices and their name, such as 64xa100-80"),
-        ("0xt4", "has no devices"),
+        ("8xa100", "device.unknown"),
+        ("8xh1000", "device.unknown"),
+        ("many", "cluster.unknown"),
+        ("0xt4", "cluster.no_devices"),
     ],
 )
-def test_unknown_clusters_are_told_the_nearest(given: str, expected: str) -> None:
-    with pytest.raises(PlanError) as error:
+def test_unknown_clusters_are_told_the_nearest(given: str, rule: str) -> None:
+    with refused(rule):
         cluster_of(given)
-    assert expected in str(error.value)
 
 
 def test_a_cluster_file_without_a_link_is_told_which(tmp_path: Path) -> None:
@@ -228,11 +228,11 @@ def test_a_cluster_file_without_a_link_is_told_which(tmp_path: Path) -> None:
     }
     file = tmp_path / "cluster.json"
     file.write_text(json.dumps({"device": device, "devices": 16, "devices_per_node": 8}))
-    with pytest.raises(PlanError, match=r"has no node_link.*add node_link: \{gigabytes_per_s"):
+    with refused("cluster.no_link", "node_link"):
         cluster_of(str(file))
     link = {"gigabytes_per_s": 10}
     file.write_text(json.dumps({"device": device, "devices": 16, "devices_per_node": 8, "node_link": link}))
-    with pytest.raises(PlanError, match="has no network"):
+    with refused("cluster.no_link", "node_link"):
         cluster_of(str(file))
     file.write_text(json.dumps({"device": "h100", "devices": 16, "network": link}))
     assert cluster_of(str(file)).network.bandwidth == 10e9
@@ -314,9 +314,9 @@ def test_a_cluster_is_named_by_the_gpus_that_ray_sees() -> None:
     node = {"CPU": 96.0, "GPU": 8.0, "accelerator_type:A100-80G": 1.0}
     assert str(cluster_of_nodes([node, node, {"CPU": 4.0}], workers=2)) == "16 x a100-80 on 2 nodes"
     assert cluster_of_nodes([{"CPU": 4.0}], workers=3).devices == 3
-    with pytest.raises(PlanError, match="unlike GPUs"):
+    with refused("devices.differ"):
         cluster_of_nodes([node, {"GPU": 4.0, "accelerator_type:T4": 1.0}], workers=2)
-    with pytest.raises(PlanError, match="GPU 'of unknown type' is not in the catalogue"):
+    with refused("device.unknown"):
         cluster_of_nodes([{"GPU": 1.0}], workers=1)
 
 
@@ -362,7 +362,7 @@ def test_a_gpu_of_the_catalogue_is_known_by_its_whole_name(name: str, expected: 
     ],
 )  # fmt: skip
 def test_a_gpu_that_only_resembles_one_of_the_catalogue_is_refused(name: str) -> None:
-    with pytest.raises(PlanError, match=f"GPU '{name}' is not in the catalogue: give --cluster a file"):
+    with refused("device.unknown"):
         catalogue_name(name)
 
 

@@ -7,9 +7,9 @@ from sqlalchemy import make_url
 from sqlalchemy.engine import URL
 
 from app.config import PlanConfig
-from app.errors import TuningError
 from app.tuning.outcome import TuneMetrics
 from tests.studies import MAX_TRIALS, ask, create, resume
+from tests.wording import refused
 
 
 def test_a_study_of_auto_is_resumed_as_that_of_the_default_plan(url: URL) -> None:
@@ -17,7 +17,7 @@ def test_a_study_of_auto_is_resumed_as_that_of_the_default_plan(url: URL) -> Non
     study.report(ask(study), 1, 0.5, cost=(-0.5, 0.0))
     for plan in ("auto", "{zero_stage: 1}"):
         assert [trial.intermediate_values for trial in resume(url, f"train.plan={plan}").trials] == [{1: 0.5}]
-    with pytest.raises(TuningError, match="differ from those that study 'one' was started with"):
+    with refused("study.differs"):
         resume(url, "train.plan={zero_stage: 3}")
 
 
@@ -55,29 +55,28 @@ def test_a_search_learns_from_an_earlier_one(url: URL, tmp_path: Path) -> None:
     assert len(later.study.trials) == 4 + 2  # and two that wait: its own values, and the best of before
     proposals = [later.ask(MAX_TRIALS) for _ in range(2)]
     assert [proposal and proposal.values for proposal in proposals] == [values[0], values[3]]
-    with pytest.raises(TuningError, match="no study 'three'"):
+    with refused("study.unknown"):
         create(make_url(f"sqlite:///{tmp_path / 'x.db'}"), name="x", earlier=[("three", url)])
     nowhere = make_url(f"sqlite:///{tmp_path / 'four.db'}")
-    with pytest.raises(TuningError, match=r"tune\.warm_start names 'four', and there is no study .*four\.db: give ids"):
+    with refused("study.unknown", "tune.warm_start"):
         create(make_url(f"sqlite:///{tmp_path / 'x.db'}"), name="x", earlier=[("four", nowhere)])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    "overrides",
     [
-        (["tune.metric=val_loss", "tune.mode=min"], "is about val_accuracy (max), and the recipe about val_loss (min)"),
-        (["train.epochs=3"], "differ from those that study 'one' was started with"),
-        (["tune.epochs=3"], "tune.epochs is 3, and study 'one' was started with nothing"),
-        (["tune.scheduler=median"], "tune.scheduler is median, and study 'one' was started with asha"),
-        (["tune.grace_epochs=2"], "tune.grace_epochs is 2, and study 'one' was started with 1"),
-        (["tune.reduction_factor=2"], "tune.reduction_factor is 2, and study 'one' was started with 4"),
+        ["tune.metric=val_loss", "tune.mode=min"],
+        ["train.epochs=3"],
+        ["tune.epochs=3"],
+        ["tune.scheduler=median"],
+        ["tune.grace_epochs=2"],
+        ["tune.reduction_factor=2"],
     ],
 )
-def test_a_study_of_another_question_is_refused(url: URL, overrides: list[str], words: str) -> None:
+def test_a_study_of_another_question_is_refused(url: URL, overrides: list[str]) -> None:
     create(url)
-    with pytest.raises(TuningError) as refused:
+    with refused("study.differs"):
         resume(url, *overrides)
-    assert words in str(refused.value)
 
 
 def test_a_study_from_before_a_key_was_added_goes_on_while_the_key_has_its_default(url: URL) -> None:
@@ -87,7 +86,7 @@ def test_a_study_from_before_a_key_was_added_goes_on_while_the_key_has_its_defau
     del started_with["train"]["sync_batch_norm"]
     study.set_user_attr("recipe", started_with)
     assert resume(url).study.study_name == "one"
-    with pytest.raises(TuningError, match="differ from those that study 'one' was started with"):
+    with refused("study.differs"):
         resume(url, "train.sync_batch_norm=true")
 
 
@@ -98,7 +97,7 @@ def test_a_study_goes_on_whether_it_recorded_auto_or_the_default_plan(url: URL) 
         started_with["train"]["plan"] = recorded
         study.set_user_attr("recipe", started_with)
         assert resume(url).study.study_name == "one"
-    with pytest.raises(TuningError, match="differ from those that study 'one' was started with"):
+    with refused("study.differs"):
         resume(url, "train.plan={zero_stage: 3}")
 
 
@@ -109,11 +108,11 @@ def test_a_study_of_another_space_is_refused(url: URL, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         tune_spaces.image, "space", lambda trial: trial.suggest_float("train.optimizer.lr", 0.1, 1) and None
     )
-    with pytest.raises(TuningError, match=r"searched model\.args\.width over 16 to 64, and tune\.space says nothing"):
+    with refused("study.differs"):
         resume(url)
 
 
 def test_two_searches_never_share_a_study(url: URL) -> None:
     create(url)
-    with pytest.raises(TuningError, match="cannot share"):
+    with refused("study.taken"):
         create(url)

@@ -15,7 +15,7 @@ from upath import UPath
 from app.artifacts import CHECKPOINTS, TRIALS
 from app.checksums import CHECKSUMS_FILE
 from app.config import load_recipe
-from app.errors import ActorBusyError, RecipeError, TrainingError, UnsharedStorageError
+from app.errors import TrainingError
 from app.models.factory import blueprint_of
 from app.storage import upload
 from app.training import session, stop_request
@@ -28,6 +28,7 @@ from app.tuning import trial_actor, trial_training
 from app.tuning.trial_actor import TrialActor
 from app.tuning.trial_config import LAST_REPORTED_EPOCH, NUMBER, VALUES
 from tests.helpers import ROOT, run
+from tests.wording import refused
 
 Begin = Callable[..., TrialActor]
 
@@ -98,7 +99,7 @@ def test_the_collector_skips_imported_code_between_trials(begin: Begin) -> None:
 
 def test_values_that_the_recipe_refuses_are_a_failure_of_the_trial(begin: Begin) -> None:
     actor = begin(**{"train.global_batch_size": 0})
-    with pytest.raises(RecipeError, match="global_batch_size"):
+    with refused("recipe.greater_than", "train.global_batch_size"):
         actor.step()
 
 
@@ -185,7 +186,7 @@ def test_an_actor_that_still_stores_its_last_trial_takes_no_other(
     monkeypatch.setattr(trial_training, "STOP_TIMEOUT_S", 0.1)
     actor = begin()
     actor.step()
-    with pytest.raises(ActorBusyError, match="trials/0000' is still being written"):
+    with refused("actor_busy"):
         actor.reset_config({NUMBER: 1, VALUES: {}, LAST_REPORTED_EPOCH: 0})
     stored.set()
     monkeypatch.setattr(trial_training, "STOP_TIMEOUT_S", 30.0)
@@ -213,7 +214,7 @@ def test_an_actor_that_trained_with_zero_3_takes_no_other_trial_and_keeps_the_ch
 ) -> None:
     actor = begin(**{"train.plan.zero_stage": 3})
     actor.step()
-    with pytest.raises(ActorBusyError, match="ZeRO 3 keeps the last trial's model"):
+    with refused("actor_busy"):
         actor.reset_config({NUMBER: 1, VALUES: {}, LAST_REPORTED_EPOCH: 0})
     assert list((tmp_path / TRIALS / "0000" / CHECKPOINTS).glob("step_*"))
 
@@ -231,6 +232,6 @@ def test_an_actor_takes_no_more_memory_after_20_trials_than_after_3(tmp_path: Pa
 def test_a_trial_on_a_node_that_does_not_see_the_search_writes_nothing_there(begin: Begin, tmp_path: Path) -> None:
     for mark in tmp_path.glob(".mark-*"):
         mark.unlink()
-    with pytest.raises(UnsharedStorageError, match=r"the nodes do not share storage.*set storage"):
+    with refused("unshared_storage"):
         begin().step()
     assert not list(tmp_path.iterdir())
