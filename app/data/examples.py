@@ -13,10 +13,8 @@ from app.storage import write_atomically
 
 Modality = Literal["text", "image", "audio", "row", "record"]
 Input = str | bytes
-"""A text; an image or a recording, as the content of a file; or a record, as a JSON object.
-
-A record has several fields. Those that are files are in base64. A row of a table is a JSON object only until its
-columns have a kind.
+"""A text; an image or a recording, as the content of a file; or, until they are written to shards, a row of a table or
+a record as a JSON object, with files in base64.
 """
 
 Natural = Input | Mapping[str, Any]

@@ -40,7 +40,7 @@ class Processor(Protocol):
         """Return one batch. Raises DataError for an input that cannot be read.
 
         Args:
-            inputs: each an ``Input``, or of the modality ``row`` a mapping of values, by the column.
+            inputs: each an ``Input``, or a mapping: of values by the column, or of a record's fields by their names.
         """
         ...
 
@@ -68,7 +68,7 @@ class PretrainedProcessor(Protocol):
 class WeighingProcessor(Protocol):
     """A processor whose inputs may be small but slow to read. The endpoint weighs them first."""
 
-    def weigh(self, item: Input) -> float:
+    def weigh(self, item: Any) -> float:
         """Return the cost of reading an input, as a share of one request's limit, without reading it.
 
         Raises:
@@ -99,11 +99,11 @@ class AugmentingProcessor(Protocol):
 class GroupingProcessor(Protocol):
     """A processor of samples that fill different tensors. A batch of training has samples of one group only."""
 
-    def measure(self, inputs: Sequence[Input]) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+    def measure(self, inputs: Sequence[Any]) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
         """Return the length of each sample and the name of its group, each of shape (samples,)."""
         ...
 
-    def split_media(self, item: Input) -> tuple[str, bytes | None]:
+    def split_media(self, item: Any) -> tuple[str, bytes | None]:
         """Return what a page shows of a sample: its words, and a picture if it has one."""
         ...
 

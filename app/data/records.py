@@ -1,12 +1,11 @@
 """Records: samples of several fields, such as a text with a picture, as the tensors of a processor for each field."""
 
 import base64
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +14,13 @@ from upath import UPath
 
 from app.config import ColumnsConfig, DataConfig
 from app.data.audio import AudioProcessor
-from app.data.examples import Input, Modality
+from app.data.examples import Modality
 from app.data.images import ImageProcessor
 from app.data.processor import Processor, WeighingProcessor
+from app.data.rows import Record, RecordColumns, Records, RowColumns
 from app.data.tabular import TabularProcessor
 from app.data.text import TextProcessor
-from app.errors import DataError
+from app.errors import DataError, short_repr
 from app.import_string import import_attribute
 from app.storage import to_path, write_atomically
 from app.tensors import Tensors, TensorSpec
@@ -43,6 +43,16 @@ def processor_type(kind: str) -> type[Processor]:
 def is_file(kind: str) -> bool:
     """Return whether a field of this kind is the content of a file, as an image is."""
     return processor_type(kind).modality not in ("text", "row")
+
+
+def kept_columns(columns: ColumnsConfig) -> RecordColumns:
+    """Return the columns of shards of records."""
+    fields: dict[str, RowColumns | Literal["text", "file"]] = {}
+    for name, field in columns.fields.items():
+        fields[name] = "file" if is_file(field.kind) else "text"
+        if field.columns is not None:
+            fields[name] = RowColumns.of(field.columns, columns.categories)
+    return RecordColumns(fields)
 
 
 class _Settings(BaseModel):
@@ -69,14 +79,14 @@ class RecordProcessor:
         return cls({name: field.kind for name, field in columns.fields.items()}, {})
 
     @classmethod
-    def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:
+    def fit(cls, inputs: Sequence[Record], config: DataConfig) -> Self:
         """Fit the processor of each field on the rows that have it. Raises DataError for a field that no row has."""
         unfitted = cls.of_fields(config.columns)
         kinds = unfitted._kinds
-        records = [unfitted._fields(item) for item in inputs]
+        records = unfitted._read(inputs)
         processors = {}
         for name, kind in kinds.items():
-            if not (found := [unfitted._content(name, record[name]) for record in records if name in record]):
+            if not (found := records.contents[name]):
                 raise DataError(
                     f"data.columns.fields.{name}: no training row of {config.source!r} has it; leave it out, or give "
                     "rows that have it"
@@ -112,14 +122,13 @@ class RecordProcessor:
         }
         return facts | {"num_fields": len(self._processors)}
 
-    def encode(self, inputs: Sequence[Input]) -> Tensors:
-        records = [self._fields(item) for item in inputs]
+    def encode(self, inputs: Sequence[Record]) -> Tensors:
+        records = inputs if isinstance(inputs, Records) else self._read(inputs)
         tensors: dict[str, NDArray[Any]] = {}
         for name, processor in self._processors.items():
-            has = np.array([name in record for record in records])
-            contents = [self._content(name, record[name]) for record in records if name in record]
+            has, contents = records.has[name], records.contents[name]
             try:
-                encoded = processor.encode(contents) if contents else self._blanks[name]
+                encoded = processor.encode(contents) if len(contents) else self._blanks[name]
             except DataError as error:
                 raise DataError(f"field {name!r}: {error}").of(error.rule, error.key) from error
             for inner, values in encoded.items():
@@ -127,19 +136,19 @@ class RecordProcessor:
             tensors[f"{name}_{PRESENT}"] = has.astype(np.int64)[:, None]
         return self._with_one_length(tensors)
 
-    def weigh(self, item: Input) -> float:
+    def weigh(self, item: Record) -> float:
         """Return the sum of the weights of the record's fields. Raises DataError as ``encode`` does."""
         return sum(
-            processor.weigh(self._content(name, value))
+            processor.weigh(value)
             for name, value in self._fields(item).items()
             if isinstance(processor := self._processors[name], WeighingProcessor)
         )
 
-    def measure(self, inputs: Sequence[Input]) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+    def measure(self, inputs: Sequence[Record]) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
         """Return the characters of each record's longest text, and the names of the fields that it has."""
         texts = [name for name, kind in self._kinds.items() if processor_type(kind).modality == "text"]
         lengths, groups = [], []
-        for record in map(self._fields, inputs):
+        for record in inputs:
             lengths.append(max((len(record[name]) for name in texts if name in record), default=0))
             groups.append(", ".join(name for name in self._kinds if name in record))
         return np.array(lengths, np.int64), np.array(groups, np.str_)
@@ -149,29 +158,25 @@ class RecordProcessor:
         names = [[*(spec.name for spec in self._processors[name].inputs), PRESENT] for name in missing]
         return frozenset(f"{name}_{inner}" for name, inners in zip(missing, names, strict=True) for inner in inners)
 
-    def split_media(self, item: Input) -> tuple[str, bytes | None]:
+    def split_media(self, item: Record) -> tuple[str, bytes | None]:
         """Return what a page shows of a record: its texts and rows in words, and its first picture."""
-        record = self._fields(item)
-        words = [f"{name}: {value}" for name, value in record.items() if not is_file(self._kinds[name])]
-        pictures = [name for name in record if self._kinds[name] == "image"]
-        return "; ".join(words), cast(bytes, self._content(pictures[0], record[pictures[0]])) if pictures else None
+        words = [f"{name}: {value}" for name, value in item.items() if not is_file(self._kinds[name])]
+        return "; ".join(words), next((item[name] for name in item if self._kinds[name] == "image"), None)
 
-    def _fields(self, item: Input) -> dict[str, Any]:
-        """Return the fields that a record has, as JSON has them."""
-        try:
-            given = json.loads(item)
-        except ValueError as error:
-            raise DataError(f"a record is not JSON ({error}): expected an object with a value for each field").of(
-                "json.invalid"
-            ) from error
+    def _read(self, inputs: Sequence[Record]) -> Records:
+        """Return records as a request or a sample has them. Raises DataError for one that cannot be read."""
+        return Records.of(list(map(self._fields, inputs)), list(self._kinds))
+
+    def _fields(self, given: Record) -> dict[str, Any]:
+        """Return the fields that a record has, as their processors read them."""
         known = ", ".join(self._kinds)
-        if not isinstance(given, dict):
-            raise DataError(f"a record is {item!r}: expected an object with some of the fields {known}").of(
+        if not isinstance(given, Mapping):
+            raise DataError(f"a record is {short_repr(given)}: expected an object with some of the fields {known}").of(
                 "row.not_an_object"
             )
         if unknown := [name for name in given if name not in self._kinds]:
             raise DataError(f"a record has the field {unknown[0]!r}: expected {known}").of("fields.unknown")
-        record = {name: value for name, value in given.items() if value is not None and value != ""}
+        record = {name: self._content(name, value) for name, value in given.items() if value not in (None, "")}
         if not record:
             raise DataError(f"a record has none of its fields: expected at least one of {known}").of("fields.none")
         return record
@@ -179,7 +184,7 @@ class RecordProcessor:
     def _content(self, name: str, value: Any) -> Any:
         """Return a field as its processor reads it. Raises DataError if its value is of another kind."""
         kind = self._kinds[name]
-        if processor_type(kind).modality == "row":
+        if processor_type(kind).modality == "row" or (is_file(kind) and isinstance(value, bytes)):
             return value  # its processor checks it
         if not isinstance(value, str):
             expected = "the content of a file in base64" if is_file(kind) else "a text"

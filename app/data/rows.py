@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, overload
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from app.errors import DataError
 
 Row = Mapping[str, Any]
 """A row of a table: a value for each column, and None for one that is unknown."""
+Record = Mapping[str, Any]
+"""The fields that a record has: texts, the contents of files, and rows."""
 NUMBERS, CATEGORIES = "numbers", "categories"
 """The two kinds of columns: the names of their cells in shards, and of the tensors that they become."""
 
@@ -39,6 +41,15 @@ class RowColumns:
     def kept(self) -> list[str]:
         """The kinds that there are, which are the columns of shards that hold the cells."""
         return [*([NUMBERS] if self.numbers else []), *([CATEGORIES] if self.categories else [])]
+
+    def read(self, rows: Sequence[Row]) -> "TableRows":
+        """Return rows by columns. Raises DataError as ``TableRows.of``."""
+        return TableRows.of(rows, self)
+
+    def open(self, cells: Mapping[str, NDArray[Any]]) -> "TableRows":
+        """Return rows whose cells are in an array for each of ``kept``."""
+        none = np.empty((len(next(iter(cells.values()))), 0))
+        return TableRows(self, cells.get(NUMBERS, none), cells.get(CATEGORIES, none))
 
 
 class TableRows(Sequence[Row]):
@@ -73,12 +84,11 @@ class TableRows(Sequence[Row]):
             categories[:, place] = [category_of(cell) for cell in cells[name]]
         return cls(columns, numbers, categories)
 
-    @classmethod
-    def of_arrays(cls, columns: RowColumns, arrays: Sequence[NDArray[Any]]) -> Self:
-        """Return rows whose cells are in an array for each of ``columns.kept``."""
-        cells = dict(zip(columns.kept, arrays, strict=True))
-        none = np.empty((len(arrays[0]), 0))
-        return cls(columns, cells.get(NUMBERS, none), cells.get(CATEGORIES, none))
+    @property
+    def cells(self) -> dict[str, NDArray[Any]]:
+        """The cells of each of ``columns.kept``."""
+        cells: dict[str, NDArray[Any]] = {NUMBERS: self.numbers, CATEGORIES: self.categories}
+        return {name: cells[name] for name in self.columns.kept}
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -96,6 +106,101 @@ class TableRows(Sequence[Row]):
         numbers = (None if math.isnan(number) else number for number in self.numbers[index].tolist())
         categories = (category or None for category in self.categories[index].tolist())
         return dict(zip(self.columns.names, (*numbers, *categories), strict=True))
+
+
+@dataclass(frozen=True)
+class RecordColumns:
+    """The fields of records by name: the columns of a row, once their kinds are decided, or what else it is."""
+
+    fields: dict[str, RowColumns | Literal["text", "file"]]
+
+    @property
+    def kept(self) -> list[str]:
+        """The columns of shards that hold the fields."""
+        return [name for names in self.kept_of.values() for name in names]
+
+    @property
+    def kept_of(self) -> dict[str, dict[str, str]]:
+        """The columns of shards of each field, with the kind of those of a row; of others there is one."""
+        return {
+            name: {f"field.{name}.{kind}": kind for kind in field.kept}
+            if isinstance(field, RowColumns)
+            else {f"field.{name}": field}
+            for name, field in self.fields.items()
+        }
+
+    def read(self, records: Sequence[Record]) -> "Records":
+        """Return records by fields. Raises DataError as ``TableRows.of``."""
+        found = Records.of(records, list(self.fields))
+        rows = {name: field for name, field in self.fields.items() if isinstance(field, RowColumns)}
+        return Records(found.has, {**found.contents, **{n: of.read(found.contents[n]) for n, of in rows.items()}}, self)
+
+    def open(self, cells: Mapping[str, NDArray[Any]]) -> "Records":
+        """Return records whose cells are in an array for each of ``kept``. A text or a file that is missing is None."""
+        has: dict[str, NDArray[np.bool_]] = {}
+        contents: dict[str, Sequence[Any]] = {}
+        for name, field in self.fields.items():
+            own = {kind: cells[kept] for kept, kind in self.kept_of[name].items()}
+            if isinstance(field, RowColumns):
+                rows = field.open(own)
+                has[name] = ~np.isnan(rows.numbers).all(axis=1) | (rows.categories != "").any(axis=1)
+                contents[name] = TableRows(field, rows.numbers[has[name]], rows.categories[has[name]])
+            else:
+                found = own[field].tolist()
+                has[name] = np.array([cell is not None for cell in found], bool)
+                contents[name] = [cell for cell in found if cell is not None]
+        return Records(has, contents, self)
+
+
+class Records(Sequence[Record]):
+    """Records by fields."""
+
+    def __init__(
+        self,
+        has: Mapping[str, NDArray[np.bool_]],
+        contents: Mapping[str, Sequence[Any]],
+        columns: RecordColumns = RecordColumns({}),
+    ) -> None:
+        """``has`` tells which records have a field, of shape (records,), and ``contents`` the field of these."""
+        self.has, self.contents, self.columns = has, contents, columns
+
+    @classmethod
+    def of(cls, records: Sequence[Record], names: Sequence[str]) -> Self:
+        """Return records that may have the fields ``names``."""
+        has = {name: np.array([name in record for record in records], bool) for name in names}
+        return cls(has, {name: [record[name] for record in records if name in record] for name in names})
+
+    @property
+    def cells(self) -> dict[str, Sequence[Any] | NDArray[Any]]:
+        """The cells of each of ``columns.kept``."""
+        cells: dict[str, Sequence[Any] | NDArray[Any]] = {}
+        for name, kept in self.columns.kept_of.items():
+            contents, has = self.contents[name], self.has[name]
+            if isinstance(contents, TableRows):
+                for column, kind in kept.items():
+                    given = contents.cells[kind]
+                    spread = np.full((len(has), given.shape[1]), math.nan if kind == NUMBERS else "", given.dtype)
+                    spread[has] = given
+                    cells[column] = spread
+            else:
+                found = iter(contents)
+                cells[next(iter(kept))] = [next(found) if is_there else None for is_there in has.tolist()]
+        return cells
+
+    def __len__(self) -> int:
+        return len(next(iter(self.has.values())))
+
+    def __iter__(self) -> Iterator[Record]:
+        found = {name: iter(contents) for name, contents in self.contents.items()}
+        for number in range(len(self)):
+            yield {name: next(items) for name, items in found.items() if self.has[name][number]}
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        return list(self)[index]
 
 
 def _require(row: Row, columns: RowColumns) -> None:

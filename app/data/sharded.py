@@ -16,7 +16,7 @@ from upath import UPath
 from app.config import ShardsConfig
 from app.data.origins import Origins
 from app.data.prepared import SHARDS_FILE, TRAIN, VALIDATION, Indices
-from app.data.rows import Row, RowColumns, TableRows
+from app.data.rows import RecordColumns, Row, RowColumns
 from app.data.shard_cache import ShardCache
 from app.data.shards import LENGTH, VALUE, Shard, ShardIndex
 from app.errors import DataError, StorageError
@@ -29,8 +29,9 @@ _MAX_WINDOW_ROWS = 2**20
 INPUT, TOKENS = "input", "tokens"
 """Columns of shards: ``INPUT`` for labelled examples, beside ``VALUE``; ``TOKENS`` for language modelling.
 
-Rows of a table have ``NUMBERS`` and ``CATEGORIES`` in place of ``INPUT``.
+Rows of a table have ``NUMBERS`` and ``CATEGORIES`` in place of ``INPUT``, and records have columns for each field.
 """
+InputColumns = RowColumns | RecordColumns | None
 Item = TypeVar("Item")
 
 
@@ -101,17 +102,17 @@ class ShardReference(BaseModel):
 
     def open_shards(self, shards: Sequence[Shard]) -> "ShardedRows":
         """Return the rows of shards in the same folder."""
-        return ShardedRows(self.location, shards, self.config, self.index.table)
+        return ShardedRows(self.location, shards, self.config, self.index.columns)
 
 
 class ShardedRows:
     """The rows of a split, numbered from 0 over its shards in the order of the index."""
 
     def __init__(
-        self, location: str, shards: Sequence[Shard], config: ShardsConfig, table: RowColumns | None = None
+        self, location: str, shards: Sequence[Shard], config: ShardsConfig, columns: InputColumns = None
     ) -> None:
-        """``table`` has the columns of rows of a table. Other inputs are a column of shards."""
-        self.table = table
+        """``columns``: of rows or records. Other inputs are a column of shards."""
+        self.columns = columns
         self._cache = ShardCache(location, shards, config.cache)
         self._location, self._shards, self._config = location, shards, config
         self.shard_rows = [shard.rows for shard in shards]
@@ -326,8 +327,8 @@ class ShardColumn(_OfRows[Item]):
         return self._read(self._rows.read([row])[self._column][0].as_py())
 
 
-class _TableInputs(_OfRows[Row]):
-    """The rows of a table."""
+class _ColumnInputs(_OfRows[Row]):
+    """The rows of a table, or records."""
 
     def __init__(self, split: "ShardedSplit") -> None:
         super().__init__(split.shards)
@@ -345,7 +346,7 @@ class ShardedSplit:
     """Labelled examples in shards."""
 
     def __init__(self, shards: ShardedRows) -> None:
-        self.shards, self._table = shards, shards.table
+        self.shards, self._columns = shards, shards.columns
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -353,7 +354,7 @@ class ShardedSplit:
     @property
     def inputs(self) -> Sequence[Any]:
         """The input of each row."""
-        return ShardColumn(self.shards, INPUT) if self._table is None else _TableInputs(self)
+        return ShardColumn(self.shards, INPUT) if self._columns is None else _ColumnInputs(self)
 
     @property
     def classes(self) -> Sequence[Any]:
@@ -371,9 +372,10 @@ class ShardedSplit:
 
     def take(self, indices: Sequence[int]) -> tuple[Sequence[Any], list[Any]]:
         """Return inputs and values in the order of ``indices``."""
-        names = [INPUT] if self._table is None else self._table.kept
+        names = [INPUT] if self._columns is None else self._columns.kept
         *found, values = self.shards.read_arrays(indices, *names, VALUE)
-        inputs = found[0].tolist() if self._table is None else TableRows.of_arrays(self._table, found)
+        cells = dict(zip(names, found, strict=True))
+        inputs = cells[INPUT].tolist() if self._columns is None else self._columns.open(cells)
         return inputs, [self._read_value(value) for value in values] if values.dtype == object else values.tolist()
 
     @staticmethod

@@ -15,13 +15,13 @@ from pydantic import BaseModel, ValidationError
 from upath import UPath
 
 from app.checksums import sha256_of, sha256_of_file
-from app.data.rows import RowColumns
+from app.data.rows import RecordColumns, RowColumns
 from app.errors import DataError, StorageError
 from app.shared_files import read
 from app.storage import PlainName, stream_atomically, write_atomically
 
 INDEX_FILE = "index.json"
-FORMAT = "arrow-5"
+FORMAT = "arrow-6"
 """The layout of shards, and the way that they are made. A change of either needs a new name."""
 LENGTH = "length"
 """Column of every shard: the length of each sample, int32."""
@@ -59,8 +59,8 @@ class ShardIndex(BaseModel):
     task: str
     source: str
     settings: dict[str, Any]
-    table: RowColumns | None = None
-    """The columns of the source, if it is a table of features."""
+    columns: RowColumns | RecordColumns | None = None
+    """The columns or the fields of the inputs, if they are rows or records."""
     splits: dict[str, list[Shard]]
 
     @property

@@ -1,7 +1,6 @@
 """A version of a model in memory: its engine, with the processor for natural input and the labels."""
 
 import base64
-import json
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -283,8 +282,7 @@ def _read(given: Natural, processor: Processor) -> Any:
             f"{expected.get(processor.modality, 'a text')}, which the model takes"
         )
     if isinstance(given, Mapping):
-        # A processor of records reads them as JSON, both in training and here.
-        return given if processor.modality == "row" else json.dumps(given)
+        return given
     if processor.modality == "text" or isinstance(given, bytes):
         return given
     try:

@@ -21,6 +21,7 @@ from app.data.preparation.sample import SAMPLE_FILE, Sample
 from app.data.preparation.samples import Pairs, SampleKind, TokenKind
 from app.data.prepared import TRAIN, VALIDATION
 from app.data.processor import Processor, fit_processor
+from app.data.rows import RowColumns
 from app.data.sharded import ShardReference
 from app.data.shards import ShardIndex
 from app.data.tokenizer import LanguageTokenizer
@@ -93,8 +94,11 @@ def _fit(
 ) -> Processor:
     inputs = Sample.load(folder / SAMPLE_FILE).inputs
     parts: list[Any] = [part for item in inputs for part in kind.parts(item)]
-    if table := ShardIndex.load(folder).table:
-        parts = [{name: row[name] for name in table.names} for row in map(json.loads, parts)]
+    columns = ShardIndex.load(folder).columns
+    if columns:
+        parts = list(map(json.loads, parts))
+    if isinstance(columns, RowColumns):
+        parts = [{name: row[name] for name in columns.names} for row in parts]
     return fit_processor(processor_type, parts, config, recipe.model.source)
 
 

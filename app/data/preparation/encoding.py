@@ -15,7 +15,7 @@ from app.data.preparation.samples import SampleKind, TokenKind
 from app.data.preparation.survey import Cleaner
 from app.data.preparation.writers import LabelledWriter, SplitWriter, labelled_schema
 from app.data.processor import Processor
-from app.data.rows import RowColumns
+from app.data.sharded import InputColumns
 from app.data.shards import Shard, ShardIndex, ShardPlace
 from app.data.sources.cells import Rows
 from app.data.targets import LabelError, Targets
@@ -34,8 +34,8 @@ class Encoding:
     config: DataConfig
     targets: Targets | None = None
     """What the labels mean. None: not yet known, or there are no labels."""
-    table: RowColumns | None = None
-    """The columns of a table, once their kinds are decided."""
+    columns: InputColumns = None
+    """The columns of rows or records, once their kinds are decided."""
     tokenizer: LanguageTokenizer | None = None
     """For samples that are kept as tokens."""
     processor: Processor | None = None
@@ -49,7 +49,7 @@ class Encoding:
             kind,
             config.model_copy(update={"columns": columns}),
             kind.targets.load(folder) if kind.targets else None,
-            ShardIndex.load(folder).table,
+            ShardIndex.load(folder).columns,
             LanguageTokenizer.load(folder) if isinstance(kind, TokenKind) else None,
         )
 
@@ -69,9 +69,7 @@ class Encoding:
             targets = targets or self.kind.targets.fit(learned, self.config)
             targets = targets.fitted(targets.read([*trained], self.config), [*trained.values()])
             targets.save(folder)
-        features = self.config.each_source()[0].columns.features or ()
-        table = RowColumns.of(features, columns.categories) if self.kind.contents == "row" else None
-        return replace(self, targets=targets, table=table)
+        return replace(self, targets=targets, columns=self.kind.kept(self.config.each_source()[0].columns))
 
     def check_label(self, label: str, key: str = "source") -> None:
         """Raise LabelError for a label that is not known, or cannot be read whatever the others are."""
@@ -92,8 +90,8 @@ class Encoding:
             assert self.tokenizer is not None
             return self.kind.writer(place, self.tokenizer)
         read = partial(self.targets.read, config=self.config, key=key) if self.targets else None
-        schema = labelled_schema(self.kind.contents, self.kind.rule, self.table)
-        return LabelledWriter(place, schema, read, partial(self.kind.lengths, self.config), self.table)
+        schema = labelled_schema(self.kind.contents, self.kind.rule, self.columns)
+        return LabelledWriter(place, schema, read, partial(self.kind.lengths, self.config), self.columns)
 
     def write(
         self, place: ShardPlace, batches: Iterable[Rows], kept: NDArray[np.bool_] | None = None, key: str = "source"

@@ -220,7 +220,7 @@ class Preparer:
             encoding = Encoding(self.kind, work.config).fitted(folder, learned, trained)
         except LabelError as error:
             raise work.located(error, [unit.number for unit in work.units]) from error
-        return replace(work, targets=encoding.targets, table=encoding.table)
+        return replace(work, targets=encoding.targets, columns=encoding.columns)
 
     def _sample(self, work: UnitWork) -> Sample:
         """Return a sample of the training rows that are kept. Compressed files may have more text than they say."""
@@ -262,7 +262,7 @@ class Preparer:
             task=self.recipe.task,
             source=self.recipe.data.source,
             settings=settings,
-            table=work.table,
+            columns=work.columns,
             splits={split: shards for split, shards in splits.items() if shards},
         )
         index.save(folder)

@@ -15,6 +15,8 @@ from app.data.examples import Input, Modality, Natural, Reason
 from app.data.pairs import Pair, join_pair, split_pair
 from app.data.preparation.chats import ChatWriter, pack
 from app.data.preparation.writers import BlockWriter, SplitWriter
+from app.data.rows import RowColumns
+from app.data.sharded import InputColumns
 from app.data.shards import ShardPlace
 from app.data.sources.cells import Column, Columns, Rows
 from app.data.sources.formats.base import CHATS, DOCUMENTS, PAIRS, TAGGED, SourceFile
@@ -25,6 +27,7 @@ from app.data.sources.labelled import (
     group_columns,
     inputs_of,
     labelled_columns,
+    records_of,
     resolve_columns,
     table_of,
 )
@@ -102,6 +105,10 @@ class SampleKind(ABC):
     @abstractmethod
     def inputs(self, rows: Rows, config: DataConfig, verify: bool) -> Iterator[Input | None]:
         """Yield the input of each row; None if it cannot be read. ``verify``: decode files to see it."""
+
+    def kept(self, columns: ColumnsConfig) -> InputColumns:  # noqa: ARG002
+        """Return the columns that rows or records have in shards, once their kinds are decided; None for others."""
+        return None
 
     def labels(self, rows: Rows, config: DataConfig) -> list[str] | None:  # noqa: ARG002
         """Return the label of each row, "" for none. None: the task has no labels."""
@@ -187,7 +194,18 @@ class Labelled(SampleKind):
     def written(self, rows: Rows, config: DataConfig) -> Iterator[Natural | None]:
         if self.contents == "row":
             return iter(table_of(rows, self.columns(config).values, config.columns))
+        if self.contents == "record":
+            return records_of(rows, self.columns(config), config.columns, verify=False)
         return super().written(rows, config)
+
+    def kept(self, columns: ColumnsConfig) -> InputColumns:
+        if self.contents == "row":
+            return RowColumns.of(columns.features or (), columns.categories)
+        if self.contents == "record":
+            from app.data.records import kept_columns  # other samples do not need every processor
+
+            return kept_columns(columns)
+        return None
 
 
 @dataclass(frozen=True)

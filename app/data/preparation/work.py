@@ -30,7 +30,7 @@ from app.data.preparation.survey import (
     SurveyWriter,
 )
 from app.data.preparation.writers import SplitWriter
-from app.data.rows import RowColumns
+from app.data.sharded import InputColumns
 from app.data.shards import Shard, ShardPlace
 from app.data.sources.cells import Rows
 from app.data.sources.formats.base import PAIRS
@@ -100,8 +100,8 @@ class UnitWork:
     targets: Targets | None
     """What the labels mean, once all is decided. None: not yet, or there are no labels."""
     sample_fraction: float
-    table: RowColumns | None = None
-    """The columns of a table, once their kinds are decided."""
+    columns: InputColumns = None
+    """The columns of rows or records, once their kinds are decided."""
 
     @property
     def work(self) -> UPath:
@@ -294,7 +294,7 @@ class UnitWork:
         place, tokenizer = ShardPlace(to_path(self.folder), f"{split}-{number:05d}", self.config.shards.size), None
         if isinstance(self.kind, TokenKind):
             tokenizer = LanguageTokenizer.load(place.folder)
-        return Encoding(self.kind, self.config, self.targets, self.table, tokenizer).writer(place, key)
+        return Encoding(self.kind, self.config, self.targets, self.columns, tokenizer).writer(place, key)
 
     def _rows(self, number: int) -> Iterator[Rows]:
         return read_unit(self.units[number], self.kind.columns(self._config_of(number)))

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from app.data.examples import Natural
-from app.data.rows import CATEGORIES, NUMBERS, RowColumns, TableRows
-from app.data.sharded import INPUT, TOKENS
+from app.data.rows import CATEGORIES, NUMBERS, RecordColumns, RowColumns
+from app.data.sharded import INPUT, TOKENS, InputColumns
 from app.data.shards import LENGTH, VALUE, Shard, ShardPlace, ShardWriter
 from app.data.targets import LabelRule
 from app.data.tokenizer import LanguageTokenizer
@@ -35,21 +35,32 @@ ReadLabels = Callable[[Sequence[str]], Sequence[Any]]
 _VALUES = {"class": pa.int32(), "classes": pa.list_(pa.int32()), "number": pa.float64(), "json": pa.string()}
 
 
-def labelled_schema(contents: str, rule: LabelRule | None, table: RowColumns | None = None) -> pa.Schema:
+def labelled_schema(contents: str, rule: LabelRule | None, columns: InputColumns = None) -> pa.Schema:
     """Return the columns of inputs, with the values of labels if they have any.
 
     Args:
         contents: what the source holds.
         rule: how labels are read; None if there are none.
-        table: the columns of rows of a table, which are read as numbers and texts.
+        columns: of rows and records, which are read as numbers, texts and files.
     """
-    inputs = {INPUT: pa.binary() if contents in ("image", "audio") else pa.string()}
-    if table:
-        # The cells of a row lie side by side, so that a batch takes each row at once.
-        kinds = {NUMBERS: (pa.float64(), len(table.numbers)), CATEGORIES: (pa.string(), len(table.categories))}
-        inputs = {name: pa.list_(*kinds[name]) for name in table.kept}
+    plain = {INPUT: pa.binary() if contents in ("image", "audio") else pa.string()}
+    inputs = _types(columns) if columns else plain
     values = {VALUE: _VALUES[rule.kept_as]} if rule else {}
     return pa.schema({**inputs, **values, LENGTH: pa.int32()})
+
+
+def _types(columns: RowColumns | RecordColumns) -> dict[str, pa.DataType]:
+    """Return the types of columns of shards."""
+    if isinstance(columns, RowColumns):
+        # The cells of a row lie side by side, so that a batch takes each row at once.
+        kinds = {NUMBERS: (pa.float64(), len(columns.numbers)), CATEGORIES: (pa.string(), len(columns.categories))}
+        return {name: pa.list_(*kinds[name]) for name in columns.kept}
+    types: dict[str, pa.DataType] = {}
+    for name, kept in columns.kept_of.items():
+        field = columns.fields[name]
+        found = _types(field) if isinstance(field, RowColumns) else {"text": pa.string(), "file": pa.binary()}
+        types |= {column: found[kind] for column, kind in kept.items()}
+    return types
 
 
 def token_type(tokenizer: LanguageTokenizer) -> pa.DataType:
@@ -66,7 +77,7 @@ class LabelledWriter:
         schema: pa.Schema,
         read: ReadLabels | None,
         measure: Measure,
-        table: RowColumns | None = None,
+        columns: InputColumns = None,
     ) -> None:
         """Write shards.
 
@@ -75,35 +86,31 @@ class LabelledWriter:
             schema: as ``labelled_schema`` returns it.
             read: returns the value of each label, as ``Targets.read`` does. None: there are no labels.
             measure: returns the length of each input.
-            table: the columns of inputs that are rows of a table.
+            columns: of inputs that are rows or records.
         """
-        self._schema, self._read, self._measure, self._table = schema, read, measure, table
+        self._schema, self._read, self._measure, self._columns = schema, read, measure, columns
         self._shards = ShardWriter(place, schema)
         self._is_json = read is not None and schema.field(VALUE).type == pa.string()
 
     def add(self, inputs: Sequence[Natural], labels: Sequence[str]) -> None:
         """Add cleaned rows. Raises DataError as ``TableRows.of``."""
-        columns: dict[str, Any] = {**self._inputs(inputs), LENGTH: self._measure(inputs)}
+        cells = self._columns.read(cast(Sequence[Any], inputs)).cells if self._columns else {INPUT: inputs}
+        columns: dict[str, Any] = {**cells, LENGTH: self._measure(inputs)}
         if self._read:
             values = self._read(labels)
             columns[VALUE] = [json.dumps(value) for value in values] if self._is_json else values
-        arrays = [pa.array(columns[field.name], field.type) for field in self._schema]
+        arrays = [_array(columns[field.name], field.type) for field in self._schema]
         self._shards.add(pa.record_batch(arrays, self._schema))
-
-    def _inputs(self, inputs: Sequence[Any]) -> dict[str, Any]:
-        """Return the columns of inputs."""
-        if self._table is None:
-            return {INPUT: inputs}
-        rows = TableRows.of(inputs, self._table)
-        cells = {NUMBERS: rows.numbers, CATEGORIES: rows.categories}
-        return {
-            name: pa.FixedSizeListArray.from_arrays(pa.array(cells[name].ravel()), type=self._schema.field(name).type)
-            for name in self._table.kept
-        }
 
     def close(self) -> list[Shard]:
         """Write what is left, and return all shards."""
         return self._shards.close()
+
+
+def _array(cells: Any, kind: pa.DataType) -> pa.Array:
+    if pa.types.is_fixed_size_list(kind):
+        return pa.FixedSizeListArray.from_arrays(pa.array(cells.ravel(), kind.value_type), type=kind)
+    return pa.array(cells, kind)
 
 
 class BlockWriter:

@@ -13,7 +13,7 @@ from app.data.audio import require_recording
 from app.data.examples import Examples, Input, Modality, Reason
 from app.data.images import require_picture
 from app.data.kinds import ColumnKind, merge_kinds, resolve_kinds
-from app.data.rows import RowColumns, TableRows
+from app.data.rows import Record, RowColumns, TableRows
 from app.data.sources.cells import Column, Columns, Kind, Rows
 from app.data.sources.formats import FORMATS, SourceFile
 from app.data.sources.formats.builtin import find_examples
@@ -156,7 +156,7 @@ def inputs_of(rows: Rows, columns: Columns, config: ColumnsConfig, verify: bool 
         table = table_of(rows, columns.values, config)
         return (json.dumps(row, ensure_ascii=False, sort_keys=True) for row in table)
     if columns.contents == "record":
-        return _records(rows, columns, config, verify)
+        return map(_text_of, records_of(rows, columns, config, verify))
     return _inputs(rows, columns, verify)
 
 
@@ -185,13 +185,17 @@ def _inputs(rows: Rows, columns: Columns, verify: bool) -> Iterator[Input | None
             yield item
 
 
-def _records(rows: Rows, columns: Columns, config: ColumnsConfig, verify: bool) -> Iterator[str]:
-    """Yield the fields of each row as a JSON object. A record without any field is an empty text."""
+def records_of(rows: Rows, columns: Columns, config: ColumnsConfig, verify: bool) -> Iterator[Record]:
+    """Yield the fields that each row has. ``config`` and ``verify``: as those of ``inputs_of``."""
     fields = {name: list(_field(name, rows, columns, config, verify)) for name in config.fields}
     for number in range(len(rows)):
-        record = {name: cells[number] for name, cells in fields.items() if cells[number] is not None}
-        text = json.dumps(record, ensure_ascii=False, default=lambda cell: b64encode(cell).decode())
-        yield text if record else ""
+        yield {name: cells[number] for name, cells in fields.items() if cells[number] is not None}
+
+
+def _text_of(record: Record) -> str:
+    """Return a record as a JSON object, with files in base64; an empty text if it has no field."""
+    text = json.dumps(record, ensure_ascii=False, default=lambda cell: b64encode(cell).decode())
+    return text if record else ""
 
 
 def _field(name: str, rows: Rows, columns: Columns, config: ColumnsConfig, verify: bool) -> Iterator[Any]:

@@ -67,7 +67,7 @@ def prepare_stream(recipe: Recipe, kind: SampleKind, root: UPath) -> UPath:
         task=recipe.task,
         source=config.source,
         settings=config.model_dump(mode="json"),
-        table=chosen.encoding.table,
+        columns=chosen.encoding.columns,
         splits={TRAIN: store.write(1, chosen).shards, VALIDATION: _write_validation(chosen, given, store.folder)},
     )
     index.save(store.folder)

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import resource
 import struct
 import subprocess
@@ -73,7 +72,7 @@ def test_a_recording_may_be_a_field(tmp_path: Path) -> None:
     processor = data.processor
     assert isinstance(processor, RecordProcessor)
     content = base64.b64encode((tmp_path / "1.wav").read_bytes()).decode()
-    tensors = processor.encode([json.dumps({"sound": content}), json.dumps({"title": "no sound"})])
+    tensors = processor.encode([{"sound": content}, {"title": "no sound"}])
     assert tensors["sound_present"].tolist() == [[1], [0]]
     assert tensors["sound_log_mel"][0].std() > 0.1
     assert not tensors["sound_log_mel"][1].any()

@@ -27,6 +27,7 @@ from app.engines.onnxruntime import open_oracle
 from app.models.factory import build_model
 from app.models.multimodal import LateFusion
 from app.serving.protocol.predict import PredictRequest
+from app.storage import to_path
 from app.tasks import find_served_task, load_with_test, prepare
 from app.tensors import OUTPUT, check_tensors
 from app.training.data.ranks import DataRank, validation_share
@@ -45,7 +46,7 @@ def torch_of(tensors: Any) -> dict[str, Tensor]:
 
 
 def fields_in(data: Any, indices: Sequence[int]) -> set[tuple[str, ...]]:
-    return {tuple(json.loads(data.split.inputs[index])) for index in indices}
+    return {tuple(data.split.inputs[index]) for index in indices}
 
 
 def test_a_table_becomes_records_which_are_kept_as_they_are(table: Path, tmp_path: Path) -> None:
@@ -69,18 +70,48 @@ def test_a_table_becomes_records_which_are_kept_as_they_are(table: Path, tmp_pat
     assert all(np.array_equal(again.inputs[name], array) for name, array in batch.inputs.items())
 
 
+def test_shards_hold_the_fields_of_records_as_they_are(table: Path, tmp_path: Path) -> None:
+    data: Any = prepare(recipe_of(table))
+    (path,) = to_path(data.reference.location).glob("train-*.arrow")
+    shard = pa.ipc.open_file(path.read_bytes()).read_all()
+    assert {name: str(shard.schema.field(name).type) for name in shard.column_names} == {
+        "field.title": "string",
+        "field.note": "string",
+        "field.photo": "binary",
+        "field.size.numbers": "fixed_size_list<item: double>[1]",
+        "field.size.categories": "fixed_size_list<item: string>[1]",
+        "value": "int32",
+        "length": "int32",
+    }
+    pictures = {file.read_bytes() for file in tmp_path.glob("*.png")}
+    assert {*shard["field.photo"].to_pylist()} <= pictures | {None}
+    records = [data.train.split.inputs[index] for index in range(len(data.train))]
+    assert records == list(data.train.split.inputs)
+    assert {frozenset(record) for record in records} == {
+        *map(frozenset, (("title", "note", "photo", "size"), ("title", "photo"), ("photo", "size"), ("title",)))
+    }
+    again = data.processor.encode(records)
+    batch = data.train.batch(range(len(records)))
+    assert all(np.array_equal(again[name], array) for name, array in batch.inputs.items())
+    asked = [
+        {name: base64.b64encode(cell).decode() if name == "photo" else cell for name, cell in record.items()}
+        for record in records
+    ]
+    assert all(np.array_equal(data.processor.encode(asked)[name], array) for name, array in batch.inputs.items())
+
+
 def test_a_missing_field_is_empty_and_named(table: Path) -> None:
     data: Any = prepare(recipe_of(table))
     processor: RecordProcessor = data.processor
-    alone = processor.encode([json.dumps({"title": "a shoe"})])
+    alone = processor.encode([{"title": "a shoe"}])
     assert processor.absent(alone) >= {"photo_pixel_values", "photo_present", "note_input_ids", "size_numbers"}
     assert not processor.absent(alone) & {"title_input_ids", "title_attention_mask", "title_present"}
     assert not alone["photo_pixel_values"].any()
     assert alone["note_attention_mask"].sum() == 1, "an empty text has a token to attend to"
     assert alone["title_input_ids"].shape == alone["note_input_ids"].shape == (1, 4)
-    same = processor.encode([json.dumps({"title": "a shoe", "photo": None, "note": ""})])
+    same = processor.encode([{"title": "a shoe", "photo": None, "note": ""}])
     assert all(np.array_equal(same[name], array) for name, array in alone.items())
-    mixed = processor.encode([json.dumps({"title": "a shoe"}), json.dumps({"note": "one two three four five " * 3})])
+    mixed = processor.encode([{"title": "a shoe"}, {"note": "one two three four five " * 3}])
     assert mixed["title_input_ids"].shape == mixed["note_input_ids"].shape == (2, 16), "all texts have one length"
     assert mixed["title_present"].tolist() == [[1], [0]]
 

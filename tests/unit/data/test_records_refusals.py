@@ -1,6 +1,5 @@
 """Records and recipes of several fields that are refused, and why."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ def table(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("given", "rule", "key"),
     [
-        ("{", "json.invalid", None),
-        ("[1]", "row.not_an_object", None),
+        ("{", "row.not_an_object", None),
+        ([1], "row.not_an_object", None),
         ({"titel": "a"}, "fields.unknown", None),
         ({}, "fields.none", None),
         ({"title": "", "photo": None}, "fields.none", None),
@@ -42,7 +41,7 @@ def table(tmp_path: Path) -> Path:
 def test_a_record_that_cannot_be_read_is_refused(table: Path, given: Any, rule: str, key: str | None) -> None:
     processor: Any = getattr(prepare(recipe_of(table)), "processor")  # noqa: B009
     with refused(rule, key):
-        processor.encode([given if isinstance(given, str) else json.dumps(given)])
+        processor.encode([given])
 
 
 def test_a_file_that_is_missing_or_no_picture_is_named_with_its_row(table: Path, tmp_path: Path) -> None:

@@ -337,7 +337,9 @@ def test_later_rows_are_read_as_those_of_the_first_micro_epoch(server: NatsServe
     assert later.report.dropped["malformed"] == 3
     assert isinstance(data, GrowingData)
     shards = later.write_train(UPath(tmp_path / "later"))
-    batch = data.with_train(ShardedRows(str(tmp_path / "later"), shards, given.data.shards, data.reference.index.table))
+    batch = data.with_train(
+        ShardedRows(str(tmp_path / "later"), shards, given.data.shards, data.reference.index.columns)
+    )
     numbers = batch.train.batch(range(SAMPLES)).inputs["numbers"]
     assert numbers.shape == (SAMPLES, 2)
     assert np.isfinite(numbers).all()

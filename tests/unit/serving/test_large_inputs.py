@@ -94,11 +94,11 @@ def test_pictures_of_one_request_are_bounded_together(pictures: str) -> None:
 def test_a_record_weighs_what_its_pictures_do() -> None:
     records = RecordProcessor({"text": "text", "photo": "image"}, {"text": PROCESSOR, "photo": PICTURES})
 
-    def record(edge: int) -> str:
-        return json.dumps({"text": "good", "photo": base64.b64encode(picture(edge)).decode()})
+    def record(edge: int) -> dict[str, str]:
+        return {"text": "good", "photo": base64.b64encode(picture(edge)).decode()}
 
     assert records.weigh(record(1024)) == PICTURES.weigh(picture(1024)) == 1 / 64
-    assert records.weigh('{"text": "good"}') == 0
+    assert records.weigh({"text": "good"}) == 0
     with pytest.raises(DataError, match="2000 x 2000 pixels"):
         records.weigh(record(2000))
 
