@@ -1,11 +1,14 @@
 """The commands that send jobs, and follow, stop, pause and resume them."""
 
+import os
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from app.cli.options import Overrides, Quiet, RunId, Storage, Verbose, detail_of, train_run
+from app.cluster.packages import known_jobs
 from app.cluster.state import read_state
 from app.cluster.submit import follow_job, send_job, stop_job
 from app.cluster.submit import submit as submit_job
@@ -19,7 +22,7 @@ _SERVING = ("deploy", "lifecycle")
 
 
 def submit(
-    job: str,
+    job: Annotated[str, typer.Argument(autocompletion=lambda: known_jobs(Path.cwd()))],
     recipe: Annotated[
         str | None,
         typer.Argument(
@@ -53,7 +56,8 @@ def _print_question(job: str, recipe: str, overrides: list[str]) -> None:
     from app.cli.endpoint import local_endpoint
     from app.cli.examples import commands_for
 
-    if recipe == "-" or (cluster := read_state()) is None:
+    cluster = read_state()
+    if recipe == "-" or cluster is None or os.environ.get("RAY_API_SERVER_ADDRESS") != cluster.dashboard:
         return
     with suppress(RayloomError):  # the job has succeeded, whoever answers now
         loaded = load_job_recipe(job, recipe, overrides)

@@ -12,14 +12,22 @@ from app.cluster.state import read_state
 from app.errors import RequestError, StorageError
 from app.reports.catalog import find_run
 from app.reports.run_folder import RunFolder
-from app.storage import absolute_location, is_local, open_storage
+from app.storage import absolute_location, is_local, list_names, open_storage
+
+
+def _run_ids(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the ids of runs that begin so, for completion in a shell."""
+    root = chosen_storage(ctx.params.get("storage"))
+    ids = [name for job in list_names(root / "runs") for name in list_names(root / "runs" / job)]
+    return sorted((name for name in ids if name.startswith(incomplete)), reverse=True)
+
 
 Storage = Annotated[
     str | None,
     typer.Option(help="Default: the local cluster's, else $RAYLOOM_STORAGE, else the one that is used here."),
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as train.epochs=3.")]
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.")]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.", autocompletion=_run_ids)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show the result alone, and what went wrong.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also show what Ray says of the job.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -6,7 +6,7 @@ from upath import UPath
 
 from app.errors import StorageError
 from app.pages.content import State
-from app.pages.page import REPORT_FILE, Page
+from app.pages.page import Page
 from app.pages.words import duration, number
 from app.reports.run_folder import RunFolder, cost_of, headline, link_to_run
 from app.reports.versions import facts_of, trail_of
@@ -84,8 +84,7 @@ def _row(job: str, part: RunFolder, lifecycle: RunFolder) -> list[object]:
     if not part.path.exists() and lifecycle.result:
         return [job, State("refused", "bad"), "", lifecycle.result.error or "", ""]
     seconds = duration(part.result.duration_s) if part.result else ""
-    page = link_to_run(job, part.run_id) if (part.path / REPORT_FILE).exists() else part.run_id
-    return [job, part.state, seconds, headline(part.result) if part.result else "", page]
+    return [job, part.state, seconds, headline(part.result) if part.result else "", link_to_run(job, part.run_id)]
 
 
 def _add_time(page: Page, parts: dict[str, RunFolder]) -> None:

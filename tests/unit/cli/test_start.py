@@ -40,6 +40,16 @@ def test_completion_imports_no_slow_package() -> None:
     assert (packages & (SLOW - {"numpy"}), shown.split()) == (set(), ["compare"])
 
 
+def test_jobs_and_runs_complete_by_their_names(tmp_path: Path) -> None:
+    for name in ("20260101-000000-digits-aaaa", "20260202-000000-digits-bbbb"):
+        (tmp_path / "runs/train" / name).mkdir(parents=True)
+    asked = {"_RAYLOOM_COMPLETE": "complete_bash", "COMP_CWORD": "3", "RAYLOOM_STORAGE": str(tmp_path)}
+    _, shown = imported(**asked, COMP_WORDS="rayloom runs show 2026", RAYLOOM_HOME=str(tmp_path / "home"))
+    assert shown.split() == ["20260202-000000-digits-bbbb", "20260101-000000-digits-aaaa"]
+    _, shown = imported(**asked | {"COMP_CWORD": "2"}, COMP_WORDS="rayloom submit tr")
+    assert shown.split() == ["train"]
+
+
 @pytest.mark.parametrize(
     "command",
     [
