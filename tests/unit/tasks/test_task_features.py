@@ -98,7 +98,7 @@ def test_a_task_refuses_the_keys_that_it_does_not_support_and_no_others(
 
 def test_a_refusal_names_the_key_its_value_the_tasks_that_support_it_and_the_way_out() -> None:
     assert refusal_of("chat", "data.columns.separator=;") == (
-        "recipe: recipe: data.columns.separator is ';', which task chat does not support (these do: text-multilabel, "
+        "recipe: data.columns.separator is ';', which task chat does not support (these do: text-multilabel, "
         "tabular-multilabel, multimodal-multilabel): leave it out"
     )
 
