@@ -1,6 +1,6 @@
 """What turns the rows of a source into shards, once it is decided: its columns, targets and tokenizer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self, cast
@@ -24,6 +24,9 @@ from app.storage import write_atomically
 
 COLUMNS_FILE = "columns.json"
 """The columns of the source, with those of numbers and those of categories named."""
+
+_ENCODED_ROWS = 64
+"""Rows that are encoded at a time to see whether they can be."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,13 @@ class Encoding:
         if self.targets:
             self.targets.read([label], self.config, key)
 
-    def check_input(self, rows: Rows) -> None:
-        """Raise DataError for the input of a single row that the processor refuses, such as a number out of scale."""
+    def check_inputs(self, rows: Rows, chosen: Sequence[int]) -> None:
+        """Raise DataError if the processor refuses one of the chosen inputs, such as a number out of scale."""
         if self.processor:
-            convert, (item,) = Cleaner(self.config.clean, self.kind).convert, self.kind.written(rows, self.config)
-            self.processor.encode([convert(part) for part in self.kind.parts(cast(Input, item))])
+            convert, written = Cleaner(self.config.clean, self.kind).convert, [*self.kind.written(rows, self.config)]
+            for start in range(0, len(chosen), _ENCODED_ROWS):
+                items = [cast(Input, written[row]) for row in chosen[start : start + _ENCODED_ROWS]]
+                self.processor.encode([convert(part) for item in items for part in self.kind.parts(item)])
 
     def writer(self, place: ShardPlace, key: str = "source") -> SplitWriter:
         """Return a writer of shards. ``key``: the one of ``data`` that names the source of the rows."""

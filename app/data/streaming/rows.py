@@ -147,7 +147,7 @@ class StreamRows:
         """
         if not messages:
             return
-        read = [self._read(message) for message in messages]
+        read = self._read(messages)
         labels = [one.label for one in read] if self._kind.targets else None
         groups = [one.group for one in read] if self._config.group_column else None
         cleaned, _, survey = self._surveyor.survey([one.item for one in read], labels, groups)
@@ -210,26 +210,24 @@ class StreamRows:
             unused_tokens=self._kind.unused(sizes, wanted, self._config.block_length),
         )
 
-    def _read(self, message: Message) -> _Read:
-        """Return a message as it was read. One that cannot be read is a reason to drop it, with the place and key."""
-        kind, config = self._kind, self._config
+    def _read(self, messages: Sequence[Message]) -> list[_Read]:
+        """Return messages as they were read. Halves are read again to find the bad ones, with their place and key."""
+        kind, config, blank = self._kind, self._config, [""] * len(messages)
         try:
-            rows = self._format.rows([message])
+            rows = self._format.rows(messages)
             self._require_numbers(rows)
-            (item,), labels = kind.inputs(rows, config, verify=True), kind.labels(rows, config)
-            if item:
-                self._encoding.check_input(rows)
-        except DataError as error:
-            told = str(error) if str(message) in str(error) else f"{message}: {error}"
-            return _Read(None, "", "", "malformed", told)
-        label, group = (found[0] if found else "" for found in (labels, groups_in(rows)))
-        try:
-            if label:
+            items, labels = [*kind.inputs(rows, config, verify=True)], kind.labels(rows, config) or blank
+            self._encoding.check_inputs(rows, [row for row, item in enumerate(items) if item])
+            for label in {*labels} - {""}:
                 self._encoding.check_label(label)
-        except LabelError as error:
-            is_named = kind.rule is not None and kind.rule.named is not None
-            return _Read(None, "", "", "unknown_label" if is_named else "malformed", f"{message}: {error}")
-        return _Read(item, label, group)
+        except DataError as error:
+            if len(messages) > 1:
+                half = len(messages) // 2
+                return [*self._read(messages[:half]), *self._read(messages[half:])]
+            told = str(error) if str(messages[0]) in str(error) else f"{messages[0]}: {error}"
+            is_named = isinstance(error, LabelError) and kind.rule is not None and kind.rule.named is not None
+            return [_Read(None, "", "", "unknown_label" if is_named else "malformed", told)]
+        return [*map(_Read, items, labels, groups_in(rows) or blank)]
 
     def _require_numbers(self, rows: Rows) -> None:
         """Raise DataError for a word in a column that the recipe does not name in ``data.columns.categories``."""
@@ -262,7 +260,7 @@ class StreamRows:
 
     def _inputs(self) -> list[Input | None]:
         """Return the input of each row; None for bad messages."""
-        return [one.item if one.reason is None else None for one in map(self._read, self._messages)]
+        return [one.item for one in self._read(self._messages)]
 
     def _measured(self, items: Sequence[Input | None], codes: NDArray[np.uint8]) -> list[int]:
         """Return the size of each row; 0 for those that are dropped."""

@@ -20,7 +20,7 @@ from app.data.preparation.encoding import Encoding
 from app.data.prepared import TRAIN, VALIDATION, GrowingData, PreparedData, SplitData
 from app.data.sharded import ShardedRows
 from app.data.streaming.collector import Collector
-from app.data.streaming.messages import Offsets
+from app.data.streaming.messages import Message, Offsets
 from app.data.streaming.micro_epochs import MicroEpoch, MicroEpochStore
 from app.data.streaming.rows import ChosenRows, StreamRows
 from app.errors import DataError, RayloomError
@@ -29,7 +29,7 @@ from app.tasks import find_task, prepare
 from tests.odd import picture
 from tests.preparing import first_losses
 from tests.pretrained import write_decoder
-from tests.streams import NatsServer, nats_server
+from tests.streams import NatsServer, nats_server, rows_of
 from tests.unit.data.test_chat import TEMPLATE, answer, user
 from tests.unit.data.test_tagging import spans, tokens
 
@@ -343,6 +343,29 @@ def test_later_rows_are_read_as_those_of_the_first_micro_epoch(server: NatsServe
     numbers = batch.train.batch(range(SAMPLES)).inputs["numbers"]
     assert numbers.shape == (SAMPLES, 2)
     assert np.isfinite(numbers).all()
+
+
+@pytest.mark.parametrize("task", ["tabular-classification", "multimodal-classification", "sentence-embedding"])
+def test_what_is_chosen_does_not_depend_on_how_messages_arrive(tmp_path: Path, task: str) -> None:
+    streamed = of_task(task)
+    rows = streamed.rows()
+    for number, row in enumerate(rows):
+        if "age" in row and number % 3:
+            row["age"] = f" {row['age']}.0"  # a number as text, in some messages
+    rows[20] = {"label": ["odd"]}
+    rows[30:40] = rows[10:20]  # duplicates of texts
+    given = streamed.recipe(tmp_path, "nats://127.0.0.1:1/S", **streamed.stream)
+    found = []
+    for size in (1, 7, ROWS):
+        made = rows_of(given)({0: 1}, True)
+        messages = [Message(0, 1 + number, message(row)) for number, row in enumerate(rows)]
+        for start in range(0, ROWS, size):
+            made.add(messages[start : start + size])
+        chosen = made.choose(SAMPLES, BATCH, takes_fewer=False)
+        assert chosen is not None
+        found.append((chosen.train, chosen.validation, chosen.stop, chosen.report))
+    assert found[0] == found[1] == found[2]
+    assert found[0][3].dropped["malformed"] == 1
 
 
 def test_no_later_pair_has_a_held_out_text(server: NatsServer, tmp_path: Path) -> None:
