@@ -34,6 +34,13 @@ _FIXED = (
     "train.resources", "train.accelerator_type", "train.labels",
 )  # fmt: skip
 """Keys that set what Ray reserves for a trial, which is the same for all trials."""
+_SPLIT = (
+    "data.source", "data.columns", "data.seed", "data.validation_fraction", "data.validation_source",
+    "data.group_column", "data.clean",
+)  # fmt: skip
+"""Keys and sections that choose the rows of the validation split."""
+_TRAINING_ROWS = "data.clean.label_noise"
+"""The key of ``data.clean`` that drops rows of the training split alone."""
 _DEGREES = ("train.plan.tensor", "train.plan.pipeline")
 """Keys that change how many workers a trial needs."""
 PLAN = "train.plan"
@@ -265,12 +272,32 @@ def _plain(name: str, key: str, value: Any) -> Value:
         ).of("space.value", "tune.space") from None
 
 
+def _is_within(key: str, sections: Iterable[str]) -> bool:
+    """Return whether a key is one of ``sections``, which may also be keys, or below one."""
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def _why_incomparable(key: str, recipe: Recipe) -> str | None:
+    """Return how a key changes what a metric means; None if it does not."""
+    if _is_within(key, _SPLIT) and key != _TRAINING_ROWS:
+        return "which chooses the rows of the validation split"
+    if _is_within(key, ["data.tokenizer"]) and recipe.task in ("language-modeling", "chat"):
+        return "and metrics of language models are means over its tokens"
+    if key == "train.temperature" and recipe.tune and any(goal.metric == "val_loss" for goal in recipe.tune.objectives):
+        return "by which val_loss is divided"
+    return None
+
+
 def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
     tree = _tree(recipe)
     left_out = {key: None for key in recipe_keys() if _is_in_none(tree, key)}
     known = dict(_leaves(tree)) | left_out | {PLAN: None}
     for key in keys:
-        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED):
+        if why := _why_incomparable(key, recipe):
+            raise RecipeError(
+                f"tune.space {name!r} names {key}, {why}, so trials could not be compared: leave it out"
+            ).of("space.key_not_searched", "tune.space")
+        if _is_within(key, _FIXED):
             where = "tune.workers" if key == "train.workers" else key
             raise RecipeError(f"tune.space {name!r} names {key}: set {where}, the same for all trials").of(
                 "space.key_not_searched", "tune.space"
@@ -280,7 +307,7 @@ def _check_keys(name: str, keys: Iterable[str], recipe: Recipe) -> None:
                 f"tune.space {name!r} names {key}, and trials have no more workers than the recipe's own plan needs: "
                 "set tune.workers to what the largest plan needs, the same for all trials"
             ).of("space.key_not_searched", "tune.space")
-        if key.startswith(tuple(f"{section}." for section in _UNRELATED)) or key in _UNRELATED:
+        if _is_within(key, _UNRELATED):
             raise RecipeError(f"tune.space {name!r} names {key}, on which training does not depend: leave it out").of(
                 "space.key_not_searched", "tune.space"
             )

@@ -154,6 +154,10 @@ def test_a_space_draws_keys_of_sections_that_the_recipe_leaves_out(recipe: Recip
             ),
             "space.differs",
         ),
+        (lambda trial: trial.suggest_int("data.seed", 0, 5) and None, "space.key_not_searched"),
+        (lambda trial: trial.suggest_float("data.validation_fraction", 0.1, 0.5) and None, "space.key_not_searched"),
+        (lambda trial: trial.suggest_int("data.clean.min_length", 1, 9) and None, "space.key_not_searched"),
+        (lambda trial: {"data.group_column": trial.suggest_categorical(LR, [0.1]) and "a"}, "space.key_not_searched"),
         (3, "space.type"),
         ({"train.optimizer.lr": tune.qloguniform(1e-4, 1e-1, 1e-5)}, "space.range"),
         ({"train.optimizer.lr": tune.randn()}, "space.range"),
@@ -164,6 +168,30 @@ def test_a_space_that_cannot_be_searched_is_refused(
 ) -> None:
     with refused(rule, "tune.space"):
         define(space)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "metric", "is_comparable"),
+    [
+        ("stdlib_gpt", "data.tokenizer.vocab_size", "val_loss", False),
+        ("docstrings", "train.temperature", "val_loss", False),
+        ("docstrings", "train.temperature", "val_mrr", True),
+        ("reviews", "data.tokenizer.vocab_size", "val_loss", True),
+    ],
+)
+def test_trials_whose_metric_means_something_else_are_refused(
+    file: str, key: str, metric: str, is_comparable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("users_space")
+    module.space = {key: tune.choice([300, 400] if "vocab" in key else [0.05, 0.1])}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    section = f"tune={{space: users_space:space, metric: {metric}}}"
+    recipe = load_recipe(ROOT / f"recipes/{file}.yaml", [section])
+    if is_comparable:
+        assert key in draw(load_space("users_space:space", recipe))
+        return
+    with refused("space.key_not_searched", "tune.space"):
+        load_space("users_space:space", recipe)
 
 
 def test_what_a_space_derives_comes_back_from_the_study_as_it_was(define: Callable[[object], Space]) -> None:
