@@ -14,6 +14,8 @@ from upath import UPath
 from app.artifacts import METRICS_FILE
 from app.config import load_stored_recipe
 from app.errors import StorageError
+from app.import_string import suggestion
+from app.reports.catalog import find_run
 from app.runs import CONFIG_FILE, RESULT_FILE, Result, newest_first, runs_folder
 from app.storage import list_names
 from app.telemetry.record import ReadingRecord, parse_line
@@ -47,6 +49,10 @@ FRAGMENTATION = Target("memory fragmentation", 0.05, "%")
 DATA_STALL = Target("data stall", 0.02, "%")
 SEARCH_TIME = Target("device time of the search", 5.0, "trainings")
 FIRST_ANSWER = Target("first answer", 0.1, "s")
+
+
+_JOBS = ("train", "tune")
+"""Jobs whose runs have targets."""
 
 
 @dataclass(frozen=True)
@@ -94,20 +100,20 @@ def findings(storage: UPath, subject: str | None, ask: Ask | None) -> list[Findi
     Raises:
         StorageError: the storage has neither a run nor a model of that name.
     """
-    # A named run may be of any age.
-    last = None if subject else 1
-    runs = [folder for job in ("train", "tune") for folder in newest_first(runs_folder(storage, job))[:last]]
-    models = list_names(storage / "models") if (storage / "models").exists() else []
-    found = [
-        *(finding for run in runs if subject in (None, run.name) for finding in _of_run(run)),
-        *(finding for model in sorted(models) if subject in (None, model) for finding in _of_model(model, ask)),
-    ]
-    if subject and not found:
-        raise StorageError(
-            f"storage {str(storage)!r} has no run of training or tuning and no model {subject!r}: see "
-            "'rayloom models list'"
-        )
-    return found
+    models = sorted(list_names(storage / "models"))
+    if subject is None:
+        newest = [folder for job in _JOBS for folder in newest_first(runs_folder(storage, job))[:1]]
+        checked = [finding for model in models for finding in _of_model(model, ask)]
+        return [*(finding for run in newest for finding in _of_run(run)), *checked]
+    if subject in models:
+        return list(_of_model(subject, ask))
+    try:
+        run = find_run(storage, subject)
+    except StorageError as error:
+        raise StorageError(f"{error}, and it is no model{suggestion(subject, models)}") from error
+    if run.job not in _JOBS:
+        raise StorageError(f"run {run.run_id} is of {run.job}: only runs of {' and '.join(_JOBS)} have targets")
+    return list(_of_run(run.path))
 
 
 def prometheus(url: str) -> Ask:

@@ -1,15 +1,19 @@
 """What a person sees after a mistake: what was given, what was expected and what to do, once and in plain words."""
 
 import re
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from app.cli.main import main
+from tests.helpers import BIN
 
 Said = Callable[..., tuple[int, str]]
 
@@ -135,6 +139,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["stop", "foo"], ["no train run 'foo'", "rayloom runs list"]),
     (["export", "foo"], ["no train run 'foo'", "rayloom runs list"]),
     (["models", "show", "foo"], ["no model 'foo'", "rayloom submit compile"]),
+    (["check", "foo"], ["no run 'foo'", "no model"]),
     (["status"], ["no local cluster is up", "rayloom up"]),
     (["follow", "train-1"], ["no local cluster is up", "rayloom up"]),
     # Asking a model
@@ -166,3 +171,33 @@ def test_a_mistake_is_told_once_in_plain_words(said: Said, arguments: list[str],
     lines = told.strip().splitlines()
     assert len(lines) == len(set(lines)) == 1, told
     assert time.process_time() - began < _MAX_CPU_S
+
+
+def test_output_that_cannot_be_written_is_told_in_one_sentence() -> None:
+    command = f"{BIN}/rayloom recipes schema"
+    done = subprocess.run(["bash", "-c", f"{command} >/dev/full"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr == "error: the output cannot be written (No space left on device): free some space\n"
+
+
+def test_a_refusal_of_the_endpoint_is_a_sentence_and_no_json(said: Said) -> None:
+    class Refusing(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            body = b'{"error": "the text has 9 tokens: expected 8 at most"}'
+            self.send_response(400)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    assert said("predict", "tickets", "hello", "--endpoint", url) == (
+        2,
+        f"error: {url} answered 400: the text has 9 tokens: expected 8 at most\n",
+    )
+    server.shutdown()
