@@ -1,6 +1,7 @@
 """A look at the first rows of sources on this machine, before a job is sent that would fail on them."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from app.config import DataConfig
 from app.data.examples import Input, in_words
@@ -16,6 +17,8 @@ from app.errors import DataError
 
 _FILES = 8
 """Files of a source that are looked at."""
+_INPUTS = 32
+"""Inputs of each that are decoded."""
 
 
 def require_readable(config: DataConfig, kind: SampleKind) -> None:
@@ -66,7 +69,7 @@ def _look_at(config: DataConfig, source: Source, kind: SampleKind) -> None:
     named, inputs = _resolved(config, files, kind), list[Input | None]()
     for file in _spread(files):
         for rows in read_files([file], kind.columns(named)):
-            inputs += _inputs(rows, named, kind)
+            inputs += islice(_inputs(rows, named, kind), _INPUTS)
             kind.labels(rows, named)
             break
     if not inputs and len(files) <= _FILES:
