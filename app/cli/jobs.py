@@ -100,11 +100,17 @@ def pause(run_id: RunId, storage: Storage = None) -> None:
     print(f"asked {run.run_id} to pause; resume it with: rayloom resume {run.run_id}")
 
 
-def resume(run_id: RunId, overrides: Overrides = None, storage: Storage = None) -> None:
+def resume(
+    run_id: RunId,
+    overrides: Overrides = None,
+    storage: Storage = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
     """Resume a training run that was paused, stopped or interrupted, as a new job, and follow it to its end."""
     run = train_run(run_id, storage)
     chosen = [f"storage={absolute_location(storage)}"] if storage else []
     config = str(run.path / CONFIG_FILE)
     # ``train.resume`` comes last, so that no override resumes another run.
     arguments = [*(overrides or []), *chosen, f"train.resume={run.run_id}"]
-    raise typer.Exit(send_job("train", config, arguments, run.run_id))
+    raise typer.Exit(send_job("train", config, arguments, run.run_id, detail=detail_of(quiet, verbose)))
