@@ -326,12 +326,15 @@ def first_of(data: PreparedData) -> MicroEpoch:
     return found
 
 
-def test_later_rows_are_read_as_those_of_the_first_micro_epoch(server: NatsServer, tmp_path: Path) -> None:
-    streamed = of_task("tabular-regression")
+@pytest.mark.parametrize(("task", "tensor", "columns"), [("tabular", "numbers", 2), ("multimodal", "size_numbers", 1)])
+def test_later_rows_are_read_as_those_of_the_first_micro_epoch(
+    server: NatsServer, tmp_path: Path, task: str, tensor: str, columns: int
+) -> None:
+    streamed = of_task(f"{task}-regression")
     rows = streamed.rows()
     rows[120]["age"], rows[121]["colour"], rows[122]["label"], rows[123]["age"] = "old", "new", "much", 1e300
-    server.publish(map(message, rows), "DECIDED", "decided.a")
-    given = streamed.recipe(tmp_path, f"{server.url}/DECIDED", **streamed.stream, max_bad=0.05)
+    server.publish(map(message, rows), f"LATER{task}", f"later{task}.a")
+    given = streamed.recipe(tmp_path, f"{server.url}/LATER{task}", **streamed.stream, max_bad=0.05)
     data = prepare(given)
     later = collected(given, data, first_of(data).stop)
     assert later.report.dropped["malformed"] == 3
@@ -340,8 +343,8 @@ def test_later_rows_are_read_as_those_of_the_first_micro_epoch(server: NatsServe
     batch = data.with_train(
         ShardedRows(str(tmp_path / "later"), shards, given.data.shards, data.reference.index.columns)
     )
-    numbers = batch.train.batch(range(SAMPLES)).inputs["numbers"]
-    assert numbers.shape == (SAMPLES, 2)
+    numbers = batch.train.batch(range(SAMPLES)).inputs[tensor]
+    assert numbers.shape == (SAMPLES, columns)
     assert np.isfinite(numbers).all()
 
 
