@@ -58,8 +58,8 @@ class StreamConfig(Section):
     )
     samples: PositiveInt = Field(
         default=10_000,
-        description="maximum training samples of a micro-epoch (blocks, for language modelling); only whole batches; "
-        "the rest begins the next micro-epoch",
+        description="maximum training samples of a micro-epoch (blocks, for language modelling and chat); only whole "
+        "batches; the rest begins the next micro-epoch",
     )
     seconds: Annotated[float, Field(gt=0.0)] = Field(
         default=60.0,
