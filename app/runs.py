@@ -1,5 +1,6 @@
 """Runs: a job's folder in storage, and the RESULT line with which it ends."""
 
+import errno
 import json
 import secrets
 import sys
@@ -138,9 +139,12 @@ class Run:
             (self.folder / RESULT_FILE).unlink(missing_ok=True)
             write_atomically(self.folder / CONFIG_FILE, dump_recipe(self.recipe).encode())
         except OSError as error:
-            raise StorageError(
-                f"storage {str(self.storage)!r} cannot be written ({error}): check its rights"
-            ) from error
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"storage {str(self.storage)!r} cannot be written ({error}): check its rights and free space"
+        )
 
     def end(self, outcome: Outcome) -> Result:
         """Write and return the result of a run that succeeded or was stopped."""
@@ -174,12 +178,23 @@ class Run:
         if not (self.is_ours and self.folder.exists()):
             return result
         file = self.folder / RESULT_FILE
-        write_atomically(file, result.model_dump_json(exclude_none=True, indent=1).encode())
+        try:
+            write_atomically(file, result.model_dump_json(exclude_none=True, indent=1).encode())
+        except OSError as lost:
+            told = self._cannot_write(lost)
+            if status != "failed":
+                raise told from lost
+            # The error that ended the run is the one to return.
+            print(f"error: {told}", file=sys.stderr, flush=True)
+            return result
         return result.model_copy(update={"file": str(file)})
 
 
 JSON_HELP = "end with the whole result in the RESULT line, and not only its figures"
 """Help of ``--json``, which every job takes."""
+
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Errors of a disk that is full or may not be used."""
 
 Step = Callable[[Run], Outcome]
 """The work of a run. It opens the run once it has checked its inputs."""
@@ -209,6 +224,10 @@ def execute(run: Run, step: Step, parent: UPath | None = None) -> Result:
             print(run.interrupt().to_line(), flush=True)
             raise
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in _OF_A_DISK:
+                told = f"a file cannot be written or read ({error}): check its rights, and the free space of its disk"
+                print(f"error: {told}", file=sys.stderr, flush=True)
+                return run.fail(told)
             traceback.print_exc()
             last_line = str(error).strip().rpartition("\n")[2]  # errors of Ray end with their cause
             return run.fail(f"{type(error).__name__}: {last_line}")

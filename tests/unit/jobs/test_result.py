@@ -1,6 +1,8 @@
 """The RESULT line of a job, and the file that it names."""
 
 import json
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,37 @@ class Reached(BaseModel):
 def reach(run: Run) -> Outcome:
     run.open()
     return Outcome(Reached(), {"weights": "/somewhere"})
+
+
+@pytest.fixture
+def limit() -> Iterator[Callable[[int], None]]:
+    """Limits the size of files, as a quota or a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [5_000, 10])
+def test_a_full_disk_ends_a_job_with_a_sentence(
+    size: int, limit: Callable[[int], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill(run: Run) -> Outcome:
+        run.open()
+        limit(size)
+        (run.folder / "large").write_bytes(bytes(100_000))
+        raise AssertionError
+
+    assert main("train", fill, [DIGITS, f"storage={tmp_path}"]) == 1
+    told = capsys.readouterr()
+    assert "Traceback" not in told.err + told.out
+    words = "a file cannot be written or read ([Errno 27] File too large"
+    assert words in told.err
+    line = result_line(told.out)
+    assert line["status"] == "failed"
+    assert words in line["error"]
+    # The result is lost if there is no room for it, either, and standard error says so.
+    assert ("result" in line) is (size > 10)
+    assert (f"storage '{tmp_path}' cannot be written" in told.err) is (size == 10)
 
 
 def test_the_line_has_the_figures_and_the_file_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
