@@ -57,7 +57,9 @@ class TensorSpec:
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Raise RequestError, which names the tensor, if ``dtype`` is another."""
         if dtype != self.dtype:
-            raise RequestError(f"input {self.name!r} is {dtype_name(dtype)}: expected {dtype_name(self.dtype)}")
+            raise RequestError(f"input {self.name!r} is {dtype_name(dtype)}: expected {dtype_name(self.dtype)}").of(
+                "tensor.type"
+            )
 
     def _takes(self, axis: int, size: int) -> bool:
         expected = self.shape[axis]

@@ -79,7 +79,7 @@ def desired_config() -> EndpointConfig:
         raise ClusterError(
             f"another release of Rayloom has deployed the endpoint ({'.'.join(map(str, first['loc']))}: "
             f"{first['msg']}): end it with 'serve shutdown', and deploy its models again"
-        ) from error
+        ).of("endpoint.other_release") from error
 
 
 def roll_out(before: EndpointConfig, after: EndpointConfig, timeout_s: float) -> None:

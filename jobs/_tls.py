@@ -22,14 +22,14 @@ def require_possible(tls: TlsConfig) -> None:
             "serve.tls is given, and this cluster's ingress is HAProxy as Ray starts it, without TLS: put a proxy that "
             "ends TLS in front of the endpoint, set serve.auth to token and leave serve.tls out; or start the cluster "
             "with 'rayloom up', or with RAY_SERVE_ENABLE_HA_PROXY=0, whose ingress is slower and speaks TLS"
-        )
+        ).of("tls.no_proxy", "serve.tls")
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(tls.certificate, tls.key, password="")
     except OSError as error:  # SSLError is a subclass
         raise ClusterError(
             f"serve.tls: {tls.certificate!r} and {tls.key!r} cannot be loaded ({error}): expected a certificate and "
             "its key in PEM, the key without a password"
-        ) from error
+        ).of("tls.unreadable", "serve.tls") from error
 
 
 def serve_options(tls: TlsConfig | None) -> dict[str, str]:

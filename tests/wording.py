@@ -29,6 +29,7 @@ _OF_THIS_RUN = {
     "[0-9a-f]{12}…|[0-9a-f]{64}": "SHA256",
     rf"\b{re.escape(gethostname())}\b": "HOST",
     "0x[0-9a-f]{8,}": "ADDRESS",
+    r"\b\d+\.\d{3} s\b": "SECONDS",
 }
 """What differs from run to run, by pattern."""
 _WORDING: dict[str, dict[str, str]] = json.loads(_FILE.read_text(encoding="utf-8"))

@@ -154,7 +154,7 @@ class LoadedModel:
                 raise EngineError(
                     f"model {self.manifest.name!r}, version {self.version}, answers {rows} probe rows with {name!r} "
                     "that is not finite: publish another version"
-                )
+                ).of("engine.not_finite")
         if self.task and self.targets and self.manifest.scores:
             check_answers(self.task, outputs[self.manifest.scores], self.targets)
 

@@ -244,7 +244,7 @@ class ModelCard(Scored):
             raise RecipeError(
                 f"serve.batching.preferred_batch_sizes are {list(preferred)}: expected {max_batch_size} at most, "
                 "which is max_batch_size"
-            )
+            ).of("batching.sizes", "serve.batching.preferred_batch_sizes")
         serving, built = self.serving.overridden(config), max(self.engine_key.profile.batch_sizes)
         if self.signature.takes_one_row and serving.max_batch_size > 1:
             raise RecipeError(
@@ -255,7 +255,7 @@ class ModelCard(Scored):
             raise RecipeError(
                 f"serve.batching.max_batch_size is {serving.max_batch_size}: the plan was built for {built} rows at "
                 "most; give as many, or more in compile.batch_sizes and run jobs.compile"
-            )
+            ).of("batching.sizes", "serve.batching.max_batch_size")
         return serving
 
 

@@ -89,7 +89,7 @@ class Repository:
             raise StorageError(
                 f"model {name!r}, version {version}, was replaced: its manifest's sha256 is {manifest.seal[:12]}…, "
                 f"expected {seal[:12]}…; deploy it again"
-            )
+            ).of("version.changed")
         return manifest
 
     def publish(self, name: str, files: UPath, card: ModelCard) -> Manifest:
@@ -122,7 +122,7 @@ class Repository:
             raise StorageError(
                 f"model {name!r} has no {alias}: run 'rayloom models promote {name} VERSION --alias {alias}', or name "
                 f"one with serve.{alias}.version (published are {self.versions(name)})"
-            )
+            ).of("candidate.none")
         return version
 
     def current(self, name: str) -> int:

@@ -190,14 +190,18 @@ def read_token(path: Path) -> str:
             token = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        raise ClusterError(f"the token's file {str(path)!r} cannot be read ({reason}): {_ADVICE}") from error
+        raise ClusterError(f"the token's file {str(path)!r} cannot be read ({reason}): {_ADVICE}").of(
+            "file.unreadable"
+        ) from error
     if mode & 0o077:
-        raise ClusterError(f"the token's file {str(path)!r} has mode {mode:o}, so others can read it: expected 600")
+        raise ClusterError(f"the token's file {str(path)!r} has mode {mode:o}, so others can read it: expected 600").of(
+            "token.mode"
+        )
     if not _TOKEN.fullmatch(token):
         raise ClusterError(
             f"the token's file {str(path)!r} holds no token: expected 32 or more of the characters that a header may "
             f"carry (letters, digits and -._~+/); {_ADVICE}"
-        )
+        ).of("token.missing")
     return token
 
 

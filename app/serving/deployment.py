@@ -101,14 +101,14 @@ def _require_interchangeable(manifests: Mapping[Alias, Manifest]) -> None:
             raise RecipeError(
                 f"serve.{second} is version {manifests[second].version}, and so is {first}: promote another version to "
                 f"{second}, or leave serve.{second} out"
-            )
+            ).of("versions.equal")
     # A client does not know which version answers, so all must take and return the same tensors.
     for alias, manifest in manifests.items():
         if difference := manifest.signature.difference(manifests["production"].signature):
             raise RecipeError(
                 f"serve.{alias}: version {manifest.version} {difference}, as production does: such a version needs a "
                 "name of its own"
-            )
+            ).of("versions.differ")
 
 
 def _smaller(manifest: Manifest, serve: ServeConfig, cores: Sequence[int]) -> str | None:

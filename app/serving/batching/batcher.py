@@ -104,7 +104,9 @@ def _run(infer: Infer, inputs: Tensors) -> Tensors:
 def _check_rows(outputs: Tensors, rows: int) -> None:
     for name, output in outputs.items():
         if output.shape[:1] != (rows,):
-            raise EngineError(f"output {name!r} has shape {list(output.shape)} for {rows} rows: expected {rows} first")
+            raise EngineError(
+                f"output {name!r} has shape {list(output.shape)} for {rows} rows: expected {rows} first"
+            ).of("engine.rows")
 
 
 class EngineThreads:

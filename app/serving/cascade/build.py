@@ -61,7 +61,7 @@ def build_cascade(
         raise RecipeError(
             f"serve.cascade.before makes the stages {', '.join(titles)}, of which {repeated[0]} is one version: name "
             "each once, and not the one in production itself"
-        )
+        ).of("versions.equal", "serve.cascade.before")
     with ExitStack() as opened:
         # All stages are open at once, because their timings take turns.
         models, stages = [], (*before, production)

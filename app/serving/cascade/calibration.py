@@ -185,7 +185,7 @@ def _require_enough(answers: _Answers, floor: float, quantile: float) -> None:
             f"a cascade is calibrated on {len(answers.right[-1]):,} validation rows, of which its last stage answers "
             f"{right:,} right: an accuracy_floor of {floor:g} takes {needed:,} at least; give more data, raise "
             "data.validation_fraction, or lower serve.cascade.accuracy_floor"
-        )
+        ).of("cascade.too_few_rows")
 
 
 def _required_right(floor: float, quantile: float) -> int:

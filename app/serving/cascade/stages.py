@@ -26,7 +26,7 @@ def require_alike(models: Sequence[LoadedModel]) -> None:
             raise RecipeError(
                 f"serve.cascade.before: {model.manifest.name}/{model.version} {difference}, as "
                 f"{last.manifest.name}/{last.version}, the last stage: train both with the same data section"
-            )
+            ).of("versions.differ", "serve.cascade.before")
 
 
 def read_alike(models: Sequence[LoadedModel]) -> bool:

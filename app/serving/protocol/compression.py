@@ -45,16 +45,18 @@ def _inflate(body: bytes | memoryview, encoding: str, max_bytes: int) -> bytes:
     if window is None:
         raise RequestError(
             f"the body has the content encoding {short_repr(encoding)}: expected {' or '.join(_WINDOWS)}"
-        )
+        ).of("body.encoding")
     inflater = zlib.decompressobj(window)
     try:
         # One byte more than allowed tells that the content is too large, without inflating the rest.
         content = inflater.decompress(body, max_bytes + 1)
     except zlib.error as error:
-        raise RequestError(f"the body is not {encoding}, as its content encoding says: {error}") from None
+        raise RequestError(f"the body is not {encoding}, as its content encoding says: {error}").of(
+            "body.encoding"
+        ) from None
     if len(content) <= max_bytes and (not inflater.eof or inflater.unused_data):
         problem = "ends too early" if not inflater.eof else "continues after its end"
-        raise RequestError(f"the body is {encoding} that {problem}: send one complete stream")
+        raise RequestError(f"the body is {encoding} that {problem}: send one complete stream").of("body.cut_short")
     return content
 
 

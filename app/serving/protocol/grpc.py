@@ -212,11 +212,13 @@ def _request_parameters(parameters: Mapping[str, pb.InferParameter]) -> RequestP
 def _check_inputs(inputs: Sequence[Any], specs: Mapping[str, TensorSpec], max_strings: int) -> None:
     """Check names, datatypes and shapes of all inputs before any is read."""
     if not inputs:
-        raise RequestError("the request has no inputs: expected one tensor at least")
+        raise RequestError("the request has no inputs: expected one tensor at least").of("inputs.none")
     names: set[str] = set()
     for entry in inputs:
         if entry.name in names:
-            raise RequestError(f"inputs repeat the name {short_repr(entry.name)}: give each tensor once")
+            raise RequestError(f"inputs repeat the name {short_repr(entry.name)}: give each tensor once").of(
+                "names.twice"
+            )
         names.add(entry.name)
         check_input(entry.name, entry.datatype, list(entry.shape), specs, max_strings)
         refuse_shared_memory(entry.parameters, "input", entry.name)
@@ -226,7 +228,7 @@ def _inputs(inputs: Sequence[Any], raw: Sequence[bytes]) -> dict[str, NDArray[An
     if raw and len(raw) != len(inputs):
         raise RequestError(
             f"the request has {len(inputs)} inputs and {len(raw)} raw_input_contents: expected one for each, or none"
-        )
+        ).of("contents.count")
     tensors: dict[str, NDArray[Any]] = {}
     for index, entry in enumerate(inputs):
         name, shape = entry.name, list(entry.shape)
@@ -234,7 +236,9 @@ def _inputs(inputs: Sequence[Any], raw: Sequence[bytes]) -> dict[str, NDArray[An
         if not raw:
             tensors[name] = from_elements(name, entry.datatype, shape, _elements(name, entry.datatype, entry.contents))
         elif entry.HasField("contents"):
-            raise RequestError(f"input {short_repr(name)} has contents beside raw_input_contents: send one of the two")
+            raise RequestError(
+                f"input {short_repr(name)} has contents beside raw_input_contents: send one of the two"
+            ).of("contents.twice")
         else:
             data = raw[index]
             tensors[name] = from_bytes(name, entry.datatype, shape, data, 0, len(data))
@@ -249,7 +253,7 @@ def _elements(name: str, datatype: str, contents: pb.InferTensorContents) -> Seq
             raise RequestError(
                 f"input {short_repr(name)} is {short_repr(datatype)} and has {len(elements)} {field.name}: expected "
                 f"{expected or 'raw_input_contents'}"
-            )
+            ).of("contents.type")
     # A datatype without a field, such as FP16, comes as raw bytes only. ``from_elements`` refuses it.
     return getattr(contents, expected) if expected else ()
 

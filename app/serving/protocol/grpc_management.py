@@ -58,4 +58,6 @@ def read_unload(request: pb.RepositoryModelUnloadRequest) -> UnloadRequest:
 
 def _check_repository(name: str) -> None:
     if name:
-        raise RequestError(f"the repository {short_repr(name)} cannot be chosen: there is only one, leave its name out")
+        raise RequestError(
+            f"the repository {short_repr(name)} cannot be chosen: there is only one, leave its name out"
+        ).of("repository.unknown")

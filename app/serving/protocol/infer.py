@@ -67,7 +67,7 @@ class RequestedOutput:
             RequestError: the name is not a string, or a parameter is not valid.
         """
         if type(name) is not str:
-            raise RequestError(f"an output has the name {short_repr(name)}: expected a string")
+            raise RequestError(f"an output has the name {short_repr(name)}: expected a string").of("name.type")
         if not parameters:
             return cls(name, binary)
         refuse_shared_memory(parameters, "output", name)
@@ -113,7 +113,7 @@ class RequestParameters:
                 raise RequestError(
                     f"the request has the parameter {short_repr(name)} {short_repr(value)}: expected a string, number "
                     "or bool"
-                )
+                ).of("parameter.type")
         return cls(priority, timeout_s, binary)
 
 
@@ -171,7 +171,7 @@ def check_json(text: bytes | memoryview, *, has_tensors: bool, limits: Limits = 
         raise RequestError(
             f"the JSON has {count} objects, lists and keys: expected {limits.containers} at most, list elements flat "
             "or send fewer rows in a request"
-        )
+        ).of("json.too_large")
     if not has_tensors and (count := content.count(b",")) > limits.values:
         raise RequestError(
             f"the JSON has {count} commas: expected {limits.values} at most, send fewer texts or rows in a request"
@@ -192,13 +192,15 @@ def check_outputs(request: InferRequest, specs: Sequence[TensorSpec]) -> None:
     tensors = dict(datatypes) if not request.outputs else {}
     for requested in request.outputs:
         if (datatype := datatypes.get(requested.name)) is None:
-            raise RequestError(f"output {short_repr(requested.name)} is not known: expected {', '.join(datatypes)}")
+            raise RequestError(f"output {short_repr(requested.name)} is not known: expected {', '.join(datatypes)}").of(
+                "output.unknown"
+            )
         if not requested.classification:
             tensors[requested.name] = datatype
         elif datatype in _UNORDERED:
             raise RequestError(
                 f"output {requested.name!r} is {datatype}, which has no order: leave its classification out"
-            )
+            ).of("classification.no_order")
     for name, datatype in tensors.items():
         # Refused before the model runs, because its answer could not be sent.
         if not request.wants_bytes(name):
@@ -241,7 +243,7 @@ def _classes(name: str, scores: NDArray[Any], count: int, labels: Sequence[str])
         raise RequestError(
             f"output {name!r} has {scores.size} elements: expected {_MAX_CLASSIFIED} at most to classify it, send "
             "fewer rows in a request"
-        )
+        ).of("classification.too_large")
     rows = np.atleast_2d(scores)
     rows = rows.reshape(len(rows), math.prod(rows.shape[1:]))
     # Sort the reversed scores: a stable ascending sort puts the last of equal scores last.
@@ -258,7 +260,7 @@ def require_unique(outputs: list[RequestedOutput]) -> tuple[RequestedOutput, ...
     """Return the requested outputs. Raises RequestError if a name is repeated."""
     names = [output.name for output in outputs]
     if len(set(names)) < len(names):
-        raise RequestError(f"outputs {short_repr(names)} repeat a name: ask for each once")
+        raise RequestError(f"outputs {short_repr(names)} repeat a name: ask for each once").of("names.twice")
     return tuple(outputs)
 
 
@@ -267,7 +269,7 @@ def refuse_shared_memory(parameters: Mapping[str, object], kind: str, name: str)
     if _SHARED_MEMORY in parameters:
         raise RequestError(
             f"{describe(kind, name)} has the parameter {_SHARED_MEMORY!r}: shared memory is not supported, send bytes"
-        )
+        ).of("parameter.unsupported")
 
 
 def parse_count(parameter: str, value: object, kind: str = "request", name: str | None = None) -> int:
@@ -277,7 +279,7 @@ def parse_count(parameter: str, value: object, kind: str = "request", name: str 
         raise RequestError(
             f"{describe(kind, name)} has the parameter {parameter!r} {short_repr(value)}: expected a whole number "
             "from 0 on"
-        )
+        ).of("parameter.type")
     return value
 
 
@@ -286,7 +288,7 @@ def parse_bool(parameter: str, value: object, kind: str = "request", name: str |
     if type(value) is not bool:
         raise RequestError(
             f"{describe(kind, name)} has the parameter {parameter!r} {short_repr(value)}: expected true or false"
-        )
+        ).of("parameter.type")
     return value
 
 
@@ -300,4 +302,4 @@ def _refuse_sequence(name: str, value: object) -> None:
         raise RequestError(
             f"the request has the parameter {short_repr(name)} {short_repr(value)}: models here keep no state between "
             "requests, send each request by itself"
-        )
+        ).of("parameter.unsupported")

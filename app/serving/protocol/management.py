@@ -225,7 +225,9 @@ def _refusal(model: type[Body], error: ValidationError, given: bytes | str) -> R
     reason = error.errors(include_url=False)[0]
     if reason["type"] == "json_invalid":
         required = " and ".join(name for name, field in model.model_fields.items() if field.is_required())
-        return RequestError(f"the body is not JSON ({reason['ctx']['error']}): expected an object with {required}")
+        return RequestError(f"the body is not JSON ({reason['ctx']['error']}): expected an object with {required}").of(
+            "json.invalid"
+        )
     problems = list(problems_of(error, json.loads(given)))
     # A mistyped name explains the one that is missing.
     problem = next((problem for problem in problems if problem.first["type"] == "extra_forbidden"), problems[0])
@@ -233,10 +235,12 @@ def _refusal(model: type[Body], error: ValidationError, given: bytes | str) -> R
     match problem.first["type"]:
         case "extra_forbidden":
             way_out = ": leave it out" if "." in key else f"; {did_you_mean(key, model.model_fields)}"
-            return RequestError(f"unknown key {key!r}{way_out}")
+            return RequestError(f"unknown key {key!r}{way_out}").of("key.unknown")
         case "missing":
-            return RequestError(f"{key!r} is missing: add it")
+            return RequestError(f"{key!r} is missing: add it").of("key.missing")
         case "value_error":
-            return RequestError(f"{key}: {problem.first['ctx']['error']}")
+            return RequestError(f"{key}: {problem.first['ctx']['error']}").of("parameter.unsupported")
         case _:
-            return RequestError(f"{key or 'the body'} is {json.dumps(problem.given)[:80]}: expected {problem.expected}")
+            return RequestError(
+                f"{key or 'the body'} is {json.dumps(problem.given)[:80]}: expected {problem.expected}"
+            ).of("key.type")

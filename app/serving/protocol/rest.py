@@ -178,7 +178,7 @@ def _json_length(header: str, size: int) -> int:
     if not (header.isascii() and header.isdigit() and len(header) <= _MAX_DIGITS and int(header) <= size):
         raise RequestError(
             f"the header {JSON_LENGTH} is {short_repr(header)}: expected 0 to {size}, the bytes of the body"
-        )
+        ).of("header.length")
     return int(header)
 
 
@@ -188,9 +188,9 @@ def _parsed(text: Body) -> dict[str, Any]:
         given = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         hint = ": send what is not finite as bytes" if error.doc.startswith(_NOT_FINITE, error.pos) else ""
-        raise RequestError(f"Invalid JSON: {error}{hint}") from None
+        raise RequestError(f"Invalid JSON: {error}{hint}").of("json.invalid") from None
     if type(given) is not dict:
-        raise RequestError(f"the body is {short_repr(given)}: expected a JSON object with inputs")
+        raise RequestError(f"the body is {short_repr(given)}: expected a JSON object with inputs").of("body.type")
     return given
 
 
@@ -199,13 +199,15 @@ def _parameters(given: dict[str, Any], kind: str, name: str | None = None) -> Ma
     if parameters is None:
         return _NO_PARAMETERS
     if type(parameters) is not dict:
-        raise RequestError(f"{describe(kind, name)} has parameters {short_repr(parameters)}: expected an object")
+        raise RequestError(f"{describe(kind, name)} has parameters {short_repr(parameters)}: expected an object").of(
+            "parameters.type"
+        )
     return parameters
 
 
 def _request_id(given: object) -> str | None:
     if given is not None and type(given) is not str:
-        raise RequestError(f"the request has the id {short_repr(given)}: expected a string")
+        raise RequestError(f"the request has the id {short_repr(given)}: expected a string").of("id.type")
     return given or None
 
 
@@ -214,23 +216,23 @@ def _inputs(
 ) -> dict[str, NDArray[Any]]:
     """Return the tensors. The bytes of binary ones follow each other from ``start`` on."""
     if type(given) is not list or not given:
-        raise RequestError(f"inputs is {short_repr(given)}: expected a list of one tensor at least")
+        raise RequestError(f"inputs is {short_repr(given)}: expected a list of one tensor at least").of("inputs.none")
     tensors: dict[str, NDArray[Any]] = {}
     for entry in given:
         name = entry.get("name") if type(entry) is dict else None
         if type(name) is not str:
             raise RequestError(
                 f"inputs has {short_repr(entry)}: expected an object with a name, datatype, shape and data"
-            )
+            ).of("tensor.type")
         if name in tensors:
-            raise RequestError(f"inputs repeat the name {short_repr(name)}: give each tensor once")
+            raise RequestError(f"inputs repeat the name {short_repr(name)}: give each tensor once").of("names.twice")
         check_input(name, entry.get("datatype"), entry.get("shape"), specs, max_strings)
         tensors[name], start = _input(name, entry, body, start)
     # Bytes that no tensor claims mean a wrong length, and probably shifted tensors.
     if start != len(body):
         raise RequestError(
             f"the body has {len(body) - start} bytes behind its tensors: expected as many as binary_data_size says"
-        )
+        ).of("bytes.count")
     return tensors
 
 
@@ -241,13 +243,15 @@ def _input(name: str, entry: dict[str, Any], body: Body, start: int) -> tuple[ND
         refuse_shared_memory(parameters, "input", name)
         return _listed(name, entry.get("datatype"), entry.get("shape"), entry.get("data")), start
     if "data" in entry:
-        raise RequestError(f"input {short_repr(name)} has both data and the parameter 'binary_data_size': send one")
+        raise RequestError(f"input {short_repr(name)} has both data and the parameter 'binary_data_size': send one").of(
+            "contents.twice"
+        )
     size = parse_count("binary_data_size", parameters["binary_data_size"], "input", name)
     if size > len(body) - start:
         raise RequestError(
             f"input {short_repr(name)} has the parameter 'binary_data_size' {size}, but the body has "
             f"{len(body) - start} bytes left: send all, and the JSON's length in the header {JSON_LENGTH}"
-        )
+        ).of("bytes.count")
     return from_bytes(name, entry.get("datatype"), entry.get("shape"), body, start, size), start + size
 
 
@@ -257,7 +261,7 @@ def _listed(name: str, datatype: object, shape: object, data: object, may_have_b
         raise RequestError(
             f"input {short_repr(name)} has data {short_repr(data)}: expected a list, or bytes as "
             "'binary_data_size' says"
-        )
+        ).of("data.type")
     # The protocol allows both forms. The first element tells which one it is.
     if data and type(data[0]) is list and type(shape) is list:
         data = _flattened(name, shape, data)
@@ -281,7 +285,7 @@ def _flattened(name: str, shape: list[Any], data: list[Any]) -> list[Any]:
         raise RequestError(
             f"input {short_repr(name)} has data that is not nested as its shape {short_repr(shape)} is: "
             "nest it so, or list its elements flat"
-        )
+        ).of("data.nesting")
     return data
 
 
@@ -290,7 +294,7 @@ def _encoded(name: str, data: list[Any]) -> list[bytes]:
         if type(element) is not str:
             raise RequestError(
                 f"input {short_repr(name)} has {short_repr(element)} at {index}: expected a string, for BYTES"
-            )
+            ).of("data.type")
     return [element.encode() for element in data]
 
 
@@ -298,11 +302,11 @@ def _outputs(given: object, binary: bool) -> tuple[RequestedOutput, ...]:
     if given is None:
         return ()
     if type(given) is not list:
-        raise RequestError(f"outputs is {short_repr(given)}: expected a list")
+        raise RequestError(f"outputs is {short_repr(given)}: expected a list").of("outputs.type")
     outputs = []
     for entry in given:
         if type(entry) is not dict:
-            raise RequestError(f"outputs has {short_repr(entry)}: expected an object with a name")
+            raise RequestError(f"outputs has {short_repr(entry)}: expected an object with a name").of("outputs.type")
         outputs.append(RequestedOutput.of(entry.get("name"), _parameters(entry, "output", entry.get("name")), binary))
     return require_unique(outputs)
 
@@ -314,10 +318,14 @@ def _elements(name: str, datatype: str, tensor: NDArray[Any]) -> NDArray[Any] | 
         try:
             return [element.decode() for element in byte_strings(tensor)]
         except UnicodeError:
-            raise RequestError(f"output {name!r} has bytes that are not UTF-8, as JSON is: {AS_BYTES}") from None
+            raise RequestError(f"output {name!r} has bytes that are not UTF-8, as JSON is: {AS_BYTES}").of(
+                "output.bytes_only"
+            ) from None
     elements = tensor.ravel()
     if elements.dtype.kind == "f" and not np.isfinite(elements).all():
-        raise RequestError(f"output {name!r} has numbers that are not finite, which JSON cannot carry: {AS_BYTES}")
+        raise RequestError(f"output {name!r} has numbers that are not finite, which JSON cannot carry: {AS_BYTES}").of(
+            "output.bytes_only"
+        )
     return elements
 
 
@@ -333,7 +341,7 @@ def read_raw(body: bytes | memoryview, inputs: Sequence[TensorSpec]) -> Tensors:
         names = ", ".join(spec.name for spec in inputs) or "none"
         raise RequestError(
             f"the body is bytes alone, for a model with one input: this one has {names}, send JSON first"
-        )
+        ).of("body.bytes_alone")
     (spec,) = inputs
     if spec.dtype == np.object_:
         tensor = np.empty([1] * len(spec.shape), np.object_)
@@ -348,7 +356,7 @@ def _shape(spec: TensorSpec, size: int) -> list[int]:
     if (unknown := shape.count(-1)) > 1:
         raise RequestError(
             f"input {spec.name!r} has {unknown} sizes beside its batch that vary: send JSON with its shape"
-        )
+        ).of("body.bytes_alone")
     known = math.prod(length for length in shape if length != -1) * spec.dtype.itemsize
     # ``from_bytes`` refuses a size with a remainder.
     return [size // known if length == -1 else length for length in shape]

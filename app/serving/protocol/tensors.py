@@ -46,7 +46,9 @@ BINARY_ONLY = frozenset({"FP16", "BF16"})
 def refuse_binary_only(name: str, datatype: str) -> None:
     """Raise RequestError if JSON cannot carry the output ``name`` of this datatype."""
     if datatype in BINARY_ONLY:
-        raise RequestError(f"output {name!r} is {datatype}, which JSON does not carry: {AS_BYTES}")
+        raise RequestError(f"output {name!r} is {datatype}, which JSON does not carry: {AS_BYTES}").of(
+            "output.bytes_only"
+        )
 
 
 def dtype_of(name: str, datatype: object) -> np.dtype[Any]:
@@ -55,7 +57,7 @@ def dtype_of(name: str, datatype: object) -> np.dtype[Any]:
     if dtype is None:
         raise RequestError(
             f"input {short_repr(name)} has datatype {short_repr(datatype)}: expected {', '.join(DTYPES)}"
-        )
+        ).of("datatype.unknown")
     return dtype
 
 
@@ -90,7 +92,7 @@ def check_input(name: str, datatype: object, shape: object, specs: Mapping[str, 
         RequestError: the model has no such input, or the datatype or shape is wrong or invalid.
     """
     if specs and name not in specs:
-        raise RequestError(f"input {short_repr(name)} is not known: expected {', '.join(specs)}")
+        raise RequestError(f"input {short_repr(name)} is not known: expected {', '.join(specs)}").of("input.unknown")
     dtype = dtype_of(name, datatype)
     if specs:
         specs[name].check_dtype(dtype)
@@ -119,11 +121,13 @@ def from_bytes(
         raise RequestError(
             f"input {short_repr(name)} has {size} bytes: expected {short_repr(count * dtype.itemsize)}, for "
             f"{datatype} of shape {short_repr(shape)}"
-        )
+        ).of("bytes.count")
     tensor: NDArray[Any] = np.ndarray((count,), dtype, body, start)
     # numpy does not check the bytes of a bool.
     if datatype == "BOOL" and count and (largest := tensor.view(np.uint8).max()) > 1:
-        raise RequestError(f"input {short_repr(name)} has the byte {largest}: expected 0 or 1 for each element of BOOL")
+        raise RequestError(
+            f"input {short_repr(name)} has the byte {largest}: expected 0 or 1 for each element of BOOL"
+        ).of("data.type")
     return _shaped(name, tensor, shape)
 
 
@@ -140,9 +144,13 @@ def from_elements(
     """
     dtype, count = dtype_of(name, datatype), _count(name, shape)
     if len(elements) != count:
-        raise RequestError(f"input {short_repr(name)} has {len(elements)} elements, its shape is {short_repr(shape)}")
+        raise RequestError(
+            f"input {short_repr(name)} has {len(elements)} elements, its shape is {short_repr(shape)}"
+        ).of("data.count")
     if datatype in BINARY_ONLY:
-        raise RequestError(f"input {short_repr(name)} lists elements of {datatype}, which is carried as bytes only")
+        raise RequestError(f"input {short_repr(name)} lists elements of {datatype}, which is carried as bytes only").of(
+            "contents.bytes_only"
+        )
     if datatype == BYTES:
         return _shaped(name, _objects(elements), shape)
     if datatype == "BOOL":
@@ -169,12 +177,12 @@ def _count(name: str, shape: object) -> int:
     if type(shape) is not list or len(shape) > _MAX_AXES:
         raise RequestError(
             f"input {short_repr(name)} has shape {short_repr(shape)}: expected a list of {_MAX_AXES} sizes at most"
-        )
+        ).of("shape.invalid")
     for size in shape:
         if type(size) is not int or size < 0:
             raise RequestError(
                 f"input {short_repr(name)} has shape {short_repr(shape)}: expected whole sizes from 0 on"
-            )
+            ).of("shape.invalid")
     return math.prod(shape)
 
 
@@ -182,7 +190,9 @@ def _shaped(name: str, tensor: NDArray[Any], shape: Any) -> NDArray[Any]:
     try:
         return tensor.reshape(shape)
     except ValueError:  # with a size of 0, the others may exceed numpy's limits
-        raise RequestError(f"input {short_repr(name)} has shape {short_repr(shape)}, which is too large") from None
+        raise RequestError(f"input {short_repr(name)} has shape {short_repr(shape)}, which is too large").of(
+            "shape.invalid"
+        ) from None
 
 
 def _objects(elements: Sequence[bytes]) -> NDArray[Any]:
@@ -205,7 +215,7 @@ def _split(name: str, data: bytes, count: int) -> list[bytes]:
         raise RequestError(
             f"input {short_repr(name)} has {size} bytes: expected {short_repr(count)} elements of BYTES, "
             "after 4 bytes of length each"
-        )
+        ).of("bytes.count")
     return elements
 
 
@@ -214,7 +224,7 @@ def _check_bools(name: str, elements: Sequence[object]) -> None:
         if type(element) is not bool:
             raise RequestError(
                 f"input {short_repr(name)} has {short_repr(element)} at {index}: expected true or false, for BOOL"
-            )
+            ).of("data.type")
 
 
 def _packed(
@@ -250,7 +260,7 @@ def _misfit(name: str, datatype: str, dtype: np.dtype[Any], elements: Sequence[o
     return RequestError(
         f"input {short_repr(name)} has {short_repr(elements[index])} at {index}: expected {kind} from {limits.min} to "
         f"{limits.max}, for {datatype}"
-    )
+    ).of("data.type")
 
 
 def _fit(datatype: str, elements: Sequence[object]) -> bool:

@@ -13,7 +13,6 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from upath import UPath
 
 from app.config import ServeConfig
-from app.errors import ClusterError, UnauthorizedError
 from app.serving import access as auth
 from app.serving.access import Access, Caller, access_of, is_loopback, make_token, read_token
 from app.serving.config import EndpointConfig
@@ -25,6 +24,7 @@ from tests.plain import PLAIN
 from tests.serving import Server, serving
 from tests.toy import config, publish
 from tests.wire import drip
+from tests.wording import refused
 
 TOKEN = "a" * 30 + "-._~+/=="
 GIVEN = {"authorization": f"Bearer {TOKEN}"}
@@ -242,7 +242,7 @@ def test_without_a_token_a_call_comes_from_this_machine(peer: str, is_local: boo
     if is_local:
         local.check_peer(peer)
     else:
-        with pytest.raises(UnauthorizedError, match=r"its own machine only: deploy with serve\.host"):
+        with refused("unauthorized"):
             local.check_peer(peer)
 
 
@@ -280,19 +280,19 @@ def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "mode", "words"),
+    ("content", "mode", "rule"),
     [
-        (TOKEN.encode(), 0o640, "has mode 640, so others can read it: expected 600"),
-        (b"short", 0o600, "holds no token: expected 32 or more"),
-        (b"\xff" * 40, 0o600, "it is not text"),
-        (None, 0o600, "No such file or directory"),
+        (TOKEN.encode(), 0o640, "token.mode"),
+        (b"short", 0o600, "token.missing"),
+        (b"\xff" * 40, 0o600, "file.unreadable"),
+        (None, 0o600, "file.unreadable"),
     ],
 )
-def test_a_file_that_keeps_no_token_is_refused(tmp_path: Path, content: bytes | None, mode: int, words: str) -> None:
+def test_a_file_that_keeps_no_token_is_refused(tmp_path: Path, content: bytes | None, mode: int, rule: str) -> None:
     file = tmp_path / "token"
     if content is not None:
         file.write_bytes(content)
         file.chmod(mode)
-    with pytest.raises(ClusterError, match=words) as refused:
+    with refused(rule) as error:
         read_token(file)
-    assert TOKEN not in str(refused.value)
+    assert TOKEN not in str(error.value)

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.errors import DeadlineError, EngineError, OverloadError
+from app.errors import DeadlineError, OverloadError
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.scheduler import BatchingPolicy, RowsByLength
 from app.serving.batching.statistics import BatchingStatistics, ComputeDurations
 from app.tensors import Tensors
 from tests.virtual_engine import Answered, VirtualEngine, VirtualLoop, ask, row, run
+from tests.wording import refused
 
 
 async def _at_once(engine: VirtualEngine, values: list[float]) -> tuple[list[Answered], BatchingStatistics]:
@@ -67,14 +68,11 @@ def test_a_request_of_several_calls_fails_as_a_whole() -> None:
     assert engine.calls == [[1, 2], [-3, 4]], "the rest is not run"
 
 
-@pytest.mark.parametrize(
-    ("outputs", "told"),
-    [({"y": np.zeros((3, 1))}, r"'y' has shape \[3, 1\] for 1 rows"), ({"y": np.float32(0)}, "shape")],
-)
-def test_an_answer_of_other_rows_is_an_error(outputs: Tensors, told: str) -> None:
+@pytest.mark.parametrize("outputs", [{"y": np.zeros((3, 1))}, {"y": np.float32(0)}])
+def test_an_answer_of_other_rows_is_an_error(outputs: Tensors) -> None:
     async def scenario() -> None:
         batcher = Batcher(lambda _: outputs, BatchingPolicy(max_batch_size=4))
-        with pytest.raises(EngineError, match=told):
+        with refused("engine.rows"):
             await batcher.infer(row(1))
         await batcher.close()
 

@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 from upath import UPath
 
 from app.config import ServeConfig
-from app.errors import EngineError, StorageError
+from app.errors import EngineError
 from app.repository.repository import Repository
 from app.serving.batching.scheduler import RowsByLength
 from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
@@ -29,6 +29,7 @@ from tests.helpers import wait_until
 from tests.serving import Server, serving
 from tests.toy import LABELS, answering, asked, body, config, endpoint_config, publish
 from tests.wire import drip
+from tests.wording import refused
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +221,7 @@ def test_another_version_with_the_same_number_is_loaded(tmp_path: Path) -> None:
         server.run(server.endpoint.update(second))
         assert answer(server) == pytest.approx(before + 5.0, abs=1e-3)
         # A replica that starts later must not answer with a version that was not deployed.
-        with pytest.raises(StorageError, match="version 1, was replaced"):
+        with refused("version.changed"):
             server.run(server.endpoint.update(first))
 
 

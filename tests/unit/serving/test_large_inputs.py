@@ -21,7 +21,6 @@ from app.data.images import ImageProcessor
 from app.data.records import RecordProcessor
 from app.data.text import TextProcessor
 from app.engines.base import Signature
-from app.errors import DataError
 from app.serving.config import DeployedModel
 from app.tensors import OUTPUT, Tensors, TensorSpec
 from tests import bombs
@@ -31,6 +30,7 @@ from tests.serving import Server, serving
 from tests.toy import LABELS, endpoint_config, publish_version, version_config
 from tests.unary import toy_server
 from tests.wire import exchange
+from tests.wording import refused
 
 PICTURES = ImageProcessor(ImageConfig(size=8, channels=1))
 
@@ -99,7 +99,7 @@ def test_a_record_weighs_what_its_pictures_do() -> None:
 
     assert records.weigh(record(1024)) == PICTURES.weigh(picture(1024)) == 1 / 64
     assert records.weigh({"text": "good"}) == 0
-    with pytest.raises(DataError, match="2000 x 2000 pixels"):
+    with refused("image.too_large"):
         records.weigh(record(2000))
 
 

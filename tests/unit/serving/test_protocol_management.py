@@ -1,6 +1,5 @@
 """What is asked of a server beside inference, in JSON and in gRPC's messages."""
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ from tritonclient.grpc import service_pb2
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 from upath import UPath
 
-from app.errors import RequestError
 from app.repository.repository import Repository
 from app.serving.batching.scheduler import BatchingPolicy
 from app.serving.protocol import grpc_management as grpc
@@ -21,6 +19,7 @@ from app.serving.protocol.model_config import config_json, model_config
 from app.serving.protocol.predict import PredictRequest
 from app.tensors import TensorSpec
 from tests.publishing import CARD, files_in
+from tests.wording import refused
 
 DURATION = management.StatisticDuration(count=2, ns=30)
 STATISTICS = management.Statistics(
@@ -92,37 +91,33 @@ def test_an_empty_body_asks_for_nothing_special(model: type[BaseModel]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "body", "words"),
+    ("model", "body", "rule"),
     [
-        (management.IndexRequest, b'{"raedy": true}', "^unknown key 'raedy'; did you mean 'ready'"),
-        (management.IndexRequest, b'{"ready": "yes"}', '^ready is "yes": expected true or false'),
-        (management.LoadRequest, b'{"parameter": {}}', "^unknown key 'parameter'; did you mean 'parameters'"),
-        (
-            management.UnloadRequest,
-            b'{"parameters": {"unload_dependent": false}}',
-            "^unknown key 'parameters.unload_dependent': leave it out",
-        ),
+        (management.IndexRequest, b'{"raedy": true}', "key.unknown"),
+        (management.IndexRequest, b'{"ready": "yes"}', "key.type"),
+        (management.LoadRequest, b'{"parameter": {}}', "key.unknown"),
+        (management.UnloadRequest, b'{"parameters": {"unload_dependent": false}}', "key.unknown"),
     ],
 )
-def test_what_the_repository_does_not_know_is_refused(model: type[BaseModel], body: bytes, words: str) -> None:
-    with pytest.raises(RequestError, match=words):
+def test_what_the_repository_does_not_know_is_refused(model: type[BaseModel], body: bytes, rule: str) -> None:
+    with refused(rule):
         parse_body(model, body)
 
 
 def test_what_the_repository_does_not_do_is_refused() -> None:
     config = service_pb2.RepositoryModelLoadRequest(parameters={"config": {"string_param": "{}"}})
-    with pytest.raises(RequestError, match=r"'config'.* cannot be given: a model is loaded as it was published"):
+    with refused("parameter.unsupported"):
         grpc.read_load(config)
-    with pytest.raises(RequestError, match=r"'file:1/model\.onnx'.* cannot be given"):
+    with refused("parameter.unsupported"):
         parse_body(management.LoadRequest, b'{"parameters": {"file:1/model.onnx": "AAAA"}}')
-    with pytest.raises(RequestError, match="unload_dependents"):
+    with refused("key.type"):
         parse_body(management.UnloadRequest, b'{"parameters": {"unload_dependents": true}}')
     for read, request in (
         (grpc.read_index, service_pb2.RepositoryIndexRequest(repository_name="other")),
         (grpc.read_load, service_pb2.RepositoryModelLoadRequest(repository_name="other")),
         (grpc.read_unload, service_pb2.RepositoryModelUnloadRequest(repository_name="other")),
     ):
-        with pytest.raises(RequestError, match="'other' cannot be chosen"):
+        with refused("repository.unknown"):
             read(request)
 
 
@@ -150,24 +145,21 @@ def test_a_configuration_is_that_of_the_version_for_every_engine(engine: str, tm
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "rule"),
     [
-        (b"", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
-        (b"\xff", "is not JSON"),
-        (b"[]", "the body is []: expected keys with values"),
-        (b'{"inputs": 3}', "inputs is 3: expected a text, keys with values or a list"),
-        (
-            b'{"inputs": {"a": NaN}}',
-            'inputs is {"a": NaN}: expected a text, keys with values of JSON, which has no NaN',
-        ),
-        (b'{"inputs": ["x", null]}', "inputs.1 is null: expected a text or keys with values"),
-        (b'{"input": "x"}', "unknown key 'input'; did you mean 'inputs'?"),
-        (b'{"inputs": "x", "model": 1}', "unknown key 'model'; known are inputs, timeout_s, priority"),
-        (b'{"inputs": "x", "priority": -1}', "priority is -1: expected a number greater than or equal to 0"),
-        (b"{}", "'inputs' is missing"),
+        (b"", "json.invalid"),
+        pytest.param(b"[" * 100_000, "json.invalid", id="deep"),
+        (b"\xff", "json.invalid"),
+        (b"[]", "key.type"),
+        (b'{"inputs": 3}', "key.type"),
+        (b'{"inputs": {"a": NaN}}', "key.type"),
+        (b'{"inputs": ["x", null]}', "key.type"),
+        (b'{"input": "x"}', "key.unknown"),
+        (b'{"inputs": "x", "model": 1}', "key.unknown"),
+        (b'{"inputs": "x", "priority": -1}', "key.type"),
+        (b"{}", "key.missing"),
     ],
 )
-def test_bodies_that_are_no_request_are_refused(body: bytes, said: str) -> None:
-    with pytest.raises(RequestError, match=re.escape(said)):
+def test_bodies_that_are_no_request_are_refused(body: bytes, rule: str) -> None:
+    with refused(rule):
         parse_body(PredictRequest, body)

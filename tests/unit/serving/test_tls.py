@@ -6,9 +6,9 @@ import pytest
 import trustme
 
 from app.config import TlsConfig
-from app.errors import ClusterError
 from app.serving.ingress.haproxy import TLS_FILE
 from jobs._tls import give_to_haproxy, haproxy_speaks_tls, require_possible, serve_options
+from tests.wording import refused
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_haproxy_of_ours_is_shown_both_in_a_file_for_this_user(
 def test_haproxy_as_ray_starts_it_is_refused_with_a_way_out(files: TlsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     monkeypatch.delenv(TLS_FILE, raising=False)
-    with pytest.raises(ClusterError, match=r"put a proxy that ends TLS in front .* or start the cluster with"):
+    with refused("tls.no_proxy", "serve.tls"):
         require_possible(files)
 
 
@@ -55,7 +55,5 @@ def test_files_that_are_no_pair_are_refused(files: TlsConfig, monkeypatch: pytes
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
     Path(files.key).write_bytes(trustme.CA().issue_cert("localhost").private_key_pem.bytes())
     for wrong in (files, files.model_copy(update={"key": "/nowhere"}), files.model_copy(update={"key": __file__})):
-        with pytest.raises(
-            ClusterError, match=r"serve\.tls: .*cannot be loaded .*: expected a certificate and its key"
-        ):
+        with refused("tls.unreadable", "serve.tls"):
             require_possible(wrong)
