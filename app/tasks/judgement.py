@@ -12,6 +12,7 @@ from torch import Tensor
 
 from app.best_effort import best_effort
 from app.config import Recipe
+from app.config.metrics import cost_of
 from app.data.labelled import LabelledDataset
 from app.data.targets import HasConstants, Targets, softmax
 from app.tasks.base import ServedTask
@@ -24,6 +25,10 @@ if TYPE_CHECKING:  # it takes long to import
 _MAX_ROWS = {"text": 20_000, "row": 20_000}
 """Rows that a baseline is fitted to and measured on, by modality. Files take more memory."""
 _MAX_FILES = 2_000
+_MAX_CHARACTERS, _SAMPLED = 8_000_000, 1_000
+"""Characters of the texts that are read, and number of texts by whose lengths all are estimated."""
+_MAX_WEIGHTS, _MAX_TARGETS = 2**22, 10**6
+"""Weights of a linear model, and targets that it is fitted to: there are fewer features and rows of many labels."""
 _MAX_COLUMN_ROWS, _MAX_COLUMNS = 5_000, 200
 _MAX_RESAMPLED, _RESAMPLES = 1_000, 999
 _TOLD = 0.98
@@ -118,21 +123,25 @@ class Judge:
         return value - scale * (center - float(found.low)), value + scale * (float(found.high) - center)
 
     def _trivial(self, learned: "_Rows", rows: "_Rows") -> Baseline | None:
-        """Return the best of the constant answers."""
+        """Return the score of the constant answer that is best on training rows."""
         if not isinstance(rows.targets, HasConstants):
             return None
         constants = rows.targets.constants(learned.values)
-        scores = {name: self._score(np.tile(row, (len(rows.values), 1)), rows) for name, row in constants.items()}
-        best = (max if self.metric.mode == "max" else min)(scores, key=lambda name: scores[name])
-        return Baseline(name=best, value=scores[best])
+
+        def score(name: str, some: "_Rows") -> float:
+            return self._score(np.tile(constants[name], (len(some.values), 1)), some)
+
+        best = min(constants, key=lambda name: cost_of(score(name, learned), self.metric.mode))
+        return Baseline(name=best, value=score(best, rows))
 
     def _linear(self, learned: "_Rows", rows: "_Rows") -> Baseline | None:
         """Return the score of a linear model of character n-grams, or of a table's columns."""
         found: list[float] = []
 
         def fit() -> None:
-            vectors, others = _VECTORS[self.task.processor.modality](learned, rows)
-            found.append(self._score(_fitted(_linear_model, vectors, learned, others), rows))
+            few = learned.spread(max(1, _MAX_TARGETS // learned.targets.num_outputs))
+            vectors, others = _VECTORS[self.task.processor.modality](few, rows)
+            found.append(self._score(_fitted(_linear_model, vectors, few, others), rows))
 
         best_effort(fit, "the linear baseline cannot be fitted", "the job")
         return Baseline(name="the linear baseline", value=found[0]) if found else None
@@ -192,7 +201,11 @@ def spread(num_rows: int, count: int) -> list[int]:
 
 
 def _rows_of(dataset: LabelledDataset) -> _Rows:
-    places = spread(len(dataset), _MAX_ROWS.get(dataset.processor.modality, _MAX_FILES))
+    count = _MAX_ROWS.get(dataset.processor.modality, _MAX_FILES)
+    lengths, sample = dataset.lengths, spread(len(dataset), _SAMPLED)
+    if characters := sum(int(lengths[place]) for place in sample):
+        count = max(1, min(count, _MAX_CHARACTERS * len(sample) // characters))
+    places = spread(len(dataset), count)
     return _Rows(*dataset.split.take(places), dataset)
 
 
@@ -200,7 +213,8 @@ def _text_vectors(learned: _Rows, rows: _Rows) -> tuple[Any, Any]:
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     # Characters need no tokenizer, and suit every language.
-    vectors = TfidfVectorizer(analyzer="char", ngram_range=(1, 2), sublinear_tf=True)
+    features = max(1, _MAX_WEIGHTS // learned.targets.num_outputs)
+    vectors = TfidfVectorizer(analyzer="char", ngram_range=(1, 2), sublinear_tf=True, max_features=features)
     return vectors.fit_transform(learned.inputs), vectors.transform(rows.inputs)
 
 
