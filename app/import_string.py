@@ -32,7 +32,7 @@ def import_attribute(import_string: str) -> Any:
         public = sorted(name for name in vars(module) if not name.startswith("_"))
         raise RecipeError(
             f"{import_string!r}: module {module_name!r} has no {attribute!r}; {did_you_mean(attribute, public)}"
-        )
+        ).of("import.fails")
     return getattr(module, attribute)
 
 

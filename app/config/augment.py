@@ -5,6 +5,7 @@ from typing import Annotated, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from app.config.section import LOCATION, Fraction, Section
+from app.errors import RecipeError
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Alpha = Annotated[float, Field(gt=0.0)]
@@ -71,7 +72,9 @@ class MixConfig(Section):
     @model_validator(mode="after")
     def _mixes(self) -> Self:
         if self.mixup is None and self.cutmix is None:
-            raise ValueError("mix has neither mixup nor cutmix: give one of them an alpha, such as mixup: 0.2")
+            raise RecipeError("mix has neither mixup nor cutmix: give one of them an alpha, such as mixup: 0.2").of(
+                "mix.empty"
+            )
         return self
 
 

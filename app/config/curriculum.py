@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from app.config.section import Section, VersionReference
+from app.errors import RecipeError
 
 
 class CurriculumConfig(Section):
@@ -41,9 +42,9 @@ class CurriculumConfig(Section):
     def _difficulty_has_its_key(self) -> Self:
         for kind, key, value in (("column", "column", self.column), ("loss", "model", self.model)):
             if self.by == kind and value is None:
-                raise ValueError(f"by is {kind}: set {key}, too")
+                raise RecipeError(f"by is {kind}: set {key}, too").of("recipe.missing")
             if self.by != kind and value is not None:
-                raise ValueError(
+                raise RecipeError(
                     f"{key} is {value!r}, which by {self.by} does not read: leave it out or set by to {kind}"
-                )
+                ).of("keys.contradict")
         return self

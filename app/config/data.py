@@ -239,15 +239,19 @@ class DataConfig(Section):
     def _sources_can_be_mixed(self) -> Self:
         if not self.sources:
             if self.temperature != 1.0:
-                raise ValueError(
+                raise RecipeError(
                     f"temperature is {self.temperature}, which only sources have: give them, or leave it out"
-                )
+                ).of("keys.contradict")
             return self
         if self.source != join_sources(self.sources):
-            raise ValueError(f"source is {self.source!r} and there are sources: leave source out, or set it to null")
+            raise RecipeError(
+                f"source is {self.source!r} and there are sources: leave source out, or set it to null"
+            ).of("keys.contradict")
         require_consistent(self.sources)
         if self.temperature != 1.0 and self.sources[0].weight is not None:
-            raise ValueError(f"temperature is {self.temperature}, and sources have weights: leave one of them out")
+            raise RecipeError(f"temperature is {self.temperature}, and sources have weights: leave one of them out").of(
+                "keys.contradict"
+            )
         return self
 
     def each_source(self) -> list["DataConfig"]:
@@ -280,17 +284,25 @@ class DataConfig(Section):
         if self.validation_source is not None and self.stream is None:
             raise ValueError("validation_source is for a source that is a stream; others hold out validation_fraction")
         if self.validation_source is not None and is_stream(self.validation_source):
-            raise ValueError(f"validation_source {self.validation_source!r} is a stream: give a file or a folder")
+            raise RecipeError(f"validation_source {self.validation_source!r} is a stream: give a file or a folder").of(
+                "stream.validation"
+            )
         if self.sources:
             if self.stream or any(is_stream(one.source) for one in self.sources):
-                raise ValueError("sources are mixed, and a stream is read alone: set source to it, or leave it out")
+                raise RecipeError(
+                    "sources are mixed, and a stream is read alone: set source to it, or leave it out"
+                ).of("keys.contradict")
             return self
         if is_stream(self.source):
             StreamAddress.parse(self.source)  # raises ValueError with the reason
         if is_stream(self.source) and self.stream is None:
-            raise ValueError(f"source {self.source!r} is a stream: set stream: {{}}, with its labels")
+            raise RecipeError(f"source {self.source!r} is a stream: set stream: {{}}, with its labels").of(
+                "recipe.missing"
+            )
         if self.stream is not None and not is_stream(self.source):
-            raise ValueError(f"stream is for sources nats:// and kafka://, and source is {self.source!r}: leave it out")
+            raise RecipeError(
+                f"stream is for sources nats:// and kafka://, and source is {self.source!r}: leave it out"
+            ).of("keys.contradict")
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
+from app.errors import RecipeError
+
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _KEY = re.compile(rf"(?:{_WORD}/)?{_WORD}")
 _SELECTOR = re.compile(rf"(?P<no>!?)(?:in\((?P<several>{_WORD}(?:, ?{_WORD})*)\)|(?P<one>{_WORD}))")
@@ -21,9 +23,9 @@ _ANY_SHARE = 0.001
 def _check_labels(labels: dict[str, str]) -> dict[str, str]:
     for key, selector in labels.items():
         if not _KEY.fullmatch(key) or not _SELECTOR.fullmatch(selector):
-            raise ValueError(
+            raise RecipeError(
                 f"{key}: {selector} is no label selector of Ray: give KEY: VALUE, !VALUE, in(A, B) or !in(A, B)"
-            )
+            ).of("labels.selector")
     return labels
 
 

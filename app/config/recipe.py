@@ -277,21 +277,21 @@ class Recipe(Section):
         if stream is None:
             return self
         if train.class_weights == "balanced":
-            raise ValueError(
+            raise RecipeError(
                 "train.class_weights balanced counts all labels, and data.stream has no end: give each label a weight"
-            )
+            ).of("stream.no_end")
         schedule = train.schedule
         if train.max_steps is None and (schedule.name != "constant" or schedule.warmup_fraction > 0.0):
-            raise ValueError(
+            raise RecipeError(
                 f"train.schedule is {schedule.name} with warmup_fraction {schedule.warmup_fraction:g}, and the number "
                 "of steps of a stream is not known: set train.max_steps, or schedule: {name: constant, "
                 "warmup_fraction: 0.0}"
-            )
+            ).of("stream.no_end")
         if stream.samples < train.batch_size:
-            raise ValueError(
+            raise RecipeError(
                 f"data.stream.samples is {stream.samples}, fewer than the {train.batch_size} of "
                 "train.global_batch_size: raise it, or lower the batch"
-            )
+            ).of("batch.too_large")
         return self
 
     @model_validator(mode="after")

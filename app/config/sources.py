@@ -7,6 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from app.config.section import IMPORT_STRING, LOCATION, NAME, Section
+from app.errors import RecipeError
 
 JOINED = " + "
 """Between the sources in ``data.source``, where there are several."""
@@ -112,8 +113,10 @@ def require_consistent(given: Sequence[SourceConfig]) -> None:
     """Raise ValueError unless names differ, and all sources have weights or none has."""
     titles = [one.title for one in given]
     if twice := sorted({title for title in titles if titles.count(title) > 1}):
-        raise ValueError(f"two sources are called {twice[0]!r}: give one another name")
+        raise RecipeError(f"two sources are called {twice[0]!r}: give one another name").of("names.twice")
     weighted = [one.title for one in given if one.weight is not None]
     if weighted and len(weighted) < len(given):
         lacking = next(one.title for one in given if one.weight is None)
-        raise ValueError(f"source {weighted[0]!r} has a weight and {lacking!r} has none: give all sources one, or none")
+        raise RecipeError(
+            f"source {weighted[0]!r} has a weight and {lacking!r} has none: give all sources one, or none"
+        ).of("weights.some")

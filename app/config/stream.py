@@ -7,6 +7,7 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import Field, PositiveInt, field_validator
 
 from app.config.section import Fraction, Section
+from app.errors import RecipeError
 
 StreamScheme = Literal["nats", "kafka"]
 _SCHEMES: tuple[StreamScheme, ...] = get_args(StreamScheme)
@@ -36,15 +37,17 @@ class StreamAddress:
         parts = urlsplit(source)
         # The message must not repeat a password.
         if "@" in parts.netloc:
-            raise ValueError(
+            raise RecipeError(
                 "source has a user or a password in it, and a recipe must not contain secrets: leave it out, and give "
                 "it in the environment: NATS_USER and NATS_PASSWORD or NATS_CREDS, or RAYLOOM_KAFKA_CONFIG"
-            )
+            ).of("secret.in_recipe")
         servers, name, query = parts.netloc.split(","), parts.path.strip("/"), parse_qs(parts.query)
         if not all(servers) or not name or "/" in name:
-            raise ValueError(f"source {source!r} is not the address of a stream: {_EXPECTED}")
+            raise RecipeError(f"source {source!r} is not the address of a stream: {_EXPECTED}").of("stream.address")
         if unknown := sorted(query.keys() - ({"subject"} if parts.scheme == "nats" else set())):
-            raise ValueError(f"source {source!r} has the unknown parameter {unknown[0]!r}: {_EXPECTED}")
+            raise RecipeError(f"source {source!r} has the unknown parameter {unknown[0]!r}: {_EXPECTED}").of(
+                "stream.address"
+            )
         return cls(cast(StreamScheme, parts.scheme), tuple(servers), name, query.get("subject", [None])[0])
 
 
@@ -78,5 +81,5 @@ class StreamConfig(Section):
     @classmethod
     def _labels_are_distinct(cls, labels: list[str] | None) -> list[str] | None:
         if labels and (repeated := sorted({label for label in labels if labels.count(label) > 1})):
-            raise ValueError(f"{repeated[0]!r} is named twice: name each label once")
+            raise RecipeError(f"{repeated[0]!r} is named twice: name each label once").of("names.twice")
         return labels

@@ -299,23 +299,27 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _batch_has_one_size(self) -> Self:
         if self.tokens_per_batch is None and self.global_batch_size is None:
-            raise ValueError("global_batch_size is null: set it to a number of samples, or set tokens_per_batch")
+            raise RecipeError("global_batch_size is null: set it to a number of samples, or set tokens_per_batch").of(
+                "recipe.missing"
+            )
         if self.tokens_per_batch is not None and self.global_batch_size is not None:
-            raise ValueError(
+            raise RecipeError(
                 f"global_batch_size {self.global_batch_size} and tokens_per_batch {self.tokens_per_batch} both say how "
                 "large a batch is: leave one of them out, or set it to null"
-            )
+            ).of("keys.contradict")
         return self
 
     @model_validator(mode="after")
     def _nodes_can_be_chosen(self) -> Self:
         if self.accelerator_type and self.device != "gpu":
-            raise ValueError(f"accelerator_type {self.accelerator_type} is a kind of GPU: set device to gpu as well")
+            raise RecipeError(
+                f"accelerator_type {self.accelerator_type} is a kind of GPU: set device to gpu as well"
+            ).of("keys.contradict")
         if self.labels and isinstance(self.workers, tuple):
-            raise ValueError(
+            raise RecipeError(
                 "labels are given, and workers is a range, for which Ray counts nodes without their labels: give a "
                 "number of workers, or select the nodes by resources"
-            )
+            ).of("keys.contradict")
         return self
 
     @field_validator("plan")
@@ -331,7 +335,7 @@ class TrainConfig(Section):
             return plan
         # Without validation, because the section is not complete yet.
         if reason := refusal(plan, cls.model_construct(None, **info.data).setting(model=None)):
-            raise ValueError(reason)
+            raise RecipeError(reason).of("plan.cannot_run")
         return plan
 
     @model_validator(mode="after")

@@ -160,13 +160,15 @@ def _read_synonyms(location: str) -> list[list[str]]:
     try:
         lines = to_path(location).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise RecipeError(f"train.augment.text.synonyms {location!r} cannot be read: {error}") from error
+        raise RecipeError(f"train.augment.text.synonyms {location!r} cannot be read: {error}").of(
+            "file.unreadable", "train.augment.text.synonyms"
+        ) from error
     groups = [[word.strip() for word in line.split(",") if word.strip()] for line in lines if line.strip()]
     if short := next((number for number, group in enumerate(groups, 1) if len(set(group)) < 2), None):
         raise RecipeError(
             f"train.augment.text.synonyms {location!r} has one word only in its group {short}: give two or more, "
             "separated by commas"
-        )
+        ).of("synonyms.one_word", "train.augment.text.synonyms")
     return groups
 
 

@@ -231,7 +231,9 @@ class ShardedData(SplitData):
         """
         assert isinstance(prepared, ShardedData)
         if unknown := sorted({*prepared.labels} - {*self.labels}):
-            raise DataError(f"an added source has the label {unknown[0]!r}, which the run's model lacks: leave it out")
+            raise DataError(
+                f"an added source has the label {unknown[0]!r}, which the run's model lacks: leave it out"
+            ).of("labels.unknown")
         self.reference.require_within(prepared.reference)
         return self.open(prepared.reference, self.processor, self.targets, prepared.report)
 

@@ -113,7 +113,9 @@ class LanguageData:
         """
         assert isinstance(prepared, LanguageData)
         if prepared.tokenizer.to_json() != self.tokenizer.to_json():
-            raise DataError("the tokenizer is learned from the sources, so none can be added: start a new run")
+            raise DataError("the tokenizer is learned from the sources, so none can be added: start a new run").of(
+                "sources.fixed", "data.sources"
+            )
         self.reference.require_within(prepared.reference)
         return self.open(prepared.reference, self.tokenizer, prepared.report)
 

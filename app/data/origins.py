@@ -29,7 +29,7 @@ class Origins:
                 raise DataError(
                     f"data.sources.{place} {source.source!r} has no training sample after cleaning and the split: give "
                     "more, or leave it out"
-                )
+                ).of("split.empty", "data.sources")
 
     @classmethod
     def of_shards(cls, train: "Sequence[Shard]", validation: "Sequence[Shard]") -> Self:

@@ -72,7 +72,7 @@ class ShardReference(BaseModel):
                 raise DataError(
                     f"the {split} split of the sources that the run has is not what it was when it began: restore "
                     "their files, append new sources after them, or start a new run"
-                )
+                ).of("source.changed", "data.sources")
 
     def save(self, folder: UPath) -> None:
         """Write the reference for ``find``."""

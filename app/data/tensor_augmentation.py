@@ -39,7 +39,7 @@ class Mask:
             raise RecipeError(
                 f"train.augment.audio masks spectrograms, and the task's inputs are {_described(inputs)}: expected "
                 "float32 of shape (batch, …, bins, frames)"
-            )
+            ).of("augment.inputs", "train.augment.audio")
         return cls(config, names)
 
     def __call__(self, tensors: Tensors, generators: Generators) -> Tensors:
@@ -74,12 +74,12 @@ class Mix:
         if not all(map(_is_float, inputs)):
             raise RecipeError(
                 f"train.augment.mix blends numbers, and the task's inputs are {_described(inputs)}: leave it out"
-            )
+            ).of("augment.inputs", "train.augment.mix")
         if config.cutmix is not None and [len(spec.shape) for spec in inputs] != [_PICTURE_DIMENSIONS]:
             raise RecipeError(
                 f"train.augment.mix.cutmix is for images, and the task's inputs are {_described(inputs)}: expected "
                 "one of shape (batch, channels, height, width); set mixup instead"
-            )
+            ).of("augment.inputs", "train.augment.mix.cutmix")
         return cls(config, num_labels)
 
     def __call__(self, batch: Batch, places: Sequence[int], partners: Sequence[int], generators: Generators) -> Batch:

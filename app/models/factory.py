@@ -38,7 +38,9 @@ def build_model(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
         return build_configured(config, facts)
     factory = import_attribute(config.factory)
     if not callable(factory):
-        raise RecipeError(f"model.factory {config.factory!r} names a {type(factory).__name__}: expected a function")
+        raise RecipeError(f"model.factory {config.factory!r} names a {type(factory).__name__}: expected a function").of(
+            "factory.no_function", "model.factory"
+        )
     try:
         model = factory(**_arguments(factory, config.args, facts))
     except RecipeError:
@@ -50,7 +52,7 @@ def build_model(config: ModelConfig, facts: Mapping[str, int]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise RecipeError(
             f"model.factory {config.factory!r} returned a {type(model).__name__}: expected a torch.nn.Module"
-        )
+        ).of("factory.no_module", "model.factory")
     return model
 
 
@@ -119,14 +121,16 @@ def _arguments(factory: Callable[..., Any], given: Mapping[str, Any], facts: Map
     names = [name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     for name in given:
         if name not in names and not takes_any:
-            raise RecipeError(f"unknown key model.args.{name}; {did_you_mean(name, names)}")
+            raise RecipeError(f"unknown key model.args.{name}; {did_you_mean(name, names)}").of(
+                "recipe.extra_forbidden", "model.args"
+            )
     # The recipe's arguments win over properties of the data.
     known: dict[str, Any] = {**facts, "facts": facts}
     arguments = {name: value for name, value in known.items() if name in names} | dict(given)
     for name in names:
         if name not in arguments and parameters[name].default is inspect.Parameter.empty:
             raise RecipeError(f"model.args.{name} is missing: {factory.__name__} needs it").of(
-                "recipe.missing", "model.args.model_type"
+                "recipe.missing", f"model.args.{name}"
             )
     return arguments
 

@@ -76,7 +76,7 @@ def find_difficulty(recipe: Recipe, data: PreparedData, on_progress: ProgressCal
     if len(lengths) and lengths.min() == lengths.max():
         raise RecipeError(
             f"train.curriculum.by is length, and all samples of task {recipe.task} have one length: set it to loss"
-        )
+        ).of("curriculum.one_length", "train.curriculum.by")
     return lengths
 
 
@@ -116,7 +116,9 @@ def _number(cell: str, column: str, place: str) -> float:
     except ValueError:
         number = np.nan
     if not np.isfinite(number):
-        raise DataError(f"{place}: {cell!r} in column {column!r} of train.curriculum: expected a number")
+        raise DataError(f"{place}: {cell!r} in column {column!r} of train.curriculum: expected a number").of(
+            "number.invalid", "train.curriculum.column"
+        )
     return number
 
 

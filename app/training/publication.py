@@ -122,4 +122,4 @@ def _best_intact(store: CheckpointStore, records: list[EpochRecord], selection: 
     raise StorageError(
         f"no checkpoint of a whole epoch in {str(store.folder)!r} is intact: restore one, or train "
         "its epochs again with train.resume=latest"
-    )
+    ).of("checkpoints.damaged")

@@ -41,7 +41,9 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
         )
     # For ``latest``, ``newest_unfinished`` has looked already.
     if resume != LATEST and _has_finished(folder):
-        raise StorageError(f"train.resume is {run_id!r}, which has finished: leave it out to start a new run")
+        raise StorageError(f"train.resume is {run_id!r}, which has finished: leave it out to start a new run").of(
+            "resume.finished", "train.resume"
+        )
     # The run's own recipe, because the one that is given may have changed.
     earlier = _recipe_of(folder)
     _check_same(recipe, earlier, run_id)
@@ -80,7 +82,9 @@ def _recipe_of(run: UPath) -> Recipe:
     try:
         return load_stored_recipe(str(run / CONFIG_FILE))
     except RecipeError as error:
-        raise RecipeError(f"run {run.name} cannot go on: {error}; leave train.resume out to start a new run") from error
+        raise RecipeError(f"run {run.name} cannot go on: {error}; leave train.resume out to start a new run").of(
+            "run.unreadable"
+        ) from error
 
 
 def _comparable(recipe: Recipe, num_sources: int) -> Recipe:
@@ -103,4 +107,4 @@ def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:
             raise RecipeError(
                 f"{key} is not what run {run_id} was started with, and its checkpoints are of no use with another: "
                 "change it back, or leave train.resume out to start a new run"
-            )
+            ).of("resume.differs", "train.resume")

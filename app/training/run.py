@@ -129,7 +129,9 @@ def open_run(run: Run, plan: TrainingPlan, data: PreparedData) -> None:
     run.hold(run_lock(run.folder))
     if plan.periods != planned_periods(plan.recipe, run.folder, data):
         run.is_ours = False  # the result of the other job stays
-        raise StorageError(f"run {run.run_id} has trained on while its data were prepared: submit the job again")
+        raise StorageError(f"run {run.run_id} has trained on while its data were prepared: submit the job again").of(
+            "run.went_on"
+        )
     # Registered after the lock, so it runs before the lock is released.
     run.until_result.callback(write_page, training_page, run.folder)
     run.recipe = plan.recipe
@@ -188,7 +190,7 @@ def _check_model(recipe: Recipe, model: nn.Module, data: PreparedData) -> None:
     if config.sync_batch_norm and not has_batch_norm(model):
         raise RecipeError(
             f"train.sync_batch_norm is true, but model {type(model).__name__} has no batch norm: leave it out"
-        )
+        ).of("batch_norm.none", "train.sync_batch_norm")
 
     in_low_precision = config.precision != "fp32" and config.device == "cpu"
     if in_low_precision and not config.sync_batch_norm and has_mixed_batch_norm(model):
@@ -196,7 +198,7 @@ def _check_model(recipe: Recipe, model: nn.Module, data: PreparedData) -> None:
             f"train.precision is {config.precision}, but torch's batch norm needs fp32 weights on CPUs (model "
             f"{type(model).__name__}): set train.sync_batch_norm to true, which computes it in fp32, or "
             "train.precision to fp32"
-        )
+        ).of("batch_norm.precision", "train.precision")
     if config.plan.offload == "nvme":
         require_asynchronous_io()
 

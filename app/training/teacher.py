@@ -73,14 +73,14 @@ def require_classifier(model: str, key: str, data: LabelledData, storage: UPath)
         raise RecipeError(
             f"{key} {title} is of task {manifest.task}, which does not give one label to each row: name "
             "a model that does"
-        )
+        ).of("teacher.labels")
     labels = load_labels(repository.folder(name, manifest.version))
     # Their order may differ. ``TaughtDataset`` reorders the logits.
     if sorted(labels) != sorted(data.labels):
         raise RecipeError(
             f"{key} {title} has the labels {', '.join(labels)}, the data {', '.join(data.labels)}: name "
             "a model that was trained on data like these"
-        )
+        ).of("teacher.labels")
     if (given := task.processor.modality) != data.processor.modality:
         raise RecipeError(f"{key} {title} takes {given}s, the data holds {data.processor.modality}s")
     return title

@@ -53,7 +53,9 @@ def add_plans(space: Space, recipe: Recipe, data: PreparedData, config: TuneConf
     if config.plans is None:
         return space
     if key := space.key_that_plans_depend_on:
-        raise RecipeError(f"tune.plans is for one model, data and batch, and tune.space gives {key}: drop one of both")
+        raise RecipeError(
+            f"tune.plans is for one model, data and batch, and tune.space gives {key}: drop one of both"
+        ).of("plans.one_model", "tune.plans")
     plans = fastest_plans(recipe, data, cluster, config.plans)
     print(f"tune.plans: {'; '.join(plans)}", flush=True)
     return space.with_plans(plans)

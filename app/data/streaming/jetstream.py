@@ -70,7 +70,7 @@ class JetStreamReader:
             raise DataError(
                 f"data.source {self._source!r}: the server has no stream {self._address.name!r}; create it, or correct "
                 "the name"
-            ) from error
+            ).of("stream.unknown", "data.source") from error
         except ServiceUnavailableError as error:
             raise DataError(
                 f"data.source {self._source!r}: the server runs without JetStream; start it with -js"
@@ -102,7 +102,7 @@ class JetStreamReader:
                 raise DataError(
                     f"data.source {self._source!r}: the server refuses the credentials ({refused}); set or correct "
                     "NATS_USER and NATS_PASSWORD, or NATS_CREDS, where training runs"
-                ) from error
+                ).of("stream.credentials", "data.source") from error
             cause = str(causes[0]) or type(causes[0]).__name__
             raise BrokerUnreachableError(
                 f"data.source {self._source!r}: no server answers ({cause}); start it, or correct the address"
@@ -114,7 +114,7 @@ class JetStreamReader:
             raise DataError(
                 f"data.source {self._source!r}: the stream has retention {retention}, which deletes messages when they "
                 "are read; expected limits, so that a run can read them again"
-            )
+            ).of("stream.retention", "data.source")
         oldest: int = max(info.state.first_seq, 1)
         end = info.state.last_seq + 1
         if start is None:
@@ -173,7 +173,9 @@ def _credentials() -> dict[str, str]:
     """Return the credentials in the environment variables that NATS's own tools read. Raises DataError."""
     if file := os.environ.get("NATS_CREDS"):
         if not Path(file).is_file():
-            raise DataError(f"NATS_CREDS is {file!r}, where there is no file: correct it where training runs")
+            raise DataError(f"NATS_CREDS is {file!r}, where there is no file: correct it where training runs").of(
+                "file.missing"
+            )
         return {"user_credentials": file}
     user, password = os.environ.get("NATS_USER"), os.environ.get("NATS_PASSWORD")
     if user and password:

@@ -50,7 +50,7 @@ class KafkaReader:
             raise DataError(
                 f"{_CONFIG}: librdkafka refuses the properties ({error.args[0].str()}); correct the file "
                 f"{os.environ.get(_CONFIG)!r}"
-            ) from error
+            ).of("kafka.properties") from error
         try:
             self.start: Offsets = self._assign(start)
         except KafkaException as error:
@@ -96,7 +96,7 @@ class KafkaReader:
         if self._name not in topics:
             raise DataError(
                 f"data.source {self._source!r}: the brokers have no topic {self._name!r}; create it or correct the name"
-            )
+            ).of("stream.unknown", "data.source")
         offsets: Offsets = {}
         for partition in sorted(topics[self._name].partitions):
             first, end = self._consumer.get_watermark_offsets(TopicPartition(self._name, partition), timeout=_TIMEOUT_S)
@@ -130,6 +130,8 @@ def _properties() -> dict[str, str]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise DataError(f"{_CONFIG} is {path!r}, which cannot be read ({error}): correct it") from error
+        raise DataError(f"{_CONFIG} is {path!r}, which cannot be read ({error}): correct it").of(
+            "file.unreadable"
+        ) from error
     pairs = [line.partition("=") for line in map(str.strip, lines) if line and not line.startswith("#")]
     return {key.strip(): value.strip() for key, _, value in pairs}

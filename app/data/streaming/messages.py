@@ -115,8 +115,8 @@ def require_retained(source: str, partition: int, offset: int, first: int, end: 
         raise DataError(
             f"{where}, and the broker has deleted what is before {first:,}: {first - offset:,} messages are lost to "
             "this run; start a new run, and have the broker keep messages longer than a run may be stopped"
-        )
+        ).of("stream.messages_gone", "data.source")
     if offset > end:
         raise DataError(
             f"{where}, and the broker has messages before {end:,} only: the stream was recreated; start a new run"
-        )
+        ).of("stream.recreated", "data.source")

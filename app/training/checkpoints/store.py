@@ -95,7 +95,7 @@ class CheckpointStore:
             raise StorageError(
                 f"all checkpoints in {str(self.folder)!r} are damaged: restore one of them, "
                 "or delete the folder to start over"
-            )
+            ).of("checkpoints.damaged")
         return None
 
     def _read_or_warn(self, checkpoint: Checkpoint, read: Callable[[Checkpoint], T]) -> T | None:
@@ -125,7 +125,7 @@ class CheckpointStore:
             raise StorageError(
                 f"{str(self.folder)!r} has no intact checkpoint of step {step}, "
                 + (f"but of step {others}: choose one of them" if others else "nor one of any other")
-            )
+            ).of("checkpoint.no_step")
         return intact
 
     def sweep(self, after: Checkpoint | None) -> None:

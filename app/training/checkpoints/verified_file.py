@@ -107,7 +107,9 @@ class VerifiedFile(io.RawIOBase):
         except OSError as error:
             # Object stores reject reads that start at or past the end.
             if self._file.stat().st_size <= starts[-1]:
-                raise StorageError(f"{str(self._file)!r} was changed: it is too short; make it again") from error
+                raise StorageError(f"{str(self._file)!r} was changed: it is too short; make it again").of(
+                    "file.changed"
+                ) from error
             raise
         for run, content in zip(runs, contents, strict=True):
             for place, number in enumerate(run):
@@ -116,6 +118,8 @@ class VerifiedFile(io.RawIOBase):
 
     def _verify_and_keep(self, number: int, piece: bytes) -> None:
         if sha256_of(piece) != self._sums[number]:
-            raise StorageError(f"{str(self._file)!r} was changed: piece {number} has another sha256; make it again")
+            raise StorageError(f"{str(self._file)!r} was changed: piece {number} has another sha256; make it again").of(
+                "file.changed"
+            )
         self._pieces[number] = piece
         self._on_progress()

@@ -87,7 +87,9 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait until everything that was saved is stored. Raises TrainingError if it cannot be."""
         if failure := self._wait_for_pending():
-            raise TrainingError(f"{failure}. Earlier checkpoints are whole: resume from them with train.resume=latest")
+            raise TrainingError(
+                f"{failure}. Earlier checkpoints are whole: resume from them with train.resume=latest"
+            ).of("checkpoint.not_written")
 
     def close(self) -> None:
         """Finish the write under way, also after an error in training, and end the group's threads.

@@ -125,7 +125,9 @@ class Mixture:
         counts = self.split(total)
         for name, count in zip(self.names, counts.tolist(), strict=True):
             if not count:
-                raise RecipeError(f"data.sources {name} has no sample among {total:,} of {what}: raise its weight")
+                raise RecipeError(f"data.sources {name} has no sample among {total:,} of {what}: raise its weight").of(
+                    "source.never_drawn", "data.sources"
+                )
         return counts
 
     def validation_rows(self) -> dict[str, NDArray[np.int64]]:

@@ -37,7 +37,7 @@ def order_of(
         raise TrainingError(
             f"train.global_batch_size is {size}, the training split has {num_samples} samples: lower the batch size or "
             "give more data"
-        )
+        ).of("batch.too_large", "train.global_batch_size")
     rules = Rules(
         size=size,
         budget=config.tokens_per_batch,
@@ -86,7 +86,7 @@ def _require_room(recipe: Recipe, order: SampleOrder) -> None:
             f"train.tokens_per_batch is {rules.budget}, and the longest sample has {longest} tokens: some batch has "
             f"{fewest} samples for {parts} micro-batches of all workers; give {2 * parts * longest} or more, or fewer "
             "workers"
-        )
+        ).of("batch.too_small", "train.tokens_per_batch")
 
 
 def _require_groups(order: SampleOrder) -> None:

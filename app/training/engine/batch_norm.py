@@ -56,7 +56,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 f"a batch norm got one value of each of its {values.shape[1]} channels, from all workers together, and "
                 "one value has no variance: give micro-batches of two samples or more with train.global_batch_size or "
                 "train.plan.micro_batch"
-            )
+            ).of("batch_norm.one_value")
 
         # A second all-reduce, of squared deviations: the mean of squares less the squared mean would cancel in float32.
         deviations = values - mean.view(shape)

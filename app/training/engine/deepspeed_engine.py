@@ -162,9 +162,11 @@ def _merge(ours: dict[str, Any], given: dict[str, Any], path: str) -> dict[str, 
             raise RecipeError(
                 f"{path}.{key} is {value!r}, and the recipe's own keys make it {ours[key]!r}: "
                 "remove it here, and set what it follows from"
-            )
+            ).of("deepspeed.own_key", "train.deepspeed")
         elif key not in ours and (own := _RECIPE_KEYS.get(f"{path}.{key}")):
-            raise RecipeError(f"{path}.{key} is for the recipe to say: remove it here, and set {own}")
+            raise RecipeError(f"{path}.{key} is for the recipe to say: remove it here, and set {own}").of(
+                "deepspeed.own_key", "train.deepspeed"
+            )
         else:
             merged[key] = value
     return merged

@@ -26,7 +26,7 @@ def require_same_model(recipe: Recipe) -> None:
         raise RecipeError(
             "train.prune holds zeros in whole matrices: set train.plan.zero_stage to 2 or less, and leave pipeline, "
             "tensor and powersgd out of train.plan"
-        )
+        ).of("prune.split", "train.prune")
     folder = to_path(recipe.train.prune.weights)
     verify_checksums(folder)
     trained = load_stored_recipe(str(folder / RECIPE_FILE))
@@ -36,7 +36,7 @@ def require_same_model(recipe: Recipe) -> None:
             raise RecipeError(
                 f"train.prune.weights {str(folder)!r} were trained with another {section} section: expected the same, "
                 "so take the recipe of that run"
-            )
+            ).of("weights.other_model", "train.prune.weights")
 
 
 def start_pruned(model: nn.Module, config: PruneConfig) -> None:

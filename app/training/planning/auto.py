@@ -85,7 +85,9 @@ def _by_prediction(subject: Subject, cluster: Cluster, default: PlanConfig) -> C
         reasons = "; ".join(f"{rule}: {why}" for rule, why in findings.refusals.examples.items() if "memory" in rule)
         fewest = fewest_devices(problem)
         advice = f"{fewest[0]} of these devices would do" if fewest else "no number of these devices would do"
-        raise PlanError(f"train.plan auto: no plan fits {cluster} ({reasons}): {advice}")
+        raise PlanError(f"train.plan auto: no plan fits {cluster} ({reasons}): {advice}").of(
+            "plan.none_fits", "train.plan"
+        )
     # Only plans that compute the same count. Those of a kind that published runs validate are preferred.
     exact = findings.exact
     best = next((found for found in exact if validation_of(cluster.device, found.config)), exact[0])

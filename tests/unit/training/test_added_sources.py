@@ -12,7 +12,6 @@ from upath import UPath
 from app.artifacts import DATA
 from app.config import Recipe, load_recipe
 from app.data.origins import Origins
-from app.errors import DataError, RecipeError, StorageError
 from app.runs import Run
 from app.tasks import load_prepared, prepare
 from app.training.data.mixture import Mixture, recorded_periods
@@ -30,6 +29,7 @@ from app.training.worker import start_worker
 from tests.helpers import ROOT
 from tests.orders import in_memory
 from tests.unit.training.test_sources import recipe_of, write_source
+from tests.wording import refused
 
 SIZES, BATCH = [600, 300, 100], 20
 ORIGINS = np.repeat([0, 1, 2], SIZES).astype(np.int16)
@@ -186,7 +186,7 @@ def test_documents_may_be_added_if_the_tokenizer_stays(tmp_path: Path, tokenizer
         found.append(prepare(load_recipe(ROOT / "recipes/stdlib_gpt.yaml", keys)))
     data, prepared = found
     if "bpe" in tokenizer:
-        with pytest.raises(DataError, match="the tokenizer is learned from the sources, so none can be added"):
+        with refused("sources.fixed", "data.sources"):
             data.grown(prepared)
         return
     grown = data.grown(prepared)
@@ -201,16 +201,16 @@ def test_what_cannot_be_added_is_refused_before_anything_is_written(tmp_path: Pa
     trained(run, data, stops=True)
     more = write_sources(tmp_path, (2.0, 1.0, 1.0))
     resumed = [*every, f"train.resume={run.run_id}"]
-    with pytest.raises(RecipeError, match=r"^data is not what run .* was started with"):
+    with refused("resume.differs", "train.resume"):
         start_or_resume("train", recipe_of(tmp_path, f"[{{source: {tmp_path}/big.csv}}]", *resumed))
     lines = (tmp_path / "late.csv").read_text(encoding="utf-8")
     (tmp_path / "late.csv").write_text(lines.replace(",x", ",z"), encoding="utf-8")
-    with pytest.raises(DataError, match=r"has the label 'z', which the run's model lacks"):
+    with refused("labels.unknown"):
         prepare_run(start_or_resume("train", recipe_of(tmp_path, more, *resumed)))
     (tmp_path / "late.csv").write_text(lines, encoding="utf-8")
     big = (tmp_path / "big.csv").read_text(encoding="utf-8")
     (tmp_path / "big.csv").write_text(big.replace("big w", "huge w"), encoding="utf-8")
-    with pytest.raises(DataError, match=r"the train split of the sources that the run has is not what it was"):
+    with refused("source.changed", "data.sources"):
         prepare_run(start_or_resume("train", recipe_of(tmp_path, more, *resumed)))
     assert [period.names for period in recorded_periods(run.folder)] == [["big", "small"]]
     assert not (UPath(run.folder) / DATA / "grown").exists()
@@ -226,6 +226,6 @@ def test_a_run_that_another_job_has_trained_on_since_it_was_planned_is_refused(t
     run, data = started(recipe_of(tmp_path, write_sources(tmp_path, (3.0, 1.0)), every, resume))
     trained(run, data, stops=True)
     before = (run.folder / "config.yaml").read_bytes()
-    with late.until_result, pytest.raises(StorageError, match="has trained on while its data were prepared"):
+    with late.until_result, refused("run.went_on"):
         open_run(late, plan, prepared)
     assert (run.folder / "config.yaml").read_bytes() == before

@@ -12,7 +12,6 @@ from app.config import AugmentTextConfig, Recipe, load_recipe
 from app.data.augmentation import TextAugmentation, augmentation_of, change_image
 from app.data.labelled import LabelledDataset
 from app.data.prepared import PreparedData
-from app.errors import RecipeError
 from app.reports.training import training_page
 from app.runs import Run
 from app.tasks import prepare
@@ -23,6 +22,7 @@ from app.training.data.recipe_order import order_of
 from app.training.run import open_run, prepare_run
 from app.training.worker import Worker
 from tests.helpers import ROOT
+from tests.wording import refused
 
 IMAGES = "train.augment={image: {crop: 0.6, flip: 0.5, color: 0.4, rand_augment: {}}}"
 TEXTS = "train.augment={text: {drop: 0.3, swap: 0.2}}"
@@ -129,26 +129,20 @@ def test_a_run_shows_samples_before_and_after_and_validates_on_the_samples_as_th
     assert any(np.array_equal(row, first) for row in batch.inputs["pixel_values"].numpy())
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([TEXTS], "train.augment.text is .*, which task image-classification does not support"),
-        (["train.augment={text: {drop: 0.1}, image: {flip: 0.5}}"], "train.augment.text is .*, which task image-class"),
-    ],
-)
-def test_changes_that_do_not_fit_the_data_are_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+@pytest.mark.parametrize("overrides", [[TEXTS], ["train.augment={text: {drop: 0.1}, image: {flip: 0.5}}"]])
+def test_changes_that_do_not_fit_the_data_are_refused(overrides: list[str]) -> None:
+    with refused("task.unsupported", "train.augment.text"):
         prepare_run(Run.start("train", digits(*overrides)))
 
 
 def test_augment_and_a_teacher_exclude_each_other() -> None:
-    with pytest.raises(RecipeError, match="augment changes samples; leave one of them out"):
+    with refused("keys.contradict", "train.teacher"):
         digits(IMAGES, "train.teacher={model: digits/1}")
 
 
 def test_synonyms_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"synonyms 'nowhere.txt' cannot be read"):
+    with refused("file.unreadable", "train.augment.text.synonyms"):
         TextAugmentation(AugmentTextConfig(synonyms="nowhere.txt"))
     (tmp_path / "words.txt").write_text("good, fine\nalone\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match="one word only in its group 2"):
+    with refused("synonyms.one_word", "train.augment.text.synonyms"):
         TextAugmentation(AugmentTextConfig(synonyms=str(tmp_path / "words.txt")))

@@ -12,13 +12,13 @@ from upath import UPath
 
 from app.checksums import CHECKSUMS_FILE, write_checksums
 from app.config import CheckpointConfig
-from app.errors import StorageError, TrainingError
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
 from tests.checkpointing import snapshot_at, steps, write
 from tests.helpers import flip, wait_until
 from tests.tables import Faults
+from tests.wording import refused
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -62,7 +62,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
 def test_nothing_but_damaged_checkpoints_is_an_error_and_no_new_start(store: CheckpointStore) -> None:
     for checkpoint in store.committed():
         flip(store.folder_of(checkpoint) / "state.json")
-    with pytest.raises(StorageError, match=r"all checkpoints .* are damaged: restore"):
+    with refused("checkpoints.damaged"):
         store.newest_intact()
 
 
@@ -74,7 +74,7 @@ def test_the_checkpoint_of_a_step_is_found_or_those_that_are_there_are_named(sto
     truncate(store.folder_of(again) / "__0_0.distcp")
     assert store.intact_of(20) == Checkpoint(20)
     truncate(store.folder_of(Checkpoint(20)) / "__0_0.distcp")
-    with pytest.raises(StorageError, match="no intact checkpoint of step 20, but of step 10, 30:"):
+    with refused("checkpoint.no_step"):
         store.intact_of(20)
 
 
@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_cause(tmp_path: Path) ->
     (tmp_path / "run").write_bytes(b"")  # root may write into any folder, but not into a file
     writer = CheckpointWriter(CheckpointStore(UPath(tmp_path / "run" / "checkpoints")), CheckpointConfig())
     writer.save(partial(snapshot_at, 10), best=None)
-    with pytest.raises(TrainingError, match=r"checkpoints/step_00000010' cannot be written: .*Not a directory.* free"):
+    with refused("checkpoint.not_written"):
         writer.wait()
 
 

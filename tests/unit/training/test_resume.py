@@ -14,7 +14,7 @@ from app import heartbeat
 from app.artifacts import RECIPE_FILE
 from app.config import Recipe, dump_recipe, load_recipe
 from app.data.prepared import PreparedData
-from app.errors import RecipeError, StorageError
+from app.errors import StorageError
 from app.heartbeat import HEARTBEAT_FILE
 from app.published.weights import read_architecture
 from app.runs import CONFIG_FILE, RESULT_FILE, Outcome, Result, Run, execute
@@ -26,6 +26,7 @@ from app.training.records import StoppedTrainMetrics
 from app.training.resume import LATEST, start_or_resume
 from app.training.run import open_run, prepare_run
 from tests.helpers import ROOT, wait_until
+from tests.wording import refused
 
 DIGITS = ROOT / "recipes/digits.yaml"
 
@@ -153,7 +154,7 @@ def resuming(what: str) -> Recipe:
 
 
 def test_a_run_that_finishes_while_another_job_waits_is_not_begun_again(finishing: Run) -> None:
-    with pytest.raises(StorageError, match="which has finished"):
+    with refused("resume.finished", "train.resume"):
         start_or_resume("train", resuming(finishing.run_id))
 
 
@@ -171,5 +172,5 @@ def test_what_was_trained_with_a_plan_that_is_refused_now_still_loads(tmp_path: 
     assert read_architecture(tmp_path).recipe.train.precision == "fp16"
     resuming = [*plan, f"train.resume={run.run_id}"]
     assert start_or_resume("train", load_recipe(DIGITS, resuming)).run_id == run.run_id
-    with pytest.raises(RecipeError, match="set precision to bf16"):
+    with refused("plan.cannot_run", "train.plan"):
         load_recipe(DIGITS, [*resuming, "train.precision=fp16"])
