@@ -2,6 +2,7 @@
 
 import json
 import math
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
@@ -382,19 +383,24 @@ def softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _require_distinct(labels: Iterable[str], config: DataConfig) -> None:
-    """Raise LabelError if two labels are one number, such as 1 and 1.0: they would be two classes."""
-    written: dict[float, str] = {}
+    """Raise LabelError if two labels are one number, such as 1 and 1.0, or look alike: they would be two classes."""
+    written: dict[float | str, str] = {}
     for label in sorted(labels):
-        try:
-            number = float(label)
-        except ValueError:
-            continue
-        if (other := written.setdefault(number, label)) != label:
+        meaning, what = _meaning_of(label)
+        if (other := written.setdefault(meaning, label)) != label:
             raise LabelError(
-                f"data.source {config.source!r} has the labels {other!r} and {label!r}, which are the same number: "
+                f"data.source {config.source!r} has the labels {other!r} and {label!r}, which are the same {what}: "
                 "write it in one way",
                 label,
             )
+
+
+def _meaning_of(label: str) -> tuple[float | str, str]:
+    try:
+        return float(label), "number"
+    except ValueError:
+        # A letter with an accent is one character or two, and looks alike.
+        return unicodedata.normalize("NFC", label), f"text in other characters ({label!a})"
 
 
 def _by_label(labels: Sequence[str], scores: NDArray[np.float32]) -> dict[str, float]:

@@ -293,6 +293,7 @@ def of_rows(path: Path, task: str, *bad: dict[str, object], first: int = 0) -> P
         ("tabular-regression", {"size": [1], "label": 1}, "'size' is a list"),
         ("tabular-multilabel", {"size": 1, "label": {"a": 1}}, "'label' is an object"),
         ("text-multilabel", {"text": "c", "label": ["1", "01"]}, "has the labels '01' and '1', .* the same number"),
+        ("text-multilabel", {"text": "c", "label": ["\u00e9", "e\u0301"]}, "the same text in other characters"),
         ("token-classification", {"tokens": ["a"], "tags": []}, "has 1 tokens and 0 tags"),
         ("token-classification", {"tokens": ["a"], "tags": [1]}, "has the tag 1, a number"),
         ("token-classification", {"tokens": "a", "tags": ["O"]}, "data.columns.tokens is not a list"),
