@@ -33,6 +33,8 @@ def open_model(given: Path, folder: Path) -> ImportedModel:
         raise CompileError(f"{str(given)!r} does not exist: give {_EXPECTED}")
     if given.is_dir():
         return _open_folder(given, folder)
+    if not given.is_file():  # reading a pipe would never end
+        raise CompileError(f"{str(given)!r} is neither a file nor a folder: give {_EXPECTED}")
     if given.suffix == ".pt2":
         from app.compile.imported.program import import_program  # imports torch
 

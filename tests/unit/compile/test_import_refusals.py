@@ -1,5 +1,6 @@
 """What cannot be imported is refused before anything is written."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,12 @@ def with_a_map_for_each_row(folder: Path) -> Path:
     return path
 
 
+def a_pipe(folder: Path) -> Path:
+    folder.mkdir()
+    os.mkfifo(folder / "pipe.onnx")
+    return folder / "pipe.onnx"
+
+
 REFUSED: list[tuple[Callable[[Path], Path], str]] = [
     (lambda folder: dense(folder / "m.onnx", operator="Frob"), "operator 'Frob' at node 'last', which is unknown"),
     (lambda folder: dense(folder / "m.onnx", None), "'pixels' has a rank that varies: export it with a fixed rank"),
@@ -108,6 +115,7 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
         "output 'hidden' of a row depends on the other rows .*: rows influence each other; put the batch first",
     ),
     (lambda folder: folder / "none.onnx", "does not exist: give a .onnx file"),
+    (a_pipe, "is neither a file nor a folder: give a .onnx file"),
 ]
 
 
