@@ -26,7 +26,7 @@ _OF_THIS_RUN = {
     r"(127\.0\.0\.1|localhost|\[::1\]):\d{4,5}": r"\1:PORT",
     r"-[0-9a-f]{8}\b": "",  # of a job or a bucket
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d": "TIME",
-    "[0-9a-f]{12}…|[0-9a-f]{64}": "SHA256",
+    r"[0-9a-f]{12}…|\b[0-9a-f]{64}\b": "SHA256",
     rf"\b{re.escape(gethostname())}\b": "HOST",
     "0x[0-9a-f]{8,}": "ADDRESS",
     r"('127\.0\.0\.1', )\d+": r"\1PORT",
