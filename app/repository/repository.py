@@ -111,7 +111,7 @@ class Repository:
         if version is None:
             raise StorageError(
                 f"model {name!r} has no version in production in {str(self._root)!r} "
-                f"(models there: {', '.join(self.names()) or 'none'}): run jobs.compile first"
+                f"(models there: {', '.join(self.names()) or 'none'}): 'rayloom submit compile RECIPE' makes one"
             ).of("production.none")
         return version
 

@@ -56,7 +56,7 @@ def _without_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tune", [DIGITS, "tune.workers=2", "tune.scheduler=pbt"], 1, "to asha, or tune.workers to 1"),
         ("tune", [DIGITS, "tune.scheduler=pbt", "tune.concurrent=1"], 2, "set trials and concurrent above 1"),
         ("tune", [DIGITS, "tune.scheduler=pbt", NOTHING_LIVE], 1, "has no key that can change during training"),
-        ("deploy", [DIGITS, "name=unknown"], 1, "run jobs.compile first"),
+        ("deploy", [DIGITS, "name=unknown"], 1, "'rayloom submit compile RECIPE' makes one"),
         ("deploy", [DIGITS, "serve.version=99"], 1, "has no model 'digits'"),
     ],
 )
