@@ -31,7 +31,7 @@ _OF_THIS_RUN = {
     "0x[0-9a-f]{8,}": "ADDRESS",
     r"('127\.0\.0\.1', )\d+": r"\1PORT",
     r"\b[\d,]+ bytes are free": "BYTES are free",
-    r"\b\d+\.\d{3} s\b": "SECONDS",
+    r"(waited for|answered within) [\d.]+ s\b": r"\1 SECONDS",
     r"\d{8}-\d{6}-(\w+)-[0-9a-f]{4}": r"RUN-\1",
 }
 """What differs from run to run, by pattern."""
