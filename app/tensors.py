@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -22,6 +23,15 @@ Dtype = Literal[
 ]  # fmt: skip
 _STRINGS = np.dtype(np.object_)
 """The dtype of strings: arrays of ``str`` or ``bytes`` objects."""
+
+_FEW = 4
+"""Numbers below which a column has no magnitude of its own: a single number may be near 0 by chance."""
+
+_SMALL = 1e-3
+"""The least magnitude of a column, in an output whose numbers are 1 or more.
+
+float32 computes a sigmoid or a softmax to about 1e-7, however small the result: the limit of fp32, 1e-4, of this.
+"""
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,37 @@ def count_rows(tensors: Tensors) -> int:
 def is_finite(tensor: NDArray[Any]) -> bool:
     """Return whether a tensor has neither NaN nor infinity. Strings have not."""
     return tensor.dtype.hasobject or bool(np.isfinite(tensor).all())
+
+
+def magnitudes(groups: Sequence[Tensors]) -> Tensors:
+    """Return the magnitude of each float output, in an array that broadcasts to it: a number for each column.
+
+    It is the root mean square over the rows of all groups. With more axes, it is over all numbers of one index of an
+    axis whose size does not vary, and the least of all these axes counts.
+    """
+    return {
+        name: _magnitude([group[name] for group in groups])
+        for name, output in groups[0].items()
+        if output.dtype.kind == "f"
+    }
+
+
+def _magnitude(arrays: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
+    first, count = arrays[0], sum(array.size for array in arrays)
+    fixed = [axis for axis in range(1, first.ndim) if len({array.shape[axis] for array in arrays}) == 1]
+    whole: NDArray[np.float64] = np.zeros([1] * first.ndim)
+    sums = dict.fromkeys((axis for axis in fixed if count >= _FEW * first.shape[axis] > 0), whole)
+    for array in arrays:
+        squares = np.square(array, dtype=np.float64)
+        whole = whole + squares.sum()
+        for axis in sums:
+            others = tuple(other for other in range(first.ndim) if other != axis)
+            sums[axis] = sums[axis] + squares.sum(axis=others, keepdims=True)
+    roots = [np.sqrt(total / (count // first.shape[axis])) for axis, total in sums.items()]
+    overall = np.sqrt(whole / max(count, 1))
+    # Above 0, so that any error of zeros is a large one.
+    least = np.maximum(_SMALL * np.minimum(overall, 1.0), np.finfo(np.float32).tiny)
+    return np.maximum(reduce(np.minimum, roots) if roots else overall, least)
 
 
 def shape_key(tensors: Tensors) -> Hashable:

@@ -37,7 +37,7 @@ class Parity(Scored):
     max_difference: float
     """The largest absolute difference of a number in a float output, such as a logit."""
     scaled_difference: float = 0.0
-    """The same as a share of the output's magnitude: the root mean square of the right numbers."""
+    """The largest one as a share of the magnitude of its column: the root mean square of the right numbers."""
     cosine: float
     """The mean cosine similarity of a row's outputs. With several float outputs, that of the least similar counts.
 
@@ -48,9 +48,12 @@ class Parity(Scored):
     differing_rows: float = 0.0
     """The share of rows in which an output of whole numbers, BOOL or strings differs."""
     relative_error: float = 0.0
-    """The largest norm of a float output's differences over all rows, divided by the norm of the right numbers."""
-    single_error: float = 0.0
-    """The same among the outputs of one number a row."""
+    """The largest norm of a float output's differences over all rows, divided by the norm of the right numbers.
+
+    Both are shares of the magnitude of their column, so that small columns count as much as large ones.
+    """
+    unjudged_error: float = 0.0
+    """The same without the output that the score judges, unless it has one number a row."""
     lost: int | None = None
     """The number of targets that the right answers meet and the engine's do not; None if they are not counted."""
     gained: int | None = None
@@ -69,6 +72,7 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
     sums: defaultdict[str, _Sums] = defaultdict(_Sums)
     lost = gained = 0
     is_counted = False
+    judged = reference.judge.output if reference.judge.metric else None
     for batch, expected in reference.batches(max_rows):
         given = engine.run(batch.inputs)
         tally.add(given, batch)
@@ -79,7 +83,7 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
         # Without a float output of several numbers, all rows count as similar.
         cosines = np.ones(rows)
         for name, ours, theirs in _float_outputs(given, expected):
-            sums[name].add(ours, theirs)
+            sums[name].add(ours, theirs, _flat(np.broadcast_to(reference.magnitudes[name], expected[name].shape)))
             if not sums[name].is_single:
                 # Unlike ``min``, this propagates NaN.
                 cosines = np.minimum(cosines, _cosines(ours, theirs))
@@ -95,7 +99,9 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
         worst_cosine=float(worst_cosine),
         differing_rows=differing / done,
         relative_error=_largest([output.relative_error for output in sums.values()]),
-        single_error=_largest([output.relative_error for output in sums.values() if output.is_single]),
+        unjudged_error=_largest(
+            [output.relative_error for name, output in sums.items() if output.is_single or name != judged]
+        ),
         lost=lost if is_counted else None,
         gained=gained if is_counted else None,
     )
@@ -103,35 +109,30 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
 
 @dataclass
 class _Sums:
-    """The errors of an output over all rows, and the squares of the right numbers."""
+    """The errors of an output over all rows, and the squares of both as shares of their column's magnitude."""
 
     errors: float = 0.0
     right: float = 0.0
-    numbers: int = 0
     largest: float = 0.0
     """The largest error; NaN if any is."""
+    scaled_difference: float = 0.0
+    """The largest one as a share of its column's magnitude."""
     is_single: bool = True
     """Whether a row has one number."""
 
-    def add(self, given: NDArray[np.float64], expected: NDArray[np.float64]) -> None:
-        self.errors += float(np.square(given - expected).sum())
-        self.largest = float(np.maximum(self.largest, np.abs(given - expected).max(initial=0.0)))
-        self.numbers += expected.size
-        self.right += float(np.square(expected).sum())
+    def add(self, given: NDArray[np.float64], expected: NDArray[np.float64], magnitude: NDArray[np.float64]) -> None:
+        difference = np.abs(given - expected)
+        scaled = difference / magnitude
+        self.errors += float(np.square(scaled).sum())
+        self.right += float(np.square(expected / magnitude).sum())
+        self.largest = float(np.maximum(self.largest, difference.max(initial=0.0)))
+        self.scaled_difference = float(np.maximum(self.scaled_difference, scaled.max(initial=0.0)))
         self.is_single &= expected.shape[1] == 1
 
     @property
     def relative_error(self) -> float:
-        return _share(math.sqrt(self.errors), math.sqrt(self.right))
-
-    @property
-    def scaled_difference(self) -> float:
-        return _share(self.largest, math.sqrt(self.right / self.numbers) if self.numbers else 0.0)
-
-
-def _share(error: float, of: float) -> float:
-    # Relative to zeros, any error is infinite.
-    return error / of if of else math.inf if error else 0.0
+        # Relative to zeros, any error is infinite.
+        return math.sqrt(self.errors / self.right) if self.right else math.inf if self.errors else 0.0
 
 
 def _largest(errors: Sequence[float]) -> float:
@@ -143,8 +144,11 @@ def _float_outputs(given: Tensors, expected: Tensors) -> Iterator[tuple[str, NDA
     """Yield the name and both answers of each float output, of shape (rows, numbers)."""
     for name, output in expected.items():
         if _is_float(output):
-            shape = len(output), -1 if output.size else 0
-            yield name, given[name].astype(np.float64).reshape(shape), output.astype(np.float64).reshape(shape)
+            yield name, _flat(given[name]), _flat(output)
+
+
+def _flat(output: NDArray[Any]) -> NDArray[np.float64]:
+    return output.astype(np.float64).reshape(len(output), -1 if output.size else 0)
 
 
 def _cosines(given: NDArray[np.float64], expected: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -185,8 +189,8 @@ def failures(
     is_equal = precision == "fp32" and parity.scaled_difference <= gates.max_difference
     if precision == "fp32" and not is_equal:
         found.append(
-            f"the largest difference is {parity.max_difference:.1e}, which is {parity.scaled_difference:.1e} of the "
-            f"output's magnitude: compile.gates.max_difference is {gates.max_difference}"
+            f"the largest difference is {parity.scaled_difference:.1e} of the magnitude of its column, and no number "
+            f"differs by more than {parity.max_difference:.1e}: compile.gates.max_difference is {gates.max_difference}"
         )
     if (
         to_keep
@@ -203,9 +207,9 @@ def failures(
         )
     if not parity.cosine >= gates.min_cosine:
         found.append(f"the mean cosine is {parity.cosine:.4f}: compile.gates.min_cosine is {gates.min_cosine}")
-    # In fp32, the largest difference is stricter. With an accuracy, logits may be scaled without harm.
+    # In fp32, the largest difference is stricter. Logits that an accuracy judges may be scaled without harm.
     is_whole = parity.score is None and precision != "fp32"
-    error = parity.relative_error if is_whole else parity.single_error
+    error = parity.relative_error if is_whole else parity.unjudged_error
     # An error at right angles to the right numbers gives just this cosine.
     if not error <= (limit := math.sqrt(1.0 - gates.min_cosine**2)) + _ROUNDING:
         found.append(

@@ -63,7 +63,7 @@ def _model_files(compilation: Compilation, record: VariantRecord) -> dict[str, U
 def _known_answers(reference: Reference) -> KnownAnswers:
     """Return the first rows of the reference and their outputs."""
     batch, outputs = next(reference.batches(_KNOWN_ROWS))
-    return KnownAnswers(batch.inputs, outputs)
+    return KnownAnswers(batch.inputs, outputs, reference.magnitudes)
 
 
 def _card(compilation: Compilation, choice: Choice, compile_run: UPath, files: Path) -> ModelCard:
@@ -89,6 +89,7 @@ def _card(compilation: Compilation, choice: Choice, compile_run: UPath, files: P
         accuracy_rows=choice.accuracy.rows if choice.accuracy else None,
         scores=source_model.scores,
         max_difference=record.max_difference,
+        scaled_difference=record.scaled_difference,
         cosine=record.cosine,
         differing_rows=record.differing_rows,
     )

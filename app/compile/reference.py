@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ from app.repository.score import Score
 from app.tasks.judgement import Predictions, spread
 from app.tasks.metrics import Metric, SklearnMetric
 from app.tasks.objective import select_counted
-from app.tensors import OUTPUT, Tensors, concat_rows, slice_rows
+from app.tensors import OUTPUT, Tensors, concat_rows, magnitudes, slice_rows
 
 if TYPE_CHECKING:
     from app.tasks.metrics import Predicted
@@ -77,6 +78,11 @@ class Reference:
     judge: "Judge"
     score: Score | None
     """The score of these outputs."""
+
+    @cached_property
+    def magnitudes(self) -> Tensors:
+        """The magnitude of each column of the float outputs, in arrays that broadcast to them."""
+        return magnitudes(self.outputs)
 
     @classmethod
     def of(cls, engine: Engine, split: Dataset, judge: "Judge", max_rows: int = BATCH) -> "Reference":

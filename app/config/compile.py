@@ -52,7 +52,7 @@ class GatesConfig(Section):
 
     max_difference: PositiveFloat = Field(
         default=1.0e-4,
-        description="for fp32: maximum difference of a number from PyTorch's, as a share of the output's magnitude",
+        description="for fp32: maximum difference of a number from PyTorch's, as a share of its column's magnitude",
     )
     max_accuracy_drop: Fraction = Field(
         default=0.01,
@@ -62,7 +62,7 @@ class GatesConfig(Section):
     min_cosine: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         default=0.99,
         description="minimum mean cosine similarity of a row's logits to PyTorch's; the sine of this angle limits the "
-        "relative error of single numbers, and of all if there is no accuracy",
+        "relative error of every output that no accuracy judges",
     )
     min_score: float | None = Field(
         default=None,

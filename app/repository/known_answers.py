@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engines.base import Engine
-from app.tensors import OUTPUT, Tensors
+from app.tensors import OUTPUT, Tensors, magnitudes
 
 ANSWERS_FILE = "answers.npz"
-_INPUT, _OUTPUT = "input:", "output:"
+_INPUT, _OUTPUT, _MAGNITUDE = "input:", "output:", "magnitude:"
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class KnownAnswers:
 
     inputs: Tensors
     outputs: Tensors
+    magnitudes: Tensors
+    """The magnitude of each column of the float outputs, over all rows that they were taken from."""
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -30,22 +32,19 @@ class KnownAnswers:
         inputs = {name.removeprefix(_INPUT): array for name, array in read.items() if name.startswith(_INPUT)}
         outputs = {name.removeprefix(_OUTPUT): array for name, array in read.items() if name.startswith(_OUTPUT)}
         # Releases before 0.2 named only the logits.
-        return cls(inputs, outputs or {OUTPUT: read[OUTPUT]})
+        outputs = outputs or {OUTPUT: read[OUTPUT]}
+        known = {name.removeprefix(_MAGNITUDE): array for name, array in read.items() if name.startswith(_MAGNITUDE)}
+        return cls(inputs, outputs, known or magnitudes([outputs]))
 
     def save(self, folder: Path) -> None:
         """Write them into a version's folder."""
         arrays: dict[str, Any] = {f"{_INPUT}{name}": _plain(array) for name, array in self.inputs.items()}
         arrays |= {f"{_OUTPUT}{name}": _plain(array) for name, array in self.outputs.items()}
+        arrays |= {f"{_MAGNITUDE}{name}": array for name, array in self.magnitudes.items()}
         np.savez(folder / ANSWERS_FILE, **arrays)
 
-    @property
-    def magnitude(self) -> float:
-        """The root mean square of the right numbers of a float output, of the largest one."""
-        floats = [right.astype(np.float64) for right in self.outputs.values() if right.dtype.kind == "f" and right.size]
-        return max((math.sqrt(np.square(right).mean()) for right in floats), default=0.0)
-
     def difference(self, engine: Engine, differing_rows: float = 0.0) -> float:
-        """Return the largest absolute difference of a float output from the right one; NaN if any is NaN.
+        """Return the largest difference from a right number, as a share of its column's magnitude; NaN if any is NaN.
 
         Args:
             differing_rows: the share of rows that may differ in an output of whole numbers, BOOL or strings. The
@@ -56,7 +55,8 @@ class KnownAnswers:
         differing = np.zeros(rows, np.bool_)
         for name, right in self.outputs.items():
             if right.dtype.kind == "f":
-                differences.append(np.abs(given[name].astype(np.float64) - right.astype(np.float64)).max(initial=0.0))
+                difference = np.abs(given[name].astype(np.float64) - right.astype(np.float64))
+                differences.append((difference / self.magnitudes[name]).max(initial=0.0))
             else:
                 differing |= (given[name] != right).reshape(rows, -1).any(axis=1)
         # Rounded up: among a few rows, even a small share may be one row.

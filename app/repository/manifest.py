@@ -205,6 +205,9 @@ class ModelCard(Scored):
     max_difference: float
     """Largest absolute difference of a logit from PyTorch's, on the validation split."""
 
+    scaled_difference: float = 0.0
+    """The largest one as a share of the magnitude of its column."""
+
     cosine: float
     """Mean cosine similarity of a row's logits to PyTorch's, on the validation split."""
 

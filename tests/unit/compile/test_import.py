@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from app.errors import RecipeError
 from app.published.loaded import load_model
 from app.repository.known_answers import KnownAnswers
 from app.repository.repository import Repository
+from app.tensors import magnitudes, slice_rows
 from tests.helpers import result_of
 from tests.importing import (
     CLASSES,
@@ -126,9 +128,10 @@ def test_known_answers_of_whole_numbers_and_strings_may_differ_in_the_measured_s
     outputs = right(two_towers, inputs)
     outputs["best"] = (outputs["best"] + [1, 0, 0, 0]) % CLASSES
     with closing(open_oracle(two_towers)) as engine:
-        assert KnownAnswers(inputs, right(two_towers, inputs)).difference(engine) == 0.0
-        assert KnownAnswers(inputs, outputs).difference(engine) == np.inf
-        assert KnownAnswers(inputs, outputs).difference(engine, 0.25) == 0.0
+        known = KnownAnswers(inputs, outputs, magnitudes([outputs]))
+        assert replace(known, outputs=right(two_towers, inputs)).difference(engine) == 0.0
+        assert known.difference(engine) == np.inf
+        assert known.difference(engine, 0.25) == 0.0
 
 
 def test_the_rows_of_all_inputs_are_checked_and_natural_input_is_refused(two_towers: Path, tmp_path: Path) -> None:
@@ -183,7 +186,7 @@ def test_outputs_of_one_number_are_compared_by_relative_error(tmp_path: Path) ->
     for path, error in ((right, 0.0), (wrong, 0.5), (scaled, 0.01)):
         with closing(open_oracle(path)) as engine:
             parity = compare(engine, reference, max_rows=10)
-        assert parity.single_error == parity.relative_error == pytest.approx(error, rel=1e-4)
+        assert parity.unjudged_error == parity.relative_error == pytest.approx(error, rel=1e-4)
         assert parity.cosine == 1.0
         assert bool(failures(parity, "int8", None, Judge(None), GatesConfig())) is (error == 0.5)
 
@@ -207,6 +210,37 @@ def test_fp32_is_held_to_a_share_of_the_outputs_magnitude(magnitude: float, tmp_
         with closing(open_oracle(scaled(error))) as engine:
             refused = failures(compare(engine, reference), "fp32", None, Judge(None), GatesConfig())
         assert bool(refused) is (error == 1e-3), refused
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("output", ["large", "small"])
+def test_a_small_output_or_column_may_be_no_more_wrong_than_a_large_one(
+    output: str, precision: str, axis: int, tmp_path: Path
+) -> None:
+    """Two outputs have columns of two magnitudes, on the last axis or before it. One column is wrong."""
+    weights = {"large": np.array([1e6, 1e-3], np.float32), "small": np.array([1e-6, 3e-9], np.float32)}
+    shapes = {1: (1, 2, 1), 2: (1, 1, 2)}
+
+    def model(name: str, errors: Mapping[str, float]) -> Path:
+        nodes = [helper.make_node("Mul", ["pixels", f"{name}_weight"], [name]) for name in weights]
+        constants = {
+            f"{name}_weight": (weight * [1, 1 + errors.get(name, 0.0)]).astype(np.float32).reshape(shapes[axis])
+            for name, weight in weights.items()
+        }
+        outputs = {name: (Type.FLOAT, ["n", None, None]) for name in weights}
+        return write(tmp_path / name, nodes, {"pixels": (Type.FLOAT, ["n", 1, 1])}, outputs, constants)
+
+    pixels = np.random.default_rng(3).standard_normal((64, 1, 1)).astype(np.float32)
+    rows = TensorRows({"pixels": list(pixels)}, [0] * len(pixels))
+    with closing(open_oracle(model("right.onnx", {}))) as engine:
+        reference = Reference.of(engine, rows, Judge(None))
+    known = KnownAnswers({"pixels": pixels[:4]}, slice_rows(reference.outputs[0], 0, 4), reference.magnitudes)
+    for error in (1e-6, 1.0):
+        with closing(open_oracle(model("wrong.onnx", {output: error}))) as engine:
+            refused = failures(compare(engine, reference), precision, None, Judge(None), GatesConfig())
+            assert bool(refused) is (error == 1.0), refused
+            assert (known.difference(engine) > 1e-4) is (error == 1.0)
 
 
 def test_int8_takes_its_ranges_from_rows_of_several_lengths(tmp_path: Path) -> None:

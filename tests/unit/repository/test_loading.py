@@ -104,12 +104,16 @@ def test_another_version_of_an_engine_serves_what_rounds_if_it_gives_the_known_a
     precision: str, is_changed: bool, repository: Repository, tmp_path: Path
 ) -> None:
     right_logits = encoder()(**{name: torch.from_numpy(array) for name, array in rows(3).items()}).detach().numpy()
-    known = KnownAnswers(rows(3), {OUTPUT: right_logits + (0.1 if is_changed else 0.0)})
+    given = {OUTPUT: right_logits + (0.1 if is_changed else 0.0)}
+    known = KnownAnswers(rows(3), given, {OUTPUT: np.ones((1, 3))})
     publish_encoder(
-        repository, tmp_path, model_card(precision=precision).model_copy(update={"max_difference": 0.01}), known=known
+        repository,
+        tmp_path,
+        model_card(precision=precision).model_copy(update={"scaled_difference": 0.01}),
+        known=known,
     )
     if is_changed and precision != "fp32":
-        with pytest.raises(EngineError, match=r"up to 1\.0e-01 from PyTorch's, and were 1\.0e-02; run jobs\.compile"):
+        with pytest.raises(EngineError, match=r"up to 1\.0e-01 of their magnitude from PyTorch's, and were 1\.0e-02"):
             load_encoder(tmp_path)
     else:
         assert answers_rightly(load_encoder(tmp_path), tmp_path)
