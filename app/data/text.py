@@ -3,7 +3,7 @@
 import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import ClassVar, Self, cast
+from typing import ClassVar, Literal, Self, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import Input, Modality
-from app.data.tokenizer import num_ids, read_tokenizer
+from app.data.tokenizer import TRANSFORMERS_FILE, num_ids, read_by_transformers, read_tokenizer
 from app.errors import DataError, RecipeError
 from app.pretrained import TOKENIZER_FILE, Companion, PretrainedFolder
 from app.storage import write_atomically
@@ -30,10 +30,17 @@ _ROWS_AT_ONCE = 4096
 """Texts of a split that are encoded together to find their lengths."""
 
 
+PROBES = ("a good film", "Ein KÜHLER Film, isn't it?  12.5 €", "这本书\n很好")
+"""Texts by which two tokenizers are compared: with capitals, accents, punctuation, digits, and without spaces."""
+
+PaddingSide = Literal["left", "right"]
+
+
 class _TextSettings(BaseModel):
     buckets: list[int]
     pad_id: int = 0
     unknown_id: int = SPECIAL_TOKENS.index(UNKNOWN)
+    padding_side: PaddingSide = "right"
     companions: list[Companion] = []
     """Names of files that are kept beside the tokenizer. No others, since whoever publishes a version writes this."""
 
@@ -50,6 +57,7 @@ class TextProcessor:
         pad_id: int = 0,
         unknown_id: int = SPECIAL_TOKENS.index(UNKNOWN),
         companions: Mapping[str, bytes] | None = None,
+        padding_side: PaddingSide = "right",
     ) -> None:
         """``companions`` are files of a pretrained tokenizer that transformers also reads, kept beside it."""
         self._tokenizer = tokenizer
@@ -59,6 +67,7 @@ class TextProcessor:
         self._buckets = list(buckets)
         self._pad_id, self._unknown_id = pad_id, unknown_id
         self._companions = companions or {}
+        self._padding_side = padding_side
 
     @classmethod
     def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:
@@ -98,9 +107,15 @@ class TextProcessor:
             ids = (tokenizer.token_to_id(token) for token in tokens if token is not None)
             return next((number for number in ids if number is not None), None)
 
+        own = tokenizer.padding["pad_id"] if tokenizer.padding else None
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        _require_same_ids(tokenizer, folder)
         # The end of a text is not padding for a model that knows another token.
-        given = (id_of("pad_token"), folder.config.get("pad_token_id"), id_of("eos_token"), 0)
-        pad_id = next(number for number in given if isinstance(number, int))
+        given = (id_of("pad_token"), folder.config.get("pad_token_id"), own, id_of("eos_token"))
+        pad_id = next((number for number in given if isinstance(number, int) and number >= 0), None)
+        if pad_id is None:
+            raise RecipeError(f"{folder} has no token to pad texts with: name its pad_token in tokenizer_config.json")
         unknown_id = id_of("unk_token", "pad_token", "eos_token") or 0
         return cls(tokenizer, config.buckets, pad_id, unknown_id, folder.companions)
 
@@ -121,6 +136,11 @@ class TextProcessor:
             "pad_id": self._pad_id,
         }
 
+    def padding(self, side: PaddingSide) -> Self:
+        """Return the processor with its padding on a side of the texts."""
+        ids = self._pad_id, self._unknown_id
+        return type(self)(self._tokenizer, self._buckets, *ids, self._companions, side)
+
     def encode(self, inputs: Sequence[Input]) -> Tensors:
         """Return ids and mask of a batch, padded to the smallest bucket that fits its longest text."""
         for item in inputs:
@@ -137,7 +157,7 @@ class TextProcessor:
         rows = self._encodings(texts)
         length = self._buckets[bisect.bisect_left(self._buckets, max(len(row.ids) for row in rows))]
         for row in rows:
-            row.pad(length, pad_id=self._pad_id)
+            row.pad(length, direction=self._padding_side, pad_id=self._pad_id)
         return {
             "input_ids": np.array([row.ids for row in rows], np.int64),
             "attention_mask": np.array([row.attention_mask for row in rows], np.int64),
@@ -174,8 +194,13 @@ class TextProcessor:
 
     def save(self, folder: UPath) -> None:
         write_atomically(folder / TOKENIZER_FILE, self._tokenizer.to_str(pretty=True).encode())
-        ids = {"pad_id": self._pad_id, "unknown_id": self._unknown_id}
-        settings = _TextSettings.model_validate({"buckets": self._buckets, "companions": [*self._companions], **ids})
+        settings = _TextSettings(
+            buckets=self._buckets,
+            pad_id=self._pad_id,
+            unknown_id=self._unknown_id,
+            padding_side=self._padding_side,
+            companions=[name for name in get_args(Companion) if name in self._companions],
+        )
         write_atomically(folder / SETTINGS_FILE, settings.model_dump_json().encode())
         for name, content in self._companions.items():
             write_atomically(folder / name, content)
@@ -185,7 +210,25 @@ class TextProcessor:
         settings = _TextSettings.model_validate_json((folder / SETTINGS_FILE).read_bytes())
         tokenizer = Tokenizer.from_str((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
         companions: dict[str, bytes] = {name: (folder / name).read_bytes() for name in settings.companions}
-        return cls(tokenizer, settings.buckets, settings.pad_id, settings.unknown_id, companions)
+        ids = settings.pad_id, settings.unknown_id
+        return cls(tokenizer, settings.buckets, *ids, companions, settings.padding_side)
+
+
+def _require_same_ids(tokenizer: Tokenizer, folder: PretrainedFolder) -> None:
+    """Raise RecipeError if transformers, which also reads tokenizer_config.json, makes other ids of a text."""
+    if not all((folder.path / name).is_file() for name in (TOKENIZER_FILE, TRANSFORMERS_FILE)):
+        return
+    try:
+        theirs = read_by_transformers(folder)
+    except Exception:  # of many classes. Its class may be code of its own, and tokenizer.json has all that counts
+        return
+    for text in PROBES:
+        expected, given = theirs(text)["input_ids"], tokenizer.encode(text).ids
+        if given != expected:
+            raise RecipeError(
+                f"{folder}: {text!r} has the tokens {given} by {TOKENIZER_FILE}, and {expected} if transformers also "
+                f"reads {TRANSFORMERS_FILE}: write both with save_pretrained of the right tokenizer"
+            )
 
 
 def _first_words(text: str, limit: int) -> str:

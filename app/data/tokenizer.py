@@ -18,6 +18,7 @@ from app.storage import to_path, write_atomically
 
 END = "<|endoftext|>"
 SETTINGS_FILE = "language.json"
+TRANSFORMERS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 """Files of tokenizers that transformers makes fast ones of."""
@@ -100,7 +101,7 @@ class LanguageTokenizer:
             show_progress=False,
         )
         tokenizer.train_from_iterator(documents if learns else (), trainer)
-        companions = {"tokenizer_config.json": _transformers_settings(config.block_length)}
+        companions = {TRANSFORMERS_FILE: _transformers_settings(config.block_length)}
         return cls(tokenizer, config.block_length, companions=companions)
 
     @classmethod
@@ -210,7 +211,7 @@ def read_tokenizer(folder: PretrainedFolder) -> Tokenizer:
             return Tokenizer.from_file(str(file))
         if others:
             return _converted(folder)
-        if (folder.path / "tokenizer_config.json").exists():
+        if (folder.path / TRANSFORMERS_FILE).exists():
             _converted(folder)  # without files, a fast one would be empty
     except RecipeError:
         raise
@@ -227,9 +228,7 @@ def read_tokenizer(folder: PretrainedFolder) -> Tokenizer:
 
 def _converted(folder: PretrainedFolder) -> Tokenizer:
     """Return a tokenizer that transformers makes of older files. Raises RecipeError if it cannot be made fast."""
-    from transformers import AutoTokenizer
-
-    read = AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+    read = read_by_transformers(folder)
     if not read.is_fast:
         raise RecipeError(
             f"{folder}: its tokenizer, {type(read).__name__}, has no fast version in transformers, and Rayloom needs "
@@ -237,6 +236,13 @@ def _converted(folder: PretrainedFolder) -> Tokenizer:
         ).of("tokenizer.slow", "model.pretrained")
     tokenizer: Tokenizer = read.backend_tokenizer
     return tokenizer
+
+
+def read_by_transformers(folder: PretrainedFolder) -> Any:
+    """Return the tokenizer as transformers makes it of all files of a folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
 
 
 def _read_template(location: str) -> bytes:

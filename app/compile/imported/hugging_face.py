@@ -17,7 +17,7 @@ from app.compile.export import export_outputs
 from app.compile.imported.model import Head, ImportedModel, import_onnx
 from app.compile.imported.natural import Natural, read_processor
 from app.compile.imported.program import ModuleEngine
-from app.data.tokenizer import OTHER_TOKENIZERS
+from app.data.tokenizer import OTHER_TOKENIZERS, TRANSFORMERS_FILE
 from app.engines.base import Engine
 from app.errors import CompileError, RayloomError, first_line
 from app.pretrained import CONFIG_FILE, IMAGE_FILE, TOKENIZER_FILE, PretrainedFolder
@@ -29,7 +29,16 @@ _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
 _PROBLEMS = (None, "regression", "single_label_classification", "multi_label_classification")
 _LOGITS, _POOLED = "logits", "pooler_output"
-_PROCESSORS, _TOKENIZER_SETTINGS = (TOKENIZER_FILE, IMAGE_FILE), "tokenizer_config.json"
+_PROCESSORS = (TOKENIZER_FILE, IMAGE_FILE)
+_OPTIONAL_PREFIXES, _OPTIONAL_SUFFIXES = ("decoder_", "encoder_", "output_"), ("label", "labels", "_positions")
+_OPTIONAL = (
+    "args", "kwargs", "position_ids", "inputs_embeds", "head_mask", "past_key_values", "use_cache", "cache_position",
+    "cache_params", "cache", "return_dict", "return_loss", "logits_to_keep", "global_attention_mask", "lengths",
+    "num_hashes", "mems", "use_mems", "perm_mask", "target_mapping", "input_mask",
+)  # fmt: skip
+"""Arguments that a model of texts makes itself, or that only training and generation need."""
+
+_SEGMENTS = "token_type_ids"
 _SAMPLE_LENGTH = 8
 _IMAGE_SIZE = 224
 """Pixels of an image if neither the model nor its image processor says so."""
@@ -76,6 +85,8 @@ def import_hugging_face(given: Path, folder: Path) -> ImportedModel:
         _tell_of_labels(model, given)
         return imported
     headed = replace(imported, head=head, scores=_LOGITS)
+    if natural is not None and natural.processor.modality == "text":
+        _tell_of_pairs(model, head, given)
     labelled = headed if head == "regression" else headed.labelled(_labels_of(model, given), _LOGITS)
     return labelled if natural is None else labelled.answering(natural.processor, natural.lengths, str(given))
 
@@ -84,7 +95,7 @@ def _natural_of(given: Path) -> Natural | None:
     """Return the processor of a folder; None if it has none, or only a tokenizer that cannot be read here."""
     if any((given / name).is_file() for name in _PROCESSORS):
         return read_processor(given)
-    if not any((given / name).is_file() for name in (*OTHER_TOKENIZERS, _TOKENIZER_SETTINGS)):
+    if not any((given / name).is_file() for name in (*OTHER_TOKENIZERS, TRANSFORMERS_FILE)):
         return None
     try:
         return read_processor(given)
@@ -216,8 +227,12 @@ def _labels_of(model: nn.Module, given: Path) -> list[str]:
 def _set_padding(model: nn.Module, natural: Natural | None) -> None:
     """Tell a model which token its tokenizer pads with. A decoder finds the last token of a text by it."""
     configuration: Any = model.config
-    if natural is not None and "pad_id" in natural.processor.facts:
-        configuration.pad_token_id = natural.processor.facts["pad_id"]
+    if natural is not None and (pad := natural.processor.facts.get("pad_id")) is not None:
+        if configuration.pad_token_id not in (None, pad):
+            warn(
+                f"config.json has the pad_token_id {configuration.pad_token_id}; the tokenizer pads with {pad}, as here"
+            )
+        configuration.pad_token_id = pad
 
 
 def _give_outputs(
@@ -255,10 +270,10 @@ def _inputs(model: nn.Module, given: Path, natural: Natural | None) -> tuple[Ten
         )
     if "pixel_values" in takes:
         return (TensorSpec("pixel_values", np.dtype(np.float32), _image_shape(configuration, natural)),)
-    if "bbox" in takes:
+    if odd := next((name for name in takes if not _is_given(name, configuration)), None):
         raise CompileError(
-            f"{str(given)!r} is a {type(model).__name__}, which takes the place of each token on its page, bbox, and "
-            "would get 0 everywhere: export it to ONNX with all its inputs, and import that file"
+            f"{str(given)!r} is a {type(model).__name__}, which takes {odd} beside the tokens of a text, and Rayloom "
+            "does not make it: export it to ONNX with all its inputs, and import that file"
         )
     if "attention_mask" not in takes:
         raise CompileError(
@@ -266,11 +281,45 @@ def _inputs(model: nn.Module, given: Path, natural: Natural | None) -> tuple[Ten
             "would change its answer: give a model that takes one"
         )
     limits = {"input_ids": configuration.get_text_config().vocab_size, "attention_mask": 2}
+    # A tokenizer makes single texts, whose segment is 0.
+    if natural is None and (segments := _segments(model)):
+        limits[_SEGMENTS] = segments
     max_length = PretrainedFolder(str(given), given).max_positions
     return tuple(
         TensorSpec(name, np.dtype(np.int64), (-1, -1), max_length=max_length, values_below=limit)
         for name, limit in limits.items()
     )
+
+
+def _is_given(name: str, configuration: Any) -> bool:
+    """Return whether a model of texts gets an argument from us, or does without it."""
+    if name == _SEGMENTS:  # TAPAS has seven kinds of them
+        return not hasattr(configuration, "type_vocab_sizes")
+    if name == "langs":
+        return configuration.n_langs == 1
+    return (
+        name in ("input_ids", "attention_mask", *_OPTIONAL)
+        or name.startswith(_OPTIONAL_PREFIXES)
+        or name.endswith(_OPTIONAL_SUFFIXES)
+    )
+
+
+def _segments(model: nn.Module) -> int:
+    """Return the number of segments that a model tells apart, such as the texts of a pair; 0 if it takes none."""
+    configuration: Any = model.config
+    count = getattr(configuration, "type_vocab_size", 0)
+    return count if _SEGMENTS in signature(model.forward).parameters and count > 1 else 0
+
+
+def _tell_of_pairs(model: nn.Module, head: Head, given: Path) -> None:
+    """Say that a classifier of pairs, such as a reranker, is not answered by ``predict``."""
+    segments = _segments(model)
+    if segments or head == "regression":
+        inputs = f"input_ids, attention_mask{f' and {_SEGMENTS}' * bool(segments)}"
+        warn(
+            f"predict gives {str(given)!r} one text a row. If it judges pairs of texts, as a reranker does, import the "
+            f"folder without its tokenizer, and send {inputs}"
+        )
 
 
 def _image_shape(configuration: Any, natural: Natural | None) -> tuple[int, ...]:

@@ -9,15 +9,19 @@ from app.best_effort import warn
 from app.checksums import sha256_of_file
 from app.compile.imported.onnx_file import (
     external_files,
+    is_rounded,
     probabilities,
     read_onnx,
     values_below,
     with_sizes,
     write_one_file,
 )
+from app.compile.imported.padding import require_same_inputs, unread_padding
 from app.config import BUILT_IN_TASKS
 from app.data.processor import Processor
 from app.data.targets import Classes, LabelSets, Numbers, Scale, Targets
+from app.data.text import TextProcessor
+from app.engines.architecture import usable_cores
 from app.engines.base import Engine, EngineSettings, Signature
 from app.engines.onnxruntime import OnnxRuntimeEngine, open_oracle
 from app.errors import CompileError, EngineError
@@ -30,6 +34,17 @@ OpenReference = Callable[[int], Engine]
 
 Head = Literal["classification", "multilabel", "regression"]
 """What a row is answered with: one of the labels, any number of them, or a number. It is the end of a task's name."""
+
+MAX_INFLUENCE = 0.05
+"""The largest relative difference of outputs that other rows may make.
+
+Dynamic int8 takes one range for a whole batch, which makes up to 2 %. A sequence-first LSTM differs by over 10 %.
+"""
+_MAX_INFLUENCE_OF_PADDING = 1e-4
+"""The same of padding in float32, where sums in another order make less than 1e-5."""
+
+_MIN_SHARE_OF_IDS = 0.9
+"""Tables of vectors are rounded up to a size that is fast, by less than this leaves."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,9 @@ class ImportedModel:
     """The outputs that are no logits any more, each with the operator that made it."""
 
     head: Head = "classification"
+    is_rounded: bool = False
+    """Whether the file computes in another type than float32, so that its numbers depend a little on other rows."""
+
     processor: Processor | None = None
     """Turns texts or images into the inputs."""
 
@@ -83,13 +101,40 @@ class ImportedModel:
                 f"output {self.scores!r} is made by {maker}, and predict makes probabilities "
                 "of logits itself: export the model without it, or name its logits with --scores"
             )
+        if self.processor is not None:
+            require_same_inputs(self.processor, processor, folder)
         # Outputs are left out: only what the processor makes has to fit.
         if difference := Signature(self.signature.inputs, ()).difference(Signature(processor.inputs, ())):
             raise CompileError(f"the model {difference}, which the processor of {folder!r} makes: give its own")
         if (name := f"{processor.modality}-{self.head}") not in BUILT_IN_TASKS:
             warn(f"there is no task {name}, so the model will not answer {processor.modality}s: send it tensors")
             return self
+        if isinstance(processor, TextProcessor) and self.scores:
+            processor = self._fitted(processor, folder)
         return replace(self, processor=processor, lengths=tuple(lengths))
+
+    def _fitted(self, processor: TextProcessor, folder: str) -> TextProcessor:
+        """Return the tokenizer, which pads as the model needs it. Raises CompileError if it does not fit the model."""
+        known = next(spec for spec in self.signature.inputs if spec.name == "input_ids")
+        count = processor.facts["vocab_size"]
+        if known.values_below is not None and count > known.values_below:
+            raise CompileError(
+                f"the tokenizer of {folder!r} has ids up to {count - 1}, and the model has vectors for "
+                f"{known.values_below}: give the model's own tokenizer"
+            )
+        if known.values_below is not None and count < _MIN_SHARE_OF_IDS * known.values_below:
+            warn(
+                f"the tokenizer of {folder!r} has {count} ids, and the model has vectors for {known.values_below}: is "
+                "it the model's own?"
+            )
+        if known.max_length is not None and processor.facts["max_length"] > known.max_length:
+            raise CompileError(
+                f"the tokenizer of {folder!r} makes up to {processor.facts['max_length']} tokens, and the model has "
+                f"positions for {known.max_length}: give the model's own tokenizer, or lower its model_max_length"
+            )
+        limit = MAX_INFLUENCE if self.is_rounded else _MAX_INFLUENCE_OF_PADDING
+        assert self.scores is not None  # who answers texts has them
+        return unread_padding(processor, self.open_reference(usable_cores()), self.scores, folder, limit)
 
     def labelled(self, labels: Sequence[str], scores: str | None) -> "ImportedModel":
         """Return the model with labels, if there are any, and with the output that has a column for each.
@@ -179,4 +224,5 @@ def import_onnx(
         # As it is served: in a file that is quantized already, ONNX Runtime fuses nodes, which changes numbers.
         open_reference or (lambda threads: OnnxRuntimeEngine(target, EngineSettings(threads=threads))),
         probabilities=probabilities(model),
+        is_rounded=is_rounded(model),
     )

@@ -196,6 +196,15 @@ def probabilities(model: onnx.ModelProto) -> dict[str, str]:
     return found
 
 
+def is_rounded(model: onnx.ModelProto) -> bool:
+    """Return whether a file has weights in half precision, or quantizes."""
+    halves = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+    return any(tensor.data_type in halves for tensor in _constants(model)) or any(
+        "Quantize" in node.op_type or "Integer" in node.op_type or node.op_type.startswith("QLinear")
+        for node in nodes_of(model.graph)
+    )
+
+
 def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """Yield every node of a graph, also those inside loops and branches."""
     for node in graph.node:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from upath import UPath
 
 from app.checksums import code_revision, sha256_of
-from app.compile.imported.model import Head, ImportedModel
+from app.compile.imported.model import MAX_INFLUENCE, Head, ImportedModel
 from app.compile.imported.natural import fingerprint_of, read_natural, select
 from app.compile.imported.samples import TensorRows, random_rows, read_rows, varying_sizes
 from app.compile.quantization.finetune import Rounding
@@ -36,12 +36,6 @@ _MIN_ROWS_FOR_INT8 = 64
 """A quarter of the rows is for int8's ranges, and no fewer than 16 are enough for them."""
 
 _ANSWERS: dict[Head, str] = {"multilabel": "any number of labels", "regression": "a number"}
-
-_MAX_INFLUENCE = 0.05
-"""The largest relative difference of outputs that other rows may make.
-
-Dynamic int8 takes one range for a whole batch, which makes up to 2 %. A sequence-first LSTM differs by over 10 %.
-"""
 
 
 @dataclass(frozen=True)
@@ -267,7 +261,7 @@ def _is_same(alone: NDArray[Any], together: NDArray[Any]) -> bool:
     if alone.shape != together.shape:
         return False
     if together.dtype.kind != "f":
-        return bool(np.mean(alone != together) <= _MAX_INFLUENCE)
+        return bool(np.mean(alone != together) <= MAX_INFLUENCE)
     # By norm, because kernels for other batch sizes add in another order, and elements near 0 vary most.
     difference = np.linalg.norm(alone.astype(np.float64) - together)
-    return bool(difference <= _MAX_INFLUENCE * np.linalg.norm(together.astype(np.float64)))
+    return bool(difference <= MAX_INFLUENCE * np.linalg.norm(together.astype(np.float64)))

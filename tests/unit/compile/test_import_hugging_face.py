@@ -72,6 +72,8 @@ def test_a_head_is_kept_as_its_class_has_it(name: str, outputs: list[str], tmp_p
     model = written(tmp_path / "model", name, **{"dim": 32, "n_heads": 4, "n_layers": 1} if "Distil" in name else {})
     loaded = published(tmp_path / "storage", tmp_path / "model")
     inputs = {"input_ids": np.arange(14).reshape(2, 7), "attention_mask": np.ones((2, 7), np.int64)}
+    if "Distil" not in name:
+        inputs["token_type_ids"] = np.array([[0, 0, 0, 1, 1, 1, 1]] * 2)  # of a pair
     given = loaded.engine.run(inputs)
     loaded.engine.close()
     assert [spec.name for spec in loaded.engine.signature.outputs] == outputs
@@ -304,6 +306,7 @@ TOWERS = {
 SEQUENCE = "BertForSequenceClassification"
 BART = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
         "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}  # fmt: skip
+XLM = {"emb_dim": 32, "n_layers": 1, "n_heads": 2, "n_langs": 2}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
 
 
@@ -324,7 +327,11 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4, "de
         (SEQUENCE, {}, _config(num_attention_heads=5), "cannot be read by transformers"),
         (SEQUENCE, {}, lambda folder: (folder / "model.safetensors").write_bytes(b"1"), "cannot be read by transf"),
         ("FNetForSequenceClassification", {}, _nothing, "takes no attention_mask, so the padding of a text"),
-        ("LayoutLMForTokenClassification", {}, _nothing, "takes the place of each token on its page, bbox"),
+        ("LayoutLMForTokenClassification", {}, _nothing, "takes bbox beside the tokens of a text"),
+        ("MarkupLMForTokenClassification", {}, _nothing, "takes xpath_tags_seq beside the tokens of a text"),
+        ("TapasForSequenceClassification", {}, _nothing, "takes token_type_ids beside the tokens of a text"),
+        ("TapasForQuestionAnswering", {}, _nothing, "takes token_type_ids beside the tokens of a text"),
+        ("XLMForSequenceClassification", XLM, _nothing, "takes langs beside the tokens of a text"),
         ("BertForMultipleChoice", {}, _nothing, "cannot be run on input_ids and attention_mask"),
         ("CLIPModel", TOWERS, _nothing, "is a CLIPModel, which takes texts and images together"),
         ("SiglipModel", TOWERS, _nothing, "is a SiglipModel, which takes texts and images together"),
