@@ -20,6 +20,8 @@ _SQUASHED_FROM = 384
 _TOLERANCE = 1e-3
 """A level of 255 is at least ten times as much after scaling. Sums in another order are far less."""
 
+_ADVICE = "give a model with another image processor, or a task with a processor of your own"
+
 _PROBES = ((1.5, 1.0), (1.0, 1.3), (0.4, 0.3))
 """Width and height of the pictures that both processors read, as a share of the model's size."""
 
@@ -73,7 +75,7 @@ def read_preprocessing(folder: PretrainedFolder) -> tuple[ImageConfig, Preproces
     if not getattr(theirs, "do_resize", False) or final is None or final[0] != final[1]:
         raise RecipeError(
             f"{folder}: {_name_of(theirs)} in {IMAGE_FILE} makes images of size {_given(theirs, 'size')}, crop_size "
-            f"{_given(theirs, 'crop_size')}: expected do_resize, and a square of one height and width"
+            f"{_given(theirs, 'crop_size')}: expected do_resize, and a square of one height and width; " + _ADVICE
         )
     factor, mean, std = _scale(theirs, folder)
     return (
@@ -109,12 +111,13 @@ def require_same_pixels(
             same = given.shape == expected.shape and np.allclose(given, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
         except Exception as error:  # of many classes
             raise RecipeError(
-                f"{folder}: {_name_of(theirs)} cannot read a picture ({error}): correct {IMAGE_FILE}"
+                f"{folder}: {_name_of(theirs)} cannot read a picture ({first_line(error)}): correct {IMAGE_FILE}, or "
+                + _ADVICE
             ) from error
         if not same:
             raise RecipeError(
                 f"{folder}: {_name_of(theirs)} prepares a picture of {width} x {height} pixels in a way that Rayloom "
-                "does not follow: give a model with another image processor, or a task with a processor of your own"
+                f"does not follow: {_ADVICE}"
             )
 
 
@@ -128,9 +131,10 @@ def _theirs(folder: PretrainedFolder) -> Any:
             folder.path, backend="pil", local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # of many classes
+        name = (folder.read_json(IMAGE_FILE) or {}).get("image_processor_type", "its image processor")
         raise RecipeError(
-            f"{folder}: {IMAGE_FILE} cannot be read by transformers ({first_line(error)}): give an "
-            "image processor that it has"
+            f"{folder}: {name} in {IMAGE_FILE} cannot be made by transformers with Pillow ({first_line(error)}): "
+            + _ADVICE
         ) from error
 
 
