@@ -29,6 +29,8 @@ ProgressCallback = Callable[[], None]
 """Called after each piece that is read or written, so that slow storage is not taken for a hang."""
 
 
+_COPIED_AT_ONCE = 2**24
+"""Bytes of a file that are in memory while it is copied."""
 _VERSION_KEYS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
 """What drivers of fsspec call the version of a file, or the time of its last change."""
 
@@ -139,15 +141,17 @@ def local_copy(folder: UPath, on_progress: ProgressCallback = no_op) -> Iterator
 
 def link(source: UPath, target: UPath) -> None:
     """Give a file that never changes a second name in the same storage. Where that is impossible, copy it there."""
-    if is_local(source):
-        try:
+    try:
+        if is_local(source):
             os.link(source.path, target.path)
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK, errno.EXDEV):
-                raise
-            shutil.copyfile(source.path, target.path)
-    else:
-        source.fs.cp_file(source.path, target.path)
+        else:
+            source.fs.cp_file(source.path, target.path)
+    except FileExistsError:
+        raise
+    # File systems refuse links by many numbers. What is wrong with the file itself stops the copy, too.
+    except (OSError, NotImplementedError):
+        with source.open("rb") as given, target.open("wb") as copied:
+            shutil.copyfileobj(given, copied, _COPIED_AT_ONCE)
 
 
 def upload(file: Path, target: UPath, on_progress: ProgressCallback = no_op) -> None:

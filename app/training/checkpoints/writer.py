@@ -3,12 +3,13 @@
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 from upath import UPath
@@ -16,8 +17,8 @@ from upath import UPath
 from app.best_effort import best_effort, warn
 from app.checksums import checksums_of, read_checksums, write_checksums
 from app.config import CheckpointConfig
-from app.errors import TrainingError
-from app.storage import ProgressCallback, is_local, link, local_folder, no_op, sync_files, upload
+from app.errors import StorageError, TrainingError
+from app.storage import ProgressCallback, is_local, link, local_folder, no_op, sync_files, upload, version_of
 from app.training.checkpoints.names import FROZEN_METADATA, is_frozen_file
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
@@ -51,6 +52,7 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
         self._frozen_in: UPath | None = None
+        self._frozen_versions: dict[str, _Version] = {}
         self.takes_frozen = True
         """Whether the next snapshot needs the frozen weights. Otherwise an earlier checkpoint has them."""
         self.last_commit: Commit | None = None
@@ -64,8 +66,9 @@ class CheckpointWriter:
 
     def reuse_frozen(self, folder: UPath) -> None:
         """Take the frozen weights of later checkpoints from one that holds the engine's."""
-        if FROZEN_METADATA in read_checksums(folder):
+        if FROZEN_METADATA in (sums := read_checksums(folder)):
             self._frozen_in, self.takes_frozen = folder, False
+            self._frozen_versions = _frozen_versions(folder, sums)
 
     def save(self, take: Callable[[], Snapshot], best: int | None) -> None:
         """Store the snapshot that ``take`` returns, then remove old checkpoints, but never the one of step ``best``.
@@ -195,9 +198,25 @@ class CheckpointWriter:
     def _commit(self, folder: UPath, sums: dict[str, str], snapshot: Snapshot, frozen_in: UPath | None) -> None:
         try:
             self._before_commit()
-            write_checksums(folder, sums | (_link_frozen(frozen_in, folder) if frozen_in else {}))
+            whole = sums | (self._link_frozen(frozen_in, folder) if frozen_in else {})
+            write_checksums(folder, whole)
+            self._frozen_versions = _frozen_versions(folder, whole)
         except Exception as error:
             raise TrainingError(_cannot_write(folder, snapshot, error)) from error
+
+    def _link_frozen(self, source: UPath, folder: UPath) -> dict[str, str]:
+        """Give a checkpoint the frozen weights of an earlier one, without writing them again. Return their checksums.
+
+        Raises:
+            StorageError: a file is not as it was stored, so its checksum may not hold.
+        """
+        sums = {name: sha256 for name, sha256 in read_checksums(source).items() if is_frozen_file(name)}
+        for name in sums:
+            link(source / name, folder / name)
+        were, given = self._frozen_versions, _frozen_versions(folder, sums)
+        if _frozen_versions(source, sums) != were or any(given[name].size != were[name].size for name in sums):
+            raise StorageError(f"the frozen weights in {str(source)!r} were changed; the next checkpoint writes them")
+        return sums
 
 
 @dataclass(frozen=True)
@@ -221,12 +240,16 @@ class _LocalFolder:
         return [file for file in self.path.iterdir() if file not in self.before]
 
 
-def _link_frozen(source: UPath, folder: UPath) -> dict[str, str]:
-    """Give a checkpoint the frozen weights of an earlier one, without writing them again. Return their checksums."""
-    sums = {name: sha256 for name, sha256 in read_checksums(source).items() if is_frozen_file(name)}
-    for name in sums:
-        link(source / name, folder / name)
-    return sums
+class _Version(NamedTuple):
+    """What shows that a file was changed."""
+
+    size: int
+    version: str | None
+
+
+def _frozen_versions(folder: UPath, names: Iterable[str]) -> dict[str, _Version]:
+    infos = {name: folder.fs.info((folder / name).path) for name in names if is_frozen_file(name)}
+    return {name: _Version(info["size"], version_of(info)) for name, info in infos.items()}
 
 
 def _is_own(name: str, is_first: bool) -> bool:

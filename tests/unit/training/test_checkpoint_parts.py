@@ -1,5 +1,7 @@
 """Parts of a checkpoint: how they are cut, exported, and read by another plan."""
 
+import errno
+import tempfile
 from collections import Counter
 from functools import partial
 from math import inf, nan
@@ -16,7 +18,8 @@ from upath import UPath
 
 from app.checksums import VerifiedFolder, checksums_of, read_checksums, write_checksums
 from app.config import CheckpointConfig
-from app.storage import local_copy, to_path, upload
+from app.errors import TrainingError
+from app.storage import link, local_copy, to_path, upload
 from app.training.checkpoints.fragments import Fragment, Shards, boxes_of, matrix_shape
 from app.training.checkpoints.names import WEIGHT, buffer, own, parameter
 from app.training.checkpoints.parts import SavedParts
@@ -174,6 +177,54 @@ def test_frozen_weights_of_an_earlier_checkpoint_are_part_of_a_later_one(storage
     writer.save(partial(take, 4), best=None)
     writer.save(partial(take, 5), best=None)
     assert (took[3:], store.newest_intact()) == ([False, True], Checkpoint(5))
+
+
+@pytest.mark.usefixtures("_process_group")
+@pytest.mark.parametrize("damage", [None, "lost", "cut off", "changed"])
+@pytest.mark.parametrize("place", ["", "memory://"])
+def test_a_checkpoint_is_whole_or_refused_where_there_are_no_links(
+    place: str, damage: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise NotImplementedError if place else OSError(errno.EINVAL, "no links here")
+
+    monkeypatch.setattr("os.link", refuse)
+    monkeypatch.setattr(MemoryFileSystem, "cp_file", refuse)
+    store = CheckpointStore(UPath(f"{place}{tmp_path}/run/checkpoints"))
+    writer, frozen = CheckpointWriter(store, CheckpointConfig(num_to_keep=9)), torch.rand(3, 4)
+
+    def take(step: int) -> Snapshot:
+        trained = {parameter("head", WEIGHT): Shards((1, 1), {(0, 0): torch.full((1, 1), float(step))})}
+        kept = {parameter("base", WEIGHT): Shards((3, 4), {(0, 0): frozen.clone()})}
+        return Snapshot(state_at(step), trained, kept if writer.takes_frozen else {})
+
+    for step in (1, 2):
+        writer.save(partial(take, step), best=None)
+        writer.wait()
+    (file,) = store.folder_of(Checkpoint(2)).glob("*frozen*.distcp")
+    content = file.read_bytes()
+    if damage == "lost":
+        file.unlink()
+    elif damage:
+        file.write_bytes(content[:-1] if damage == "cut off" else bytes(len(content)))
+    writer.save(partial(take, 3), best=None)
+    if damage:
+        with pytest.raises(TrainingError, match=r"step_00000003.* cannot be written"):
+            writer.wait()
+        writer.save(partial(take, 4), best=None)
+    writer.wait()
+    intact = [checkpoint.step for checkpoint in store.committed() if store.is_intact(checkpoint)]
+    assert intact == ([1, 4] if damage else [1, 2, 3])
+    export_weights(store.folder_of(store.committed()[-1]), tmp_path / "model.safetensors")
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "model.safetensors")["base"], frozen)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second file system")
+def test_a_file_on_another_file_system_is_copied(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        link(UPath(tmp_path / "file"), UPath(f"{other}/file"))
+        assert Path(other, "file").read_bytes() == b"content"
 
 
 def test_slow_storage_is_heard_piece_by_piece(tmp_path: Path) -> None:
