@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from app.config import Recipe, load_job_recipe, title_of
+from app.config.overrides import require_once
 from app.errors import RayloomError
 from app.process_state import sigterm_calls, spare_loopback
 from app.runs import JSON_HELP, Result, Run, Step, execute
@@ -25,6 +26,7 @@ def main(
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     arguments = parser.parse_intermixed_args(argv)
     try:
+        require_once(arguments.overrides)
         recipe = load_job_recipe(job, arguments.recipe, arguments.overrides)
         run = start(job, recipe)
     except RayloomError as error:

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from app.config import load_recipe
+from app.config.overrides import require_once
 
 
 def plan(
@@ -30,6 +31,7 @@ def plan(
     from app.planner.cluster import cluster_of, this_machine
     from app.training.planning.recipe import Options, plan_recipe  # slow: it imports torch
 
+    require_once(overrides or [])
     loaded = load_recipe(recipe, overrides or [])
     workers, threads = loaded.train.workers_range[1], loaded.train.threads
     chosen = cluster_of(cluster, threads) if cluster else this_machine(workers, threads)

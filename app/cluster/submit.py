@@ -24,6 +24,7 @@ from app.cluster.preflight import require_inputs, require_stored
 from app.cluster.ray_internals import is_uploaded, silence_client, uploaded_bytes
 from app.cluster.state import read_state, running_cluster
 from app.config import embedded, load_job_recipe, names_model, read_text, reads_files, title_of
+from app.config.overrides import require_once
 from app.errors import ClusterError, NoClusterError, first_line, short_repr
 from app.import_string import suggestion
 from app.storage import absolute_location, open_storage
@@ -66,6 +67,7 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
     """
     if job not in (known := known_jobs(Path.cwd())):
         raise ClusterError(f"no job {job!r}: known are {', '.join(known)}{suggestion(job, known)}")
+    require_once(overrides)
     is_local = _extend_environment()
     is_given = names_model(job, recipe) or _is_sent_along(recipe)
     location = recipe if is_given else embedded(read_text(recipe), title_of(recipe))
@@ -78,7 +80,8 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
     if target.is_local or (storage and "://" in storage):
         require_stored(job, loaded, open_storage(storage or running_cluster().storage))
     # A relative path is meant from the current folder, not from the job's copy of it.
-    arguments = [*overrides, *([f"storage={storage}"] if storage else []), *options]
+    given = [override for override in overrides if not override.startswith("storage=")]
+    arguments = [*given, *([f"storage={storage}"] if storage else []), *options]
     return send_job(job, location, arguments, loaded.name, target, detail)
 
 

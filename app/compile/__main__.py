@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from app.compile.run import compile_model
 from app.config import load_recipe
+from app.config.overrides import require_once
 from app.errors import RayloomError
 from app.runs import JSON_HELP, Run, execute
 
@@ -18,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     arguments = parser.parse_intermixed_args(argv)
     try:
+        require_once(arguments.overrides)
         run = Run.start("compile", load_recipe(arguments.recipe, arguments.overrides))
     except RayloomError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Dotted overrides: ``train.optimizer.lr=1e-3`` sets one value in the YAML tree before it is validated."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import yaml
@@ -32,6 +32,18 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
             ) from None
         set_value(tree, key, value)
     return tree
+
+
+def require_once(overrides: Sequence[str]) -> None:
+    """Raise RecipeError if a command line sets a key again, alone or with its section, so that the first is lost."""
+    keys = [override.partition("=")[0] for override in overrides]
+    for number, key in enumerate(keys):
+        for earlier, given in zip(keys[:number], overrides, strict=False):
+            if f"{earlier}.".startswith(f"{key}."):
+                raise RecipeError(
+                    f"override {shown(overrides[number])} replaces {shown(given)}, which is given before it: leave out "
+                    "one of them"
+                )
 
 
 def set_value(tree: dict[str, Any], key: str, value: Any) -> None:

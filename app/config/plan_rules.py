@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import PurePath
+from typing import Literal
 
 from app.config.plan import Device, PlanConfig, Precision, ZeroPlusPlusConfig
 from app.config.section import Section
@@ -39,6 +40,8 @@ class Setting:
     sync_batch_norm: bool = False
     has_token_batches: bool = False
     """Whether batches are sized in tokens, so that micro-batches differ in shape."""
+    uncut: tuple[Literal["tensor", "pipeline"], ...] = ()
+    """The degrees that are 1 because the task does not support others."""
 
 
 Rule = Callable[[PlanConfig, Setting], str | None]
@@ -261,6 +264,11 @@ def _tensor_divides(plan: PlanConfig, setting: Setting) -> str | None:
     return None
 
 
+def _task_supports_it(plan: PlanConfig, setting: Setting) -> str | None:
+    name = next((name for name in setting.uncut if getattr(plan, name) > 1), None)
+    return f"{name} {getattr(plan, name)} is not supported by the task: {name} is 1" if name else None
+
+
 def _activations_can_be_recomputed(plan: PlanConfig, setting: Setting) -> str | None:
     if setting.model and plan.activation_checkpointing and not setting.model.checkpoints_activations:
         return f"model {setting.model.name} is neither staged nor of Hugging Face: activation_checkpointing is false"
@@ -268,6 +276,7 @@ def _activations_can_be_recomputed(plan: PlanConfig, setting: Setting) -> str | 
 
 
 _RULES: tuple[Rule, ...] = (
+    _task_supports_it,
     _fp16_takes_a_gpu,
     _pipeline_takes_bf16,
     _degrees_divide_workers,

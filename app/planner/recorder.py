@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from app.config.plan import Precision
 from app.models.precision import TORCH_DTYPES
 from app.models.staged import ShardStyle
 from app.planner.profile import LayerProfile, SavedActivations, Work
-from app.telemetry.mfu import CPU_OPERATIONS
+from app.telemetry.mfu import OTHER_OPERATIONS
 
 SAMPLES = 2
 """Samples of the pass. Batch norm needs two."""
@@ -167,11 +167,12 @@ def _work_of(
     """Return the work of one operation. Products of activations with each other are attention's."""
     moved = float(sum(tensor.nbytes for tensor in (*activations, *outputs)))
     packet = func.overloadpacket
-    count = CPU_OPERATIONS.get(packet) or flop_registry.get(packet)
+    count = OTHER_OPERATIONS.get(packet) or flop_registry.get(packet)
     if count is None:
         return Work(moved_bytes=moved, kernels=1)
-    shapes = packet in CPU_OPERATIONS
-    values = [arg.shape if isinstance(arg, Tensor) else arg for arg in args] if shapes else args
+    shapes = packet in OTHER_OPERATIONS
+    # The weights of a recurrent layer are a list.
+    values = tree_map_only(Tensor, lambda tensor: tensor.shape, args) if shapes else args
     flops = float(count(*values) if shapes else count(*args, **kwargs, out_val=made))
     if has_weight:
         return Work(matmul_flops=flops, matmul_bytes=moved, kernels=1)

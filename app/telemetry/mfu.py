@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -40,14 +40,13 @@ def flops_per_sample(model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
     (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). For a decoder this is 6 N + 12 L H Q T per token (Chowdhery et
     al. 2022, arXiv:2204.02311, appendix B) with N weights in matrix products, L layers, H heads of size Q, T tokens. A
     multiplication and an addition are two operations. Attention counts whole, masked or not. Recomputed activations do
-    not count. Only matrix products, convolutions, attention and, on CPUs, LSTMs count. On GPUs, recurrent layers are
-    not counted, because cuDNN runs each as one operation.
+    not count. Only matrix products, convolutions, attention and recurrent layers count.
 
     Args:
         model: run once on ``inputs``, without gradients. Its mode, buffers and random state do not change.
         inputs: its tensors by name, each of shape (batch, …).
     """
-    counter = FlopCounterMode(display=False, custom_mapping=CPU_OPERATIONS)
+    counter = FlopCounterMode(display=False, custom_mapping=OTHER_OPERATIONS)
     with _unchanged(model, inputs), torch.no_grad(), counter:
         model(**inputs)
     return 3 * counter.get_total_flops() / len(next(iter(inputs.values())))
@@ -63,9 +62,16 @@ def _lstm_flops(inputs: torch.Size, input_weights: torch.Size, hidden_weights: t
     return 2 * inputs[:-1].numel() * (input_weights.numel() + hidden_weights.numel())
 
 
-CPU_OPERATIONS = {
+def _recurrent_flops(inputs: torch.Size, weights: Sequence[torch.Size], *_: Any, **__: Any) -> int:
+    """Return the operations of all layers and directions that a GPU's library runs as one. Biases do not count."""
+    return 2 * inputs[:-1].numel() * sum(weight.numel() for weight in weights if len(weight) > 1)
+
+
+OTHER_OPERATIONS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten.mkldnn_rnn_layer: _lstm_flops,
+    torch.ops.aten._cudnn_rnn: _recurrent_flops,
+    torch.ops.aten.miopen_rnn: _recurrent_flops,
 }
 """Operations that torch's table lacks."""
 

@@ -8,6 +8,7 @@ from functools import partial
 
 from app.artifacts import DATA
 from app.config import Recipe, load_recipe
+from app.config.overrides import require_once
 from app.errors import RayloomError, UnsharedStorageError
 from app.process_state import spare_loopback
 from app.runs import JSON_HELP, Outcome, Run, execute
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     arguments = parser.parse_intermixed_args(argv)
     try:
+        require_once(arguments.overrides)
         recipe = _load(arguments.recipe, arguments.overrides)
         keep_freed_memory()
         worker = start_worker(recipe.train)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Literal
 
 import torch
 import yaml
@@ -19,10 +20,14 @@ from app.planner.memory import GPU_PROCESS, OPTIMIZER_NUMBERS, ProcessMemory
 from app.planner.plan import parallel_plan
 from app.planner.profile import ModelProfile
 from app.planner.search import Candidate, Findings, Problem, price_plan, search
-from app.tasks import prepare
+from app.tasks import find_task, prepare
+from app.tasks.features import Feature
 from app.training.data.recipe_order import count_steps, order_of
 from app.training.planning.machine import measure_machine, measure_plan
 from app.training.planning.report import PlanReport, plan_keys, report
+
+_DEGREES: dict[Feature, Literal["tensor", "pipeline"]] = {"tensor parallelism": "tensor", "pipeline": "pipeline"}
+"""The keys of a plan that a task may not support."""
 
 CPU_CONTEXT_BYTES = 345e6
 """Resident memory of a process that trains, beside its tensors: Python, torch and DeepSpeed. Measured."""
@@ -92,10 +97,15 @@ def problem_of(subject: Subject, cluster: Cluster, calibration: Calibration | No
     is_gpu = cluster.device.kind == "gpu"
     # The given cluster may have other workers than the recipe.
     on_cluster = config.model_copy(update={"workers": cluster.devices, "device": cluster.device.kind})
+    supports = find_task(subject.recipe.task).supports
+    setting = replace(
+        on_cluster.setting(subject.profile.traits, subject.inputs),
+        uncut=tuple(degree for feature, degree in _DEGREES.items() if feature not in supports),
+    )
     return Problem(
         profile=subject.profile,
         cluster=calibration.apply(cluster) if calibration else cluster,
-        setting=on_cluster.setting(subject.profile.traits, subject.inputs),
+        setting=setting,
         global_batch=_samples_per_batch(subject, cluster.devices),
         base=PlanConfig() if isinstance(config.plan, AutoPlan) else config.plan,
         rates=calibration.rates if calibration else None,

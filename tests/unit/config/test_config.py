@@ -10,7 +10,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from app.cli.main import app
 from app.config import Recipe, dump_recipe, load_recipe, parse_stored_recipe, parse_yaml, with_values
 from tests.helpers import ROOT, run
 from tests.wording import refused
@@ -218,3 +220,17 @@ def test_what_takes_long_to_import_is_imported_where_it_is_used(module: str, lat
     code = f"import {module}, sys; print({later} & set(sys.modules))"
     seen = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["train.epochs=1", "train.epochs=2"], "'train.epochs=2' replaces 'train.epochs=1', which is given before it"),
+        (["train.optimizer.lr=1", "train.optimizer={name: sgd}"], "replaces 'train.optimizer.lr=1'"),
+        (["train.plan=auto", "train.plan.zero_stage=2", "train.epochs=1"], None),
+    ],
+)
+def test_a_command_line_sets_a_key_once(given: list[str], words: str | None) -> None:
+    result = CliRunner().invoke(app, ["recipe", "show", str(REVIEWS), *given])
+    assert (result.exception is None) is (words is None)
+    assert words is None or words in str(result.exception)

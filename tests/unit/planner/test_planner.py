@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from app.cli.main import app
@@ -25,7 +26,7 @@ from app.planner.search import Findings, Problem, fewest_devices, search
 from app.planner.stages import balanced_cuts
 from app.planner.traffic import RAYLOOM, traffic
 from app.planner.validation import validation_of
-from app.telemetry.mfu import flops_per_sample
+from app.telemetry.mfu import OTHER_OPERATIONS, flops_per_sample
 from app.training.planning.report import PlanReport, report
 from benchmarks.planning.stacks import STACKS
 from benchmarks.planning.transformer import TransformerShape, transformer_profile
@@ -84,6 +85,21 @@ def test_a_recurrent_layer_is_counted(kind: type[nn.RNNBase], gates: int) -> Non
     expected = 2 * 16 * 2 * gates * 64 * ((32 + 64) + (128 + 64)) + 2 * 128 * 5
     assert measure(model, inputs, "fp32").work.matmul_flops == expected
     assert flops_per_sample(model, inputs) == 3 * expected
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_recurrent_layer_that_cudnn_runs_as_one_is_counted_as_on_a_cpu(bidirectional: bool) -> None:
+    """Its operation is called without its data, as on a GPU: no CPU runs it."""
+    layer = nn.LSTM(8, 16, num_layers=2, bidirectional=bidirectional, batch_first=True)
+    features = torch.zeros(3, 5, 8)
+    state = torch.zeros(2 * (1 + bidirectional), 3, 16, device="meta")
+    weights = [weight.detach().to("meta") for weight in layer.parameters()]
+    with FlopCounterMode(display=False, custom_mapping=OTHER_OPERATIONS) as counter:
+        torch.ops.aten._cudnn_rnn(
+            features.to("meta"), weights, 4, None, state, state, 2, 16, 0, 2, True, 0.0, False, bidirectional, [], None
+        )
+    expected = flops_per_sample(layer, {"input": features}) / 3
+    assert counter.get_total_flops() / len(features) == expected > 0
 
 
 @pytest.mark.parametrize(

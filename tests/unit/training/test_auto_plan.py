@@ -18,7 +18,7 @@ from app.storage import to_path
 from app.tasks import prepare
 from app.training.planning.auto import choose_plan
 from app.training.planning.outcome import measured_run, prediction_of
-from app.training.planning.recipe import subject_name
+from app.training.planning.recipe import find_plans, subject_name, subject_of
 from app.training.resume import start_or_resume
 from app.training.run import open_run, prepare_run
 from app.tuning.space import load_space
@@ -110,6 +110,18 @@ def test_a_model_that_zero_1_cannot_hold_gets_a_plan_that_can(tmp_path: Path) ->
     assert type(chosen.plan) is PlanConfig
     assert chosen.predicted is not None
     assert chosen.predicted.memory.total < cluster_of("1xt4").device.memory
+
+
+def test_a_plan_is_searched_among_those_that_the_task_supports(tmp_path: Path) -> None:
+    recipe = _large(tmp_path, layers=36, width=3072)
+    data = prepare(recipe)
+    subject = subject_of(recipe, blueprint_of(recipe.model, data.facts).model, data)
+    embedding = replace(subject, recipe=recipe.model_copy(update={"task": "sentence-embedding"}))
+    for given in (subject, embedding):
+        _, findings = find_plans(given, cluster_of("8xa100-80"))
+        is_cut = {found.config.model_parallel > 1 for found in findings.candidates}
+        assert is_cut == ({False} if given is embedding else {False, True})
+    assert findings.refusals.examples["task supports it"] == "pipeline 2 is not supported by the task: pipeline is 1"
 
 
 def test_a_model_that_fits_nowhere_is_told_how_many_devices_would_do(tmp_path: Path) -> None:
