@@ -33,6 +33,7 @@ _ROWS_AT_ONCE = 4096
 PROBES = ("a good film", "Ein KÜHLER Film, isn't it?  12.5 €", "这本书\n很好")
 """Texts by which two tokenizers are compared: with capitals, accents, punctuation, digits, and without spaces."""
 
+SEGMENTS = "token_type_ids"
 PaddingSide = Literal["left", "right"]
 
 
@@ -41,6 +42,7 @@ class _TextSettings(BaseModel):
     pad_id: int = 0
     unknown_id: int = SPECIAL_TOKENS.index(UNKNOWN)
     padding_side: PaddingSide = "right"
+    has_segments: bool = False
     companions: list[Companion] = []
     """Names of files that are kept beside the tokenizer. No others, since whoever publishes a version writes this."""
 
@@ -58,8 +60,14 @@ class TextProcessor:
         unknown_id: int = SPECIAL_TOKENS.index(UNKNOWN),
         companions: Mapping[str, bytes] | None = None,
         padding_side: PaddingSide = "right",
+        has_segments: bool = False,
     ) -> None:
-        """``companions`` are files of a pretrained tokenizer that transformers also reads, kept beside it."""
+        """Set what is made of a text.
+
+        Args:
+            companions: files of a pretrained tokenizer that transformers also reads, kept beside it.
+            has_segments: whether the model also takes the segment of each token.
+        """
         self._tokenizer = tokenizer
         self._tokenizer.enable_truncation(buckets[-1])
         self._tokenizer.no_padding()
@@ -67,7 +75,8 @@ class TextProcessor:
         self._buckets = list(buckets)
         self._pad_id, self._unknown_id = pad_id, unknown_id
         self._companions = companions or {}
-        self._padding_side = padding_side
+        self._padding_side: PaddingSide = padding_side
+        self._has_segments = has_segments
 
     @classmethod
     def fit(cls, inputs: Sequence[Input], config: DataConfig) -> Self:
@@ -121,7 +130,9 @@ class TextProcessor:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        limits = {"input_ids": self._num_ids, "attention_mask": 2}
+        limits: dict[str, int | None] = {"input_ids": self._num_ids, "attention_mask": 2}
+        if self._has_segments:
+            limits[SEGMENTS] = None
         return tuple(
             TensorSpec(name, np.dtype(np.int64), (-1, -1), max_length=self._buckets[-1], values_below=limit)
             for name, limit in limits.items()
@@ -136,10 +147,12 @@ class TextProcessor:
             "pad_id": self._pad_id,
         }
 
-    def padding(self, side: PaddingSide) -> Self:
-        """Return the processor with its padding on a side of the texts."""
+    def changed(self, padding_side: PaddingSide | None = None, has_segments: bool | None = None) -> Self:
+        """Return the processor with its padding on another side of the texts, or with the segment of each token."""
+        side = padding_side or self._padding_side
+        segments = self._has_segments if has_segments is None else has_segments
         ids = self._pad_id, self._unknown_id
-        return type(self)(self._tokenizer, self._buckets, *ids, self._companions, side)
+        return type(self)(self._tokenizer, self._buckets, *ids, self._companions, side, segments)
 
     def encode(self, inputs: Sequence[Input]) -> Tensors:
         """Return ids and mask of a batch, padded to the smallest bucket that fits its longest text."""
@@ -158,10 +171,11 @@ class TextProcessor:
         length = self._buckets[bisect.bisect_left(self._buckets, max(len(row.ids) for row in rows))]
         for row in rows:
             row.pad(length, direction=self._padding_side, pad_id=self._pad_id)
-        return {
+        tensors = {
             "input_ids": np.array([row.ids for row in rows], np.int64),
             "attention_mask": np.array([row.attention_mask for row in rows], np.int64),
         }
+        return tensors | ({SEGMENTS: np.array([row.type_ids for row in rows], np.int64)} if self._has_segments else {})
 
     def _encodings(self, texts: Sequence[str]) -> list[Encoding]:
         """Tokenise texts up to the longest bucket.
@@ -199,6 +213,7 @@ class TextProcessor:
             pad_id=self._pad_id,
             unknown_id=self._unknown_id,
             padding_side=self._padding_side,
+            has_segments=self._has_segments,
             companions=[name for name in get_args(Companion) if name in self._companions],
         )
         write_atomically(folder / SETTINGS_FILE, settings.model_dump_json().encode())
@@ -211,7 +226,7 @@ class TextProcessor:
         tokenizer = Tokenizer.from_str((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
         companions: dict[str, bytes] = {name: (folder / name).read_bytes() for name in settings.companions}
         ids = settings.pad_id, settings.unknown_id
-        return cls(tokenizer, settings.buckets, *ids, companions, settings.padding_side)
+        return cls(tokenizer, settings.buckets, *ids, companions, settings.padding_side, settings.has_segments)
 
 
 def _require_same_ids(tokenizer: Tokenizer, folder: PretrainedFolder) -> None:

@@ -17,6 +17,7 @@ from app.compile.export import export_outputs
 from app.compile.imported.model import Head, ImportedModel, import_onnx
 from app.compile.imported.natural import Natural, read_processor
 from app.compile.imported.program import ModuleEngine
+from app.data.text import SEGMENTS
 from app.data.tokenizer import OTHER_TOKENIZERS, TRANSFORMERS_FILE
 from app.engines.base import Engine
 from app.errors import CompileError, RayloomError, first_line
@@ -37,8 +38,6 @@ _OPTIONAL = (
     "num_hashes", "mems", "use_mems", "perm_mask", "target_mapping", "input_mask",
 )  # fmt: skip
 """Arguments that a model of texts makes itself, or that only training and generation need."""
-
-_SEGMENTS = "token_type_ids"
 _SAMPLE_LENGTH = 8
 _IMAGE_SIZE = 224
 """Pixels of an image if neither the model nor its image processor says so."""
@@ -283,7 +282,7 @@ def _inputs(model: nn.Module, given: Path, natural: Natural | None) -> tuple[Ten
     limits = {"input_ids": configuration.get_text_config().vocab_size, "attention_mask": 2}
     # A tokenizer makes single texts, whose segment is 0.
     if natural is None and (segments := _segments(model)):
-        limits[_SEGMENTS] = segments
+        limits[SEGMENTS] = segments
     max_length = PretrainedFolder(str(given), given).max_positions
     return tuple(
         TensorSpec(name, np.dtype(np.int64), (-1, -1), max_length=max_length, values_below=limit)
@@ -293,7 +292,7 @@ def _inputs(model: nn.Module, given: Path, natural: Natural | None) -> tuple[Ten
 
 def _is_given(name: str, configuration: Any) -> bool:
     """Return whether a model of texts gets an argument from us, or does without it."""
-    if name == _SEGMENTS:  # TAPAS has seven kinds of them
+    if name == SEGMENTS:  # TAPAS has seven kinds of them
         return not hasattr(configuration, "type_vocab_sizes")
     if name == "langs":
         return configuration.n_langs == 1
@@ -308,14 +307,14 @@ def _segments(model: nn.Module) -> int:
     """Return the number of segments that a model tells apart, such as the texts of a pair; 0 if it takes none."""
     configuration: Any = model.config
     count = getattr(configuration, "type_vocab_size", 0)
-    return count if _SEGMENTS in signature(model.forward).parameters and count > 1 else 0
+    return count if SEGMENTS in signature(model.forward).parameters and count > 1 else 0
 
 
 def _tell_of_pairs(model: nn.Module, head: Head, given: Path) -> None:
     """Say that a classifier of pairs, such as a reranker, is not answered by ``predict``."""
     segments = _segments(model)
     if segments or head == "regression":
-        inputs = f"input_ids, attention_mask{f' and {_SEGMENTS}' * bool(segments)}"
+        inputs = f"input_ids, attention_mask{f' and {SEGMENTS}' * bool(segments)}"
         warn(
             f"predict gives {str(given)!r} one text a row. If it judges pairs of texts, as a reranker does, import the "
             f"folder without its tokenizer, and send {inputs}"

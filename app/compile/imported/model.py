@@ -20,7 +20,7 @@ from app.compile.imported.padding import require_same_inputs, unread_padding
 from app.config import BUILT_IN_TASKS
 from app.data.processor import Processor
 from app.data.targets import Classes, LabelSets, Numbers, Scale, Targets
-from app.data.text import TextProcessor
+from app.data.text import SEGMENTS, TextProcessor
 from app.engines.architecture import usable_cores
 from app.engines.base import Engine, EngineSettings, Signature
 from app.engines.onnxruntime import OnnxRuntimeEngine, open_oracle
@@ -103,6 +103,8 @@ class ImportedModel:
             )
         if self.processor is not None:
             require_same_inputs(self.processor, processor, folder)
+        if isinstance(processor, TextProcessor) and any(spec.name == SEGMENTS for spec in self.signature.inputs):
+            processor = processor.changed(has_segments=True)
         # Outputs are left out: only what the processor makes has to fit.
         if difference := Signature(self.signature.inputs, ()).difference(Signature(processor.inputs, ())):
             raise CompileError(f"the model {difference}, which the processor of {folder!r} makes: give its own")

@@ -26,7 +26,7 @@ def unread_padding(
         CompileError: padding changes the answer on either side, or the model cannot run the longest text.
     """
     with closing(engine):
-        for candidate in (processor, processor.padding("left")):
+        for candidate in (processor, processor.changed(padding_side="left")):
             rows = candidate.encode([_TEXT, _LONGEST_TEXT])
             padded, longest = slice_rows(rows, 0, 1), slice_rows(rows, 1, 2)
             alone = {name: tensor[:, padded["attention_mask"][0] > 0] for name, tensor in padded.items()}

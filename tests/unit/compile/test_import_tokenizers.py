@@ -15,7 +15,7 @@ from upath import UPath
 from app.published.loaded import load_model
 from tests.importing import EXACT, imported, write
 from tests.pretrained import TEXTS, write_tokenizer
-from tests.unit.compile.test_import_hugging_face import answers, written
+from tests.unit.compile.test_import_hugging_face import answers, logits_of, written
 
 SEQUENCE = "BertForSequenceClassification"
 VECTORS = np.random.default_rng(1).standard_normal((21, 2)).astype(np.float32)
@@ -150,6 +150,21 @@ def test_another_tokenizer_than_the_models_own_is_refused(tmp_path: Path) -> Non
     told = imported(tmp_path / "storage", "model", tmp_path / "model", *EXACT, f"--processor={other}", succeeds=False)
     assert "and the model's own [2, " in told
     assert "leave out --processor" in told
+
+
+def test_a_model_of_segments_gets_those_of_a_single_text(tmp_path: Path) -> None:
+    """Its own folder has no tokenizer, as most ONNX files of BERT, so it takes the segments as a third tensor."""
+    model = written(tmp_path / "model", SEQUENCE, pad_token_id=1)
+    other = tokenizer_in(tmp_path / "tokenizer")
+    for file in (tmp_path / "model").glob("*token*"):
+        file.unlink()
+    imported(tmp_path / "storage", "model", tmp_path / "model", *EXACT, f"--processor={other}")
+    loaded = load_model(UPath(tmp_path / "storage"), "model", 1, 1)
+    given = answers(loaded, TEXTS)
+    loaded.engine.close()
+    assert [spec.name for spec in loaded.inputs] == ["input_ids", "attention_mask", "token_type_ids"]
+    expected = logits_of(model, other).softmax(1)
+    np.testing.assert_allclose([[*answer["scores"].values()] for answer in given], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(("labels", "pad"), [(1, 1), (2, 7)])

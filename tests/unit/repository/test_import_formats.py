@@ -94,12 +94,14 @@ def test_a_classifier_in_hugging_faces_layout_brings_its_labels(tmp_path: Path) 
     assert [(spec.name, spec.max_length, spec.values_below) for spec in loaded.inputs] == [
         ("input_ids", 70, WORDS),
         ("attention_mask", 70, None),
+        ("token_type_ids", 70, 2),
     ]
     ids, mask = torch.arange(14).reshape(2, 7), torch.ones(2, 7, dtype=torch.int64)
     mask[1, 4:] = 0
-    given = loaded.engine.run({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})["logits"]
+    tensors = {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids % 2}
+    given = loaded.engine.run({name: tensor.numpy() for name, tensor in tensors.items()})["logits"]
     with torch.no_grad():
-        np.testing.assert_allclose(given, model(input_ids=ids, attention_mask=mask).logits, atol=1e-5)
+        np.testing.assert_allclose(given, model(**tensors).logits, atol=1e-5)
     assert set(loaded.manifest.lineage.imported.files) == {"config.json", "model.safetensors"}  # type: ignore[union-attr]
     loaded.engine.close()
 
