@@ -231,6 +231,6 @@ def test_what_takes_long_to_import_is_imported_where_it_is_used(module: str, lat
     ],
 )
 def test_a_command_line_sets_a_key_once(given: list[str], words: str | None) -> None:
-    result = CliRunner().invoke(app, ["recipe", "show", str(REVIEWS), *given])
+    result = CliRunner().invoke(app, ["recipes", "show", str(REVIEWS), *given])
     assert (result.exception is None) is (words is None)
     assert words is None or words in str(result.exception)
