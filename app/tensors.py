@@ -197,7 +197,8 @@ def _magnitude(arrays: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
     overall = np.sqrt(whole / max(count, 1))
     # Above 0, so that any error of zeros is a large one.
     least = np.maximum(_SMALL * np.minimum(overall, 1.0), np.finfo(np.float32).tiny)
-    return np.maximum(reduce(np.minimum, roots) if roots else overall, least)
+    magnitude: NDArray[np.float64] = np.maximum(reduce(np.minimum, roots) if roots else overall, least)
+    return magnitude
 
 
 def shape_key(tensors: Tensors) -> Hashable:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -67,7 +67,7 @@ def _recurrent_flops(inputs: torch.Size, weights: Sequence[torch.Size], *_: Any,
     return 2 * inputs[:-1].numel() * sum(weight.numel() for weight in weights if len(weight) > 1)
 
 
-OTHER_OPERATIONS = {
+OTHER_OPERATIONS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten.mkldnn_rnn_layer: _lstm_flops,
     torch.ops.aten._cudnn_rnn: _recurrent_flops,

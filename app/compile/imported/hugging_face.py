@@ -295,7 +295,7 @@ def _is_given(name: str, configuration: Any) -> bool:
     if name == SEGMENTS:  # TAPAS has seven kinds of them
         return not hasattr(configuration, "type_vocab_sizes")
     if name == "langs":
-        return configuration.n_langs == 1
+        return bool(configuration.n_langs == 1)
     return (
         name in ("input_ids", "attention_mask", *_OPTIONAL)
         or name.startswith(_OPTIONAL_PREFIXES)
@@ -306,7 +306,7 @@ def _is_given(name: str, configuration: Any) -> bool:
 def _segments(model: nn.Module) -> int:
     """Return the number of segments that a model tells apart, such as the texts of a pair; 0 if it takes none."""
     configuration: Any = model.config
-    count = getattr(configuration, "type_vocab_size", 0)
+    count: int = getattr(configuration, "type_vocab_size", 0)
     return count if SEGMENTS in signature(model.forward).parameters and count > 1 else 0
 
 
