@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -165,9 +165,19 @@ def in_fork(
     return _trainings().run(command, timeout)
 
 
+def latest(overrides: Iterable[str]) -> list[str]:
+    """The overrides that count: a command line sets a key once, and tests change some of what they share."""
+    kept: dict[str, str] = {}
+    for override in overrides:
+        key = override.partition("=")[0]
+        kept = {other: given for other, given in kept.items() if not f"{other}.".startswith(f"{key}.")}
+        kept[key] = override
+    return list(kept.values())
+
+
 def train_alone(*overrides: str, processes: int = 1, recipe: str = "recipes/digits.yaml") -> dict[str, Any]:
     """Train without Ray and return the result. To watch or kill the processes, use ``Launch.torchrun`` instead."""
-    done = in_fork("app.training", recipe, *overrides, processes=processes, timeout=300)
+    done = in_fork("app.training", recipe, *latest(overrides), processes=processes, timeout=300)
     assert done.returncode == 0, done.stderr
     return result_of(done.stdout)
 

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from tests.forks import JOBS, Command, Forks
-from tests.helpers import result_of
+from tests.helpers import latest, result_of
 from tests.launch import Cluster
 
 _GCS = "--gcs-address="
@@ -18,7 +18,7 @@ def run_job(cluster: dict[str, str], job: str, *arguments: str, succeeds: bool =
 
 def shown_by_job(cluster: dict[str, str], job: str, *arguments: str, succeeds: bool = True) -> str:
     """Run a job as ``run_job`` does, and return its standard output."""
-    done = _driven(cluster, f"jobs.{job}", *arguments)
+    done = _driven(cluster, f"jobs.{job}", *latest(arguments))
     assert (done.returncode == 0) is succeeds, done.stdout + done.stderr
     return done.stdout
 

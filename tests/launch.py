@@ -22,7 +22,7 @@ from upath import UPath
 from app.artifacts import CHECKPOINTS
 from app.cluster.state import ClusterState
 from app.training.checkpoints.store import CheckpointStore
-from tests.helpers import BIN, ROOT, folder_of, records_of, result_of, run, train_alone, wait_until
+from tests.helpers import BIN, ROOT, folder_of, latest, records_of, result_of, run, train_alone, wait_until
 
 MARK = "RAYLOOM_TEST"
 """The environment variable that every process of a launch inherits."""
@@ -151,7 +151,7 @@ class Job:
 
     def __init__(self, cluster: Cluster, launch: Launch, name: str, *overrides: str) -> None:
         self._cluster, self._name = cluster, name
-        command = ["rayloom", "submit", "train", "recipes/digits.yaml", f"name={name}", *overrides]
+        command = ["rayloom", "submit", "train", "recipes/digits.yaml", *latest([f"name={name}", *overrides])]
         self.client = launch(*command, **cluster.environment)
 
     @property

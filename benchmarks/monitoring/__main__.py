@@ -27,8 +27,9 @@ from benchmarks.spread import Spread
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 _RECIPE = "recipes/digits.yaml"
-_SHORT = ("tune=null", "train.workers=1", "train.epochs=2")
-_LONG = (*_SHORT, "train.epochs=100000", "train.early_stopping=null")
+_SMALL = ("tune=null", "train.workers=1")
+_SHORT = (*_SMALL, "train.epochs=2")
+_LONG = (*_SMALL, "train.epochs=100000", "train.early_stopping=null")
 _CONNECTIONS = 16
 _STEPS_PER_S = 38
 """About as many steps of the recipe does this machine in a second."""

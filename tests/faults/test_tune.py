@@ -13,7 +13,7 @@ from sqlalchemy import make_url
 from upath import UPath
 
 from app.tuning.trials import epochs_of, is_paused
-from tests.helpers import run, wait_until
+from tests.helpers import latest, run, wait_until
 from tests.launch import Cluster, Launch, Launched
 from tests.postgres import PostgresServer
 from tests.search import DIGITS, search, trials_in, trials_of
@@ -173,7 +173,7 @@ def test_a_search_waits_for_its_locked_study(
     cluster: dict[str, str], storage: Path, launch: Launch, faults: Faults
 ) -> None:
     with faults("U2", "a search's study is locked for 15 s", "waited for; no trial fails or is left") as fault:
-        client = launch("rayloom", "submit", "tune", DIGITS, *LONG, *WHOLE, "name=locked", **cluster)
+        client = launch("rayloom", "submit", "tune", DIGITS, *latest([*LONG, *WHOLE, "name=locked"]), **cluster)
         client.says(" complete ")
         (file,) = storage.glob("studies/*-locked-*.db")
         epochs = epochs_in(storage, "locked")
@@ -190,7 +190,7 @@ def test_a_search_waits_for_its_database_server(
     url = postgres.url.set(password="not-to-be-shown").render_as_string(hide_password=False)
     with faults("U2", "a search's PostgreSQL server restarts", "waited for; no trial fails or is left") as fault:
         environment = ["--runtime-env-json", json.dumps({"env_vars": {"STUDIES": url}})]
-        overrides = [*LONG, *WHOLE, "name=served"]
+        overrides = latest([*LONG, *WHOLE, "name=served"])
         command = ["python", "-m", "jobs.tune", DIGITS, *overrides, "tune.storage=env:STUDIES"]
         client = launch("ray", "job", "submit", *environment, "--working-dir", ".", "--", *command, **cluster)
         client.says(" complete ")
