@@ -58,7 +58,7 @@ def test_a_data_stall_is_explained(storage: UPath) -> None:
         "mean of 2 steps, bound by the network, read by the training process: set train.loader.num_workers=auto"
     )
     page = training_page(storage / "runs/train" / RUN).to_html()
-    assert "3.0 % of a step: bound by the network, read by the training process." in page
+    assert "Data is no bottleneck: 3.0 % of a step." in page
 
 
 def test_a_line_that_is_being_written_is_left_out(storage: UPath) -> None:
