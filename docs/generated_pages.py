@@ -38,18 +38,18 @@ the exit code 2.
 _GOALS = """\
 # Goals of the benchmarks
 
-Every benchmark compares its measurements with goals that were set before. This page counts them, the most missed
-first. It is made of the benchmarks' own pages, which explain each miss. All were run on 2 cores without a GPU.
+Every benchmark compares its measurements with goals that were set before it ran. This page counts them, with the
+largest share of missed goals first. The benchmarks' own pages explain each miss. All ran on 2 cores without a GPU.
 
 | page | missed | reached |
 | --- | --- | --- |
 """
 _MISSED = """
-## What was missed
+## Missed goals
 
 A goal that needs a GPU is open, because no GPU path has run on a GPU yet.
 
-| page | what | goal | reached |
+| page | figure | goal | measured |
 | --- | --- | --- | --- |
 """
 _VERDICTS = ("reached", "**missed**", "open")
@@ -164,7 +164,7 @@ class Goal(NamedTuple):
 
 
 def goals_of(page: Path) -> list[Goal]:
-    """Return the goals in the tables of a benchmark's page. What was measured may take several cells."""
+    """Return the goals in the tables of a benchmark's page. The name of a figure may span several cells."""
     rows = [line.split("|")[1:-1] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     judged = [row for row in ([cell.strip() for cell in row] for row in rows) if row[-1] in _VERDICTS]
     return [Goal(", ".join(what), goal, reached, verdict) for *what, goal, reached, verdict in judged]

@@ -28,7 +28,7 @@ def test_every_verdict_of_a_page_belongs_to_a_goal() -> None:
 def rows_of_the_readme() -> list[list[str]]:
     """The rows of its table of figures."""
     (header, *rows) = next(table for table in tables(ROOT / "README.md") if table[0][0] == "job")
-    assert header == ["job", "beside", "figures", "where it loses"]
+    assert header == ["job", "compared with", "figures", "where Rayloom loses"]
     return rows
 
 
