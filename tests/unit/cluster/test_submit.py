@@ -339,7 +339,12 @@ def test_ctrl_c_ends_the_log_and_says_how_to_go_on(
     sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ray.job_submission.JobSubmissionClient", InterruptedClient)
-    assert submit("train", "recipes/digits.yaml", []) == 130
+    # A shell lets its background processes ignore SIGINT.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert submit("train", "recipes/digits.yaml", []) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
     shown = capsys.readouterr()
     (submission_id,) = re.findall(r"Job '(\S+)' submitted\. To stop it: rayloom stop \1", shown.out)
     assert f"job {submission_id} goes on: 'rayloom follow {submission_id}'" in shown.err
