@@ -1,5 +1,6 @@
 """Training on a stream: each message once, for any number of workers."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from app.config import dump_recipe
 from app.data.examples import Reason
-from tests.helpers import folder_of, losses, train_alone
+from tests.helpers import folder_of, in_fork, losses, result_of, train_alone
 from tests.streams import left_out, message, micro_epochs_of, nats_server, overrides, times_trained
 from tests.unit.data.test_stream_tasks import message as content_of_row
 from tests.unit.data.test_stream_tasks import of_task
@@ -57,3 +58,26 @@ def test_two_processes_learn_what_one_does_from_rows_of_any_task(
         micro_epochs = micro_epochs_of(folder_of(result))
         assert result["metrics"]["epochs"] == len(micro_epochs) > 3
         assert micro_epochs[-1].report.dropped[reason] == 1
+
+
+def test_a_micro_epoch_with_few_records_of_the_same_fields_trains_on_the_others(tmp_path: Path) -> None:
+    streamed = of_task("multimodal-classification")
+    rows = streamed.rows()
+    for row in rows[100:104]:
+        del row["photo"]
+    for number, row in enumerate(rows[150:]):
+        for field in (["photo"], ["title"], [])[number % 3]:
+            del row[field]
+    with nats_server(tmp_path / "jetstream") as server:
+        server.publish(map(content_of_row, rows))
+        recipe = streamed.recipe(tmp_path, f"{server.url}/S", **streamed.stream | {"samples": 32})
+        (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+        keys = ["train.epochs=9", "train.early_stopping=null", "train.resume=latest"]
+        done = in_fork("app.training", str(tmp_path / "recipe.yaml"), *keys, processes=1, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = result_of(done.stdout)
+    left = [int(count) for count in re.findall(r"micro-epoch \d+: (\d+) of its samples fill no batch", done.stderr)]
+    given = micro_epochs_of(folder_of(result))[-1].total_rows
+    assert 16 in left
+    assert 32 in left  # no batch at all
+    assert result["metrics"]["steps"] * 16 + sum(left) == given

@@ -5,7 +5,7 @@ from functools import cached_property, partial
 
 from upath import UPath
 
-from app.best_effort import best_effort
+from app.best_effort import best_effort, warn
 from app.config import Recipe
 from app.data.preparation.encoding import Encoding
 from app.data.prepared import TRAIN, VALIDATION, DataReport, GrowingData, PreparedData, SplitData
@@ -15,6 +15,7 @@ from app.data.streaming.rows import RowsFactory, StreamRows
 from app.storage import to_path
 from app.tasks import find_task
 from app.training.data.feed import Feed
+from app.training.data.order import SampleOrder
 from app.training.data.recipe_order import order_of
 from app.training.worker import Worker, on_first
 
@@ -66,9 +67,10 @@ class MicroEpochs:
         if found is not None and found != self._current:
             self._current = found
             data = self._sharded.with_train(self._sharded.reference.open_shards(found.shards))
-            self.feed.read_from(data, order_of(self.recipe, data))
+            order = order_of(self.recipe, data, is_part=True)
+            self.feed.read_from(data, order)
             if self.worker.is_first:
-                self._begin(found)
+                self._begin(found, order)
         return found is not None
 
     def close(self) -> None:
@@ -103,7 +105,7 @@ class MicroEpochs:
             encoding = replace(encoding, processor=self.data.processor)
         return partial(StreamRows, encoding, self._store.in_validation)
 
-    def _begin(self, found: MicroEpoch) -> None:
+    def _begin(self, found: MicroEpoch, order: SampleOrder) -> None:
         """In the first worker, log a micro-epoch, and start to collect the next one."""
         unused = f"; {found.unused_tokens:,} tokens at its end fill no block" if found.unused_tokens else ""
         print(
@@ -111,6 +113,11 @@ class MicroEpochs:
             f"{_places(found.stop)}{unused}",
             flush=True,
         )
+        if left := found.rows - order.num_batches(found.number) * self.recipe.train.batch_size:
+            warn(
+                f"micro-epoch {found.number}: {left:,} of its samples fill no batch with others that have the same "
+                "fields, and are not trained on; lower train.global_batch_size, or raise data.stream.samples"
+            )
         best_effort(partial(self._report, found), "the report cannot tell of the last messages")
         config = self.recipe.train
         # Checkpoints go back a few epochs. Older messages could be read again, by their offsets.

@@ -19,6 +19,8 @@ def order_of(
     data: PreparedData,
     difficulty: NDArray[np.float32] | None = None,
     periods: Sequence[MixturePeriod] = (),
+    *,
+    is_part: bool = False,
 ) -> SampleOrder:
     """Return the order of a recipe's training samples.
 
@@ -27,6 +29,7 @@ def order_of(
         data: its prepared data.
         difficulty: how hard each sample is, for a curriculum. Without it, batches have other samples, but as many.
         periods: the mixture periods that a run has recorded. By default, the recipe's mixture applies throughout.
+        is_part: whether the data are one micro-epoch of many. Then samples with the same fields may fill no batch.
 
     Raises:
         RecipeError: a source has no share, or the processor counts no tokens, which the recipe needs.
@@ -55,7 +58,8 @@ def order_of(
     order = SampleOrder(samples_of(data.train), rules, config.seed, mixtures)
     for period in order.periods:
         period.require_sources()
-    _require_room(recipe, order)
+    if not is_part:
+        _require_room(recipe, order)
     return order
 
 
