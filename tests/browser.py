@@ -1,9 +1,10 @@
 """Pages in Debian's Chromium."""
 
+import base64
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from selenium import webdriver
@@ -14,7 +15,6 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 SCREENSHOTS = "RAYLOOM_SCREENSHOTS"
 """The environment variable with the folder for pictures of pages, such as ``docs/images``."""
-PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 
 
 @contextmanager
@@ -37,11 +37,19 @@ def started_browser() -> Iterator[WebDriver]:
 
 
 @contextmanager
-def phone(browser: WebDriver) -> Iterator[None]:
+def screen(browser: WebDriver, width: int, height: int = 844) -> Iterator[None]:
+    """Give the browser a screen of this size. A narrow one is a phone's."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        yield
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def phone(browser: WebDriver) -> AbstractContextManager[None]:
     """Give the browser the screen of a phone."""
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
-    yield
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    return screen(browser, 390)
 
 
 @contextmanager
@@ -49,8 +57,10 @@ def dark(browser: WebDriver) -> Iterator[None]:
     """Ask pages for their dark colors."""
     scheme = [{"name": "prefers-color-scheme", "value": "dark"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
-    yield
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    try:
+        yield
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def seen(page: WebDriver, css: str, words: str = "") -> WebElement:
@@ -70,3 +80,10 @@ def picture(page: WebDriver, name: str, height: int = 1000, at: str = "") -> Non
         if at:
             page.execute_script("arguments[0].scrollIntoView()", page.find_element(By.XPATH, at))
         page.save_screenshot(str(Path(folder) / f"{name}.png"))
+
+
+def whole_picture(page: WebDriver, name: str) -> None:
+    """Write the whole page to ``NAME.png``, if pictures are wanted."""
+    if folder := os.environ.get(SCREENSHOTS):
+        taken = page.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
+        (Path(folder) / f"{name}.png").write_bytes(base64.b64decode(taken["data"]))

@@ -20,6 +20,7 @@ def write_run(
     *overrides: str,
     job: str = "train",
     metrics: dict[str, Any] | None = None,
+    artifacts: dict[str, str] | None = None,
     losses: Sequence[float] = (),
     status: Any = "succeeded",
     error: str | None = None,
@@ -36,7 +37,14 @@ def write_run(
         (folder / HEARTBEAT_FILE).write_bytes(b"beat")
     else:
         result = Result(
-            job=job, run_id=run_id, recipe=recipe.name, status=status, duration_s=75, metrics=metrics or {}, error=error
+            job=job,
+            run_id=run_id,
+            recipe=recipe.name,
+            status=status,
+            duration_s=75,
+            metrics=metrics or {},
+            artifacts=artifacts or {},
+            error=error,
         )
         (folder / RESULT_FILE).write_text(result.model_dump_json(), encoding="utf-8")
     return folder

@@ -26,9 +26,9 @@ function words(value) {
   return size && (size < 1e-3 || size >= 1e7) ? value.toExponential(1).replace("e+", "e") : NUMBER.format(value);
 }
 
-/** Round values between two numbers, about `count` of them. */
-function linearTicks(low, high, count) {
-  const raw = (high - low) / count;
+/** Round values between two numbers, about `count` of them, at least `apart` from each other. */
+function linearTicks(low, high, count, apart) {
+  const raw = Math.max(apart, (high - low) / count);
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= raw);
   const ticks = [];
@@ -59,11 +59,23 @@ function makeAxis(values, isLog, count) {
   if (low === high) [low, high] = [low - (Math.abs(low) || 1) * .1, high + (Math.abs(high) || 1) * .1];
   const pad = (high - low) * .03;
   [low, high] = [low - pad, high + pad];
-  const ticks = isLog ? logTicks(low, high, count) : linearTicks(low, high, count);
+  const ticks = isLog ? logTicks(low, high, count) : linearTicks(low, high, count, known.every(Number.isInteger) ? 1 : 0);
   return {
     at: (value) => (value === null || (isLog && value <= 0) ? NaN : (scale(value) - low) / (high - low)),
     ticks: ticks.map((tick) => ({at: (tick - low) / (high - low), text: words(isLog ? 10 ** tick : tick)})),
   };
+}
+
+/** As much of a text as fits into the width, in pixels. */
+function cut(text, width) {
+  const room = Math.max(3, Math.floor(width / 7));  // letters
+  return text.length > room ? `${text.slice(0, room - 1)}…` : text;
+}
+
+/** An axis over names, each in the middle of its own place. */
+function namedAxis(names, width) {
+  const at = (place) => (place + .5) / names.length;
+  return {at, ticks: names.map((name, place) => ({at: at(place), text: cut(name, width / names.length)}))};
 }
 
 class Chart {
@@ -88,15 +100,17 @@ class Chart {
     const width = Math.max(this.figure.clientWidth, 240);
     const inner = {width: width - MARGIN.left - MARGIN.right, height: HEIGHT - MARGIN.top - MARGIN.bottom};
     const shown = this.shown;
-    const x = makeAxis(shown.flatMap((each) => each.x), this.data.log_x, Math.max(2, Math.floor(inner.width / 90)));
+    const names = this.data.x_names;
+    const x = names.length ? namedAxis(names, inner.width)
+      : makeAxis(shown.flatMap((each) => each.x), this.data.log_x, Math.max(2, Math.floor(inner.width / 90)));
     const y = makeAxis(shown.flatMap((each) => each.y), this.data.log_y, 5);
     this.place = {
       x: (value) => MARGIN.left + x.at(value) * inner.width,
       y: (value) => MARGIN.top + (1 - y.at(value)) * inner.height,
     };
-    const names = this.data.series.map((each) => each.name).join(", ");
+    const curves = this.data.series.map((each) => each.name).join(", ");
     const svg = element("svg", {viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, role: "img",
-      "aria-label": `${this.data.title}: ${names} by ${this.data.x_label}`});
+      "aria-label": `${this.data.title}: ${curves} by ${this.data.x_label}`});
     svg.append(...this.axes(x, y, inner), ...shown.map((each) => this.series(each)));
     this.cursor = element("line", {class: "cursor", y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom, visibility: "hidden"});
     svg.append(this.cursor);
@@ -121,8 +135,8 @@ class Chart {
     }
     parts.push(element("line", {class: "axis", x1: MARGIN.left, x2: MARGIN.left + inner.width, y1: bottom, y2: bottom}));
     const middle = MARGIN.left + inner.width / 2;
-    parts.push(element("text", {x: middle, y: HEIGHT - 3, "text-anchor": "middle"}, this.data.x_label));
-    parts.push(element("text", {x: 0, y: 12}, this.data.y_label));
+    parts.push(element("text", {x: middle, y: HEIGHT - 3, "text-anchor": "middle"}, cut(this.data.x_label, inner.width)));
+    parts.push(element("text", {x: 0, y: 12}, cut(this.data.y_label, inner.width)));
     return parts;
   }
 
@@ -191,7 +205,7 @@ class Chart {
     }
     if (!best) return null;
     const {series, at} = best;
-    const lines = [series.labels?.[at] ?? series.name, `${this.data.x_label} ${words(series.x[at])}`,
+    const lines = [series.labels?.[at] ?? series.name, `${this.data.x_label} ${this.data.x_names[series.x[at]] ?? words(series.x[at])}`,
       `${this.data.y_label} ${words(series.y[at])}`];
     return {at: this.place.x(series.x[at]), text: lines.join("\n")};
   }

@@ -83,6 +83,8 @@ class Chart:
     series: Sequence[Series]
     log_x: bool = False
     log_y: bool = False
+    x_names: Sequence[str] = ()
+    """Names of the places 0, 1, 2 … on the x axis, for what has no order."""
 
     @property
     def json(self) -> Markup:
@@ -98,6 +100,7 @@ class Chart:
             "y_label": self.y_label,
             "log_x": self.log_x,
             "log_y": self.log_y,
+            "x_names": list(self.x_names),
             "labels_points": any(series.labels for series in self.series),
             "series": [self._series_data(series) for series in self.series],
         }

@@ -19,10 +19,8 @@ REPORT_FILE = "report.html"
 """The page of a run, in the run's folder."""
 
 _NUMBER = re.compile(r"[-+−]?[\d.,]+(e[-+]?\d+)?( ?[%a-zA-Zµ]{1,3}(/s)?)?")
-_FIGURE_HEIGHT = 450
-"""Pixels of a figure of plotly, which fills the page's width."""
-_LONG_CELL = 60
-"""Characters from which a cell may be broken into lines."""
+_SHORT_CELL, _LONG_CELL = 20, 60
+"""Characters up to which a column's cells stay on one line, and from which they get room for several."""
 
 
 @dataclass
@@ -35,7 +33,7 @@ class _Section:
 class _Column:
     name: str | Link
     kind: str
-    """A class of the style: number, long or neither."""
+    """A class of the style: number, short, long or none of them."""
 
     @property
     def attributes(self) -> Markup:
@@ -48,7 +46,7 @@ class Page:
     def __init__(self, title: str, state: State | None = None, links: Sequence[Link | Markup] = ()) -> None:
         self._title, self._state, self._links = title, state, list(links)
         self._sections = [_Section(None)]
-        self._has_charts = self._has_figures = False
+        self._has_charts = False
 
     def add_heading(self, text: str) -> None:
         """Begin a section."""
@@ -95,10 +93,12 @@ class Page:
         caption = self._sections[-1].heading or self._title
         self._add("table", caption, kinds, cells)
 
-    def add_bars(self, amounts: Mapping[str, float], words: Callable[[float], str]) -> None:
+    def add_bars(self, amounts: Mapping[str, float], words: Callable[[float], str] | None = None) -> None:
         """Add a bar for each amount, with its words and its share beside it. A whole track is the sum of all."""
         whole = sum(amounts.values()) or 1.0
-        rows = [(name, percent(amount / whole), words(amount)) for name, amount in amounts.items()]
+        rows = [
+            (name, percent(amount / whole), f"{words(amount)}, " if words else "") for name, amount in amounts.items()
+        ]
         self._add("bars", rows)
 
     def add_matrix(self, labels: Sequence[str], counts: Sequence[Sequence[int]]) -> None:
@@ -124,17 +124,9 @@ class Page:
         self._has_charts = True
         self._add("charts", charts)
 
-    def add_figure(self, figure: Any) -> None:
-        """Add a figure of plotly, without its title. The first one brings plotly's script along, which takes 5 MB."""
-        figure.update_layout(margin={"t": 40, "r": 20}, title_text="", autosize=True, height=_FIGURE_HEIGHT)
-        script = not self._has_figures
-        self._has_figures = True
-        html = figure.to_html(full_html=False, include_plotlyjs=script, config={"responsive": True})
-        self.add(Markup(html))  # noqa: S704 # plotly escapes what it is given
-
     def to_html(self) -> str:
         """Return the whole page."""
-        scripts = [read_asset("charts.js")] * self._has_charts + [read_asset("plotly_theme.js")] * self._has_figures
+        scripts = [read_asset("charts.js")] * self._has_charts
         return (
             _templates()
             .get_template("page.html.j2")
@@ -169,8 +161,9 @@ def _templates() -> Environment:
 
 
 def _kind_of(cells: Sequence[object]) -> str:
-    """Return how a column is set: numbers to the right, long text broken into lines."""
+    """Return how a column is set: numbers to the right, short text on one line, long text broken into lines."""
     texts = [str(cell) for cell in cells if str(cell)]
     if texts and all(_NUMBER.fullmatch(text) for text in texts):
         return "number"
-    return "long" if any(len(text) > _LONG_CELL for text in texts) else ""
+    longest = max(map(len, texts), default=0)
+    return "long" if longest > _LONG_CELL else "short" if longest <= _SHORT_CELL else ""

@@ -44,7 +44,7 @@ def test_a_search_gives_back_a_recipe_that_trains(
     table = pd.read_parquet(artifacts["trials"])
     assert table["state"].tolist() == [trial.state.name.lower() for trial in trials]
     page = Path(artifacts["report"]).read_text(encoding="utf-8")
-    of_val_accuracy = ("History", "Importance for val_accuracy", "Parallel coordinates", "Slices")
+    of_val_accuracy = ("History of val_accuracy", "Importance for val_accuracy", "Slices of val_accuracy")
     for title in (*of_val_accuracy, "Timeline", "Trials by epoch"):
         assert f">{title}" in page
     best = load_recipe(artifacts["best_recipe"])

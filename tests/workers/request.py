@@ -13,7 +13,7 @@ from pathlib import Path
 
 MODULES = [
     *("aiohttp", "deepspeed", "deepspeed.ops", "deepspeed.runtime.zero.muon.muon_optimizer", "fastapi", "grpc"),
-    *("httpx", "onnx", "opentelemetry.sdk.metrics", "optuna", "pandas", "PIL.Image", "plotly.graph_objects"),
+    *("httpx", "onnx", "opentelemetry.sdk.metrics", "optuna", "pandas", "PIL.Image"),
     *("pyarrow.fs", "requests", "sklearn.datasets", "tensorboardX", "tokenizers", "torch._dynamo", "upath", "uvicorn"),
 ]
 """Modules that many workers need. Ray is left out: on import it reads a worker's job from the environment. Modules of

@@ -278,10 +278,15 @@ def test_of_several_objectives_the_front_is_kept(url: URL, tmp_path: Path) -> No
     assert metrics.best_values == {"val_accuracy": 0.9, "parameters": 100.0}
     assert metrics.epochs_trained == 3
     objectives = [Objective("val_accuracy", "max"), Objective("parameters", "min")]
-    page = write_report(study.study, objectives, metrics, UPath(tmp_path)).read_text(encoding="utf-8")
+    few = write_report(study.study, objectives, metrics, UPath(tmp_path)).read_text(encoding="utf-8")
     for title in ("Pareto front", "Importance for val_accuracy", "Importance for parameters"):
-        assert f">{title}</h2>" in page
-    assert "Too few complete trials" not in page
+        assert f">{title}</h2>" in few
+    assert few.count("Not known: it takes 10 complete trials") == 2, "three trials say nothing of importance"
+    for accuracy in range(7):
+        study.complete(ask(study), [accuracy / 10, 1e6 - accuracy], stopped_early=False)
+    page = write_report(study.study, objectives, metrics, UPath(tmp_path)).read_text(encoding="utf-8")
+    assert "Not known" not in page
+    assert page.count('class="bars"') == 2
 
 
 def test_a_trial_that_waits_is_known_to_the_sampler_and_goes_on_after_a_restart(url: URL) -> None:
