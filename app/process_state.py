@@ -1,5 +1,6 @@
 """State of this process: what is changed within a block and restored after it, and what holds for its life."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -7,6 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_MALLOC_PARAMETERS = (
+    # M_MMAP_THRESHOLD, at its maximum. Larger blocks are mapped, and returned when they are freed.
+    (-3, 32 * 2**20),
+    # M_TRIM_THRESHOLD, the free bytes at the end of the heap before any are returned.
+    (-1, 2**31 - 1),
+)
+"""Numbers from glibc's malloc.h."""
 
 
 @contextmanager
@@ -47,3 +55,25 @@ def spare_loopback() -> None:
     hosts = ["*"] if "*" in map(str.strip, spared) else dict.fromkeys([*spared, *_LOOPBACK])
     # Programs read either of them, some the lower case first.
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed memory, in a process that trains once. With other C libraries do nothing.
+
+    By default glibc returns much of it to the system, and each step takes the same memory again, page by page.
+    Do not call this in a process that trains many times: it would grow from one training to the next.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in _MALLOC_PARAMETERS:
+            mallopt(parameter, value)
+
+
+def return_freed_memory() -> None:
+    """Return the free heap memory of this process to the system. With a C library other than glibc, do nothing.
+
+    glibc keeps freed blocks of up to 32 MB and splits them for small allocations, until no tensor fits into the rest.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

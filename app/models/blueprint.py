@@ -6,7 +6,6 @@ time: a storage is handed over after its last operation, and freed if the next o
 (After torchdistX's deferred initialization: https://pytorch.org/torchdistx/latest/deferred_init.html)
 """
 
-import ctypes
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from app.models.recording import (
     silent_fakes,
     swappable_fakes,
 )
+from app.process_state import return_freed_memory
 from app.storage import no_op
 
 Finish = Callable[[Tensor], Tensor]
@@ -303,13 +303,3 @@ def restore_random_states(of_torch: Tensor, of_python: Any, of_numpy: Any) -> No
     torch.set_rng_state(of_torch)
     random.setstate(of_python)
     np.random.set_state(of_numpy)
-
-
-def return_freed_memory() -> None:
-    """Return the free heap memory of this process to the system. With a C library other than glibc, do nothing.
-
-    glibc keeps freed blocks of up to 32 MB and splits them for small allocations, until no tensor fits into the rest.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

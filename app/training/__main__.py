@@ -10,7 +10,7 @@ from app.artifacts import DATA
 from app.config import Recipe, load_recipe
 from app.config.overrides import require_once
 from app.errors import RayloomError, UnsharedStorageError
-from app.process_state import spare_loopback
+from app.process_state import keep_freed_memory, spare_loopback
 from app.runs import JSON_HELP, Outcome, Run, execute
 from app.storage import absolute_location, to_path
 from app.tasks import load_prepared
@@ -22,7 +22,7 @@ from app.training.publication import finish_run
 from app.training.resume import start_or_resume
 from app.training.run import open_run, prepare_run
 from app.training.session import train
-from app.training.worker import Worker, keep_freed_memory, leave_process_group, start_worker
+from app.training.worker import Worker, leave_process_group, start_worker
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +36,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         require_once(arguments.overrides)
         recipe = _load(arguments.recipe, arguments.overrides)
-        keep_freed_memory()
         worker = start_worker(recipe.train)
         if worker.is_first:
             result = execute(_start(worker, recipe), partial(_lead, worker))
@@ -84,6 +83,7 @@ def _lead(worker: Worker, run: Run) -> Outcome:
         worker.broadcast((str(run.folder), mark, plan.to_bytes()))
         require_shared(worker, run.folder, mark)
     require_groups_within_nodes(worker, plan.recipe.train.plan)
+    keep_freed_memory()  # not before: training would get what preparation took on top of its own
     return finish_run(run, data, train(plan, data, worker, run.folder))
 
 
@@ -100,6 +100,7 @@ def _follow(worker: Worker) -> None:
     except UnsharedStorageError:
         return  # the first process reports it
     require_groups_within_nodes(worker, plan.recipe.train.plan)
+    keep_freed_memory()
     train(plan, load_prepared(plan.recipe, folder / DATA), worker, folder)
 
 

@@ -20,6 +20,7 @@ from app.cluster.state import MARK
 from app.config import TrainConfig, count_in
 from app.errors import DataError, NonFiniteLossError, RayloomError, TopologyError, TrainingError, UnsharedStorageError
 from app.heartbeat import keep_heartbeat
+from app.process_state import keep_freed_memory
 from app.storage import no_op, to_path
 from app.tasks import load_prepared
 from app.telemetry import catalog
@@ -31,7 +32,7 @@ from app.training.ray_trainer import FailureCounter, LightTrainer
 from app.training.records import Ending, EpochRecord
 from app.training.session import train
 from app.training.stop_request import StopRequest
-from app.training.worker import keep_freed_memory, start_worker
+from app.training.worker import start_worker
 
 _RESIZE_INTERVAL_S = 10.0
 _STATE_TRACKING = "RAY_TRAIN_ENABLE_STATE_TRACKING"

@@ -1,6 +1,5 @@
 """One process of a training run: its rank, its collectives, its memory and its random numbers."""
 
-import ctypes
 import gc
 import os
 import random
@@ -28,13 +27,6 @@ os.environ.setdefault("DS_LOG_LEVEL", "warning")
 _SLOW_STORAGE = timedelta(hours=2)
 """Maximum wait of the workers for one that reads or writes."""
 _MARGIN = timedelta(minutes=1)
-_MALLOC_PARAMETERS = (
-    # M_MMAP_THRESHOLD, at its maximum. Larger blocks are mapped, and returned when they are freed.
-    (-3, 32 * 2**20),
-    # M_TRIM_THRESHOLD, the free bytes at the end of the heap before any are returned.
-    (-1, 2**31 - 1),
-)
-"""Numbers from glibc's malloc.h."""
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
 """None: all processes of the run."""
@@ -172,18 +164,6 @@ def leave_process_group() -> None:
         if deepspeed.comm.is_initialized():
             deepspeed.comm.destroy_process_group()
             gc.collect()
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed memory, in a process that trains once. With other C libraries do nothing.
-
-    By default glibc returns much of it to the system, and each step takes the same memory again, page by page.
-    Do not call this in a process that trains many times: it would grow from one training to the next.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for parameter, value in _MALLOC_PARAMETERS:
-            mallopt(parameter, value)
 
 
 def seed_random(seed: int) -> None:

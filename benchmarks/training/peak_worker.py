@@ -13,8 +13,9 @@ from functools import partial
 import torch
 
 from app.config import TrainConfig
-from app.models.blueprint import Blueprint, return_freed_memory
+from app.models.blueprint import Blueprint
 from app.models.gpt import GPT
+from app.process_state import return_freed_memory
 from app.training.activity import Activity
 from app.training.data.feed import MicroBatch
 from app.training.engine import TrainingEngine, create_engine

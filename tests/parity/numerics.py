@@ -26,9 +26,10 @@ from upath import UPath
 from app.config import CheckpointConfig, Recipe, TrainConfig, load_recipe
 from app.config.train import OptimizerConfig
 from app.errors import TrainingError
-from app.models.blueprint import Blueprint, return_freed_memory
+from app.models.blueprint import Blueprint
 from app.models.factory import build_model
 from app.models.gpt import GPT
+from app.process_state import return_freed_memory
 from app.tasks import prepare
 from app.training.activity import Activity
 from app.training.checkpoints.names import buffer

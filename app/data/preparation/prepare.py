@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from upath import UPath
 
 from app.config import ColumnsConfig, DataConfig, Recipe
@@ -34,6 +35,7 @@ from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.errors import DataError
 from app.heartbeat import wait_for_lock
 from app.pretrained import open_pretrained
+from app.process_state import return_freed_memory
 from app.storage import absolute_location
 
 SHARDS = "data"
@@ -192,6 +194,9 @@ class Preparer:
         run_units = self.run_units if len(work.units) > 1 else map
         for number in run_units(function, left):
             progress.add(number)
+        # The next pass, and training in this process, would take their memory on top of what is freed.
+        pa.default_memory_pool().release_unused()
+        return_freed_memory()
 
     def _with_codec(self, work: UnitWork, decision: Decision) -> UnitWork:
         """Save what the shards are written with, and the sample that a processor is fitted on. Return the work."""

@@ -11,10 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from app.config import Layout, TrainConfig
 from app.errors import TrainingError
-from app.models.blueprint import Blueprint, return_freed_memory
+from app.models.blueprint import Blueprint
 from app.models.splitting import layers_of
 from app.models.staged import Tied
 from app.models.traits import ModelKind, is_hugging_face, kind_of
+from app.process_state import return_freed_memory
 from app.tasks.objective import CrossEntropy, Objective, Totals
 from app.torch_internals import is_persistent_buffer
 from app.training.activity import Activity

@@ -30,6 +30,7 @@ from app.models.precision import TORCH_DTYPES
 from app.planner.calibration import Calibration, MeasuredPlan, machine_name
 from app.planner.enumeration import divisors
 from app.planner.search import Candidate
+from app.process_state import keep_freed_memory
 from app.storage import to_path
 from app.tasks import load_prepared
 from app.training.activity import Activity
@@ -37,7 +38,7 @@ from app.training.data.feed import Feed
 from app.training.engine import create_engine
 from app.training.plan import TrainingPlan
 from app.training.planning.report import plan_keys
-from app.training.worker import Worker, keep_freed_memory, leave_process_group, seed_random, start_worker
+from app.training.worker import Worker, leave_process_group, seed_random, start_worker
 
 T = TypeVar("T")
 _TIMEOUT_S = 300.0
