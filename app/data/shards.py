@@ -172,10 +172,10 @@ class ShardWriter:
         return low
 
     def _write(self) -> None:
-        rows = pa.Table.from_batches(self._batches, self._schema).combine_chunks()
+        rows = pa.Table.from_batches(self._batches, self._schema)
+        # Both copy: a slice alone would be written with the padding of the array that it was cut from.
+        rows = rows.combine_chunks() if len(self._batches) > 1 else rows.take(pa.array(np.arange(rows.num_rows)))
         self._batches, self._bytes = [], 0
-        # A slice would be written with the padding of the array that it was cut from.
-        rows = rows.take(pa.array(np.arange(rows.num_rows)))
         name = f"{self.place.prefix}-{len(self.shards):03d}.arrow"
         with stream_atomically(self.place.folder / name) as file:
             # One record batch, whose columns can be memory-mapped.

@@ -190,13 +190,12 @@ class Preparer:
         done = work.finished(prefix)
         left = [unit.number for unit in work.units if unit.number not in done]
         progress = UnitProgress(what, [unit.bytes for unit in work.units], done, time.monotonic)
+        _release_memory()
         # Small data are worked on here: a task on a cluster would take longer to start.
         run_units = self.run_units if len(work.units) > 1 else map
         for number in run_units(function, left):
             progress.add(number)
-        # The next pass, and training in this process, would take their memory on top of what is freed.
-        pa.default_memory_pool().release_unused()
-        return_freed_memory()
+        _release_memory()
 
     def _with_codec(self, work: UnitWork, decision: Decision) -> UnitWork:
         """Save what the shards are written with, and the sample that a processor is fitted on. Return the work."""
@@ -301,3 +300,9 @@ def _require_memory(units: Sequence[Unit], max_bytes: int) -> None:
                 f"{piece.path!r} has record batches of about {piece.bytes:,} bytes, and data.shards.memory is "
                 f"{max_bytes:,}: write smaller batches, or write Parquet"
             ).of("batches.too_large", "data.shards.memory")
+
+
+def _release_memory() -> None:
+    """Return freed memory to the system: what follows takes its own on top of it, as training does in this process."""
+    pa.default_memory_pool().release_unused()
+    return_freed_memory()

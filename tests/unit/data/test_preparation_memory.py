@@ -161,3 +161,30 @@ def test_the_sample_of_a_compressed_source_is_bounded(tmp_path: Path, monkeypatc
     work = UnitWork(str(tmp_path), recipe.data, units, Documents(), None, sample_fraction=1.0)
     work.survey(0)
     assert 100_000 < work.sample_file(0).stat().st_size < 300_000
+
+
+@pytest.mark.slow
+def test_preparation_adds_no_memory_to_the_training_that_follows(tmp_path: Path) -> None:
+    """The second run finds the shards that the first one has prepared in the same process as it trained."""
+    source, path = random.Random(0), tmp_path / "texts.csv"
+    rows = [(f"{number} {' '.join(source.choices(WORDS, k=35))}", f"{number % 3}") for number in range(250_000)]
+    write_table(path, rows, ["text", "label"])
+    overrides = [
+        f"data.source={path}",
+        f"storage={tmp_path}/storage",
+        "data.validation_fraction=0.002",
+        "model.args={layers: 1, width: 32, heads: 2}",
+        "train.epochs=1",
+        "train.max_steps=2",
+        "train.linear_baseline=false",
+        "train.report_samples=0",
+    ]
+    train = (
+        "import re, sys, pathlib\n"
+        "from app.training.__main__ import main\n"
+        "assert main(['recipes/reviews.yaml', *sys.argv[1:]]) == 0\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', pathlib.Path('/proc/self/status').read_text())[1])\n"
+    )
+    runs = [subprocess.check_output([sys.executable, "-c", train, *overrides], text=True) for _ in range(2)]
+    with_preparation, without = (int(told.splitlines()[-1]) for told in runs)
+    assert with_preparation - without < 50_000  # kilobytes
