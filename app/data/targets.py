@@ -4,6 +4,7 @@ import json
 import math
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
@@ -14,7 +15,7 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.rows import number_of
-from app.data.written import digits_of
+from app.data.written import digits_of, label_of
 from app.errors import DataError
 from app.storage import write_atomically
 
@@ -303,10 +304,7 @@ class Scale(BaseModel):
 
 
 def _is_number(label: str) -> bool:
-    try:
-        return math.isfinite(float(label))
-    except ValueError:
-        return False
+    return number_of(label) is not None
 
 
 @dataclass(frozen=True)
@@ -367,13 +365,14 @@ def load_labels(folder: UPath) -> list[str]:
 
 
 def split_labels(given: str, separator: str) -> list[str]:
-    """Return the labels of one row: of a list in JSON, as tables give lists, or of a text with separators."""
+    """Return the labels of one row: of a list in JSON, as tables give lists, or of a text with separators.
+
+    Empty labels and null are left out.
+    """
     if given.startswith("["):
-        try:
-            return [str(label) for label in json.loads(given)]
-        except ValueError:
-            pass
-    return [label for part in (given.split(separator) if separator else [given]) if (label := part.strip())]
+        with suppress(ValueError, TypeError):
+            return [name for label in json.loads(given) if (name := label_of(label))]
+    return [name for part in (given.split(separator) if separator else [given]) if (name := label_of(part))]
 
 
 def softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -396,11 +395,10 @@ def _require_distinct(labels: Iterable[str], config: DataConfig) -> None:
 
 
 def _meaning_of(label: str) -> tuple[float | str, str]:
-    try:
-        return float(label), "number"
-    except ValueError:
-        # A letter with an accent is one character or two, and looks alike.
-        return unicodedata.normalize("NFC", label), f"text in other characters ({label!a})"
+    if (number := number_of(label)) is not None:
+        return number, "number"
+    # A letter with an accent is one character or two, and looks alike.
+    return unicodedata.normalize("NFC", label), f"text in other characters ({label!a})"
 
 
 def _by_label(labels: Sequence[str], scores: NDArray[np.float32]) -> dict[str, float]:
@@ -420,8 +418,8 @@ def indices_of(known: Sequence[str], labels: Sequence[str], config: DataConfig, 
 
 
 def _number(label: str, source: str) -> float:
-    if not _is_number(label):
+    if (number := number_of(label)) is None:
         raise LabelError(
             f"{source} has the label {label!r}: a regression learns numbers; give numbers, or another task", label
         ).of("label.not_a_number")
-    return float(label)
+    return number

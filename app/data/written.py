@@ -40,6 +40,11 @@ def name_of(value: Any) -> str:
     return _name_of(text_of(value))
 
 
+def label_of(value: Any) -> str:
+    """Return the name of a label; an empty text if it is missing."""
+    return "" if value is None or value != value else name_of(value)
+
+
 @lru_cache(maxsize=4096)
 def _name_of(text: str) -> str:
     text = text.strip()

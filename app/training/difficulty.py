@@ -11,6 +11,7 @@ from upath import UPath
 from app.config import Recipe
 from app.data.labelled import LabelledData
 from app.data.prepared import PreparedData
+from app.data.rows import number_of
 from app.errors import DataError, RecipeError
 from app.shared_files import read
 from app.storage import ProgressCallback, no_op, open_storage, stream_atomically
@@ -111,11 +112,7 @@ def _by_column(recipe: Recipe, data: LabelledData, column: str) -> NDArray[np.fl
 
 
 def _number(cell: str, column: str, place: str) -> float:
-    try:
-        number = float(cell)
-    except ValueError:
-        number = np.nan
-    if not np.isfinite(number):
+    if (number := number_of(cell)) is None:
         raise DataError(f"{place}: {cell!r} in column {column!r} of train.curriculum: expected a number").of(
             "number.invalid", "train.curriculum.column"
         )

@@ -10,7 +10,7 @@ import orjson
 import pyarrow as pa
 from upath import UPath
 
-from app.data.written import digits_of, name_of, text_of
+from app.data.written import digits_of, label_of, text_of
 from app.errors import DataError
 from app.import_string import suggestion
 from app.shared_files import map_concurrently
@@ -357,12 +357,12 @@ def as_text(value: Any) -> str | None:
 def as_label(value: Any) -> str:
     if isinstance(value, bytes):
         value = value.decode()
-    return "" if _is_empty(value) else name_of(value)
+    return label_of(value)
 
 
 def _as_labels(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return orjson.dumps([as_label(item) for item in value]).decode()
+        return orjson.dumps([label for item in value if (label := as_label(item))]).decode()
     if isinstance(value, bytes):
         value = value.decode()
     return "" if _is_empty(value) else text_of(value).strip()

@@ -290,6 +290,7 @@ def of_rows(path: Path, task: str, *bad: dict[str, object], first: int = 0) -> P
         ("text-classification", {"text": {"a": 1}, "label": "a"}, "'text' is an object"),
         ("text-regression", {"text": "c", "label": "many"}, "has the label 'many': a regression learns numbers"),
         ("tabular-regression", {"size": 1, "label": "inf"}, "has the label 'inf': a regression learns numbers"),
+        ("tabular-regression", {"size": 1, "label": "1_000"}, "has the label '1_000': a regression learns numbers"),
         ("tabular-regression", {"size": [1], "label": 1}, "'size' is a list"),
         ("tabular-multilabel", {"size": 1, "label": {"a": 1}}, "'label' is an object"),
         ("text-multilabel", {"text": "c", "label": ["1", "01"]}, "has the labels '01' and '1', .* the same number"),

@@ -226,6 +226,22 @@ def test_equal_sets_of_labels_are_equal_in_every_format(tmp_path: Path) -> None:
     assert data.report.dropped == {"in_test": 10}
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.csv"])
+def test_null_and_empty_labels_of_a_list_are_left_out(tmp_path: Path, name: str) -> None:
+    lists = [["a", None], ["", "b", " "], [None], ["b"], ["a"]] * 8
+    rows = [{"text": f"text {number}", "label": given} for number, given in enumerate(lists)]
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    elif name.endswith("jsonl"):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    else:
+        write_table(tmp_path / name, [(str(row["text"]), json.dumps(row["label"]), "") for row in rows])
+    tree = {"name": "x", "task": "text-multilabel", "data": {"source": str(tmp_path / name)}}
+    data: Any = prepare(Recipe.model_validate(tree | {"model": {"factory": "a:b"}}))
+    assert data.targets.labels == ["a", "b"]
+    assert len(data.train) + len(data.validation) == len(rows)
+
+
 def test_the_kind_of_a_column_without_values_is_not_guessed() -> None:
     rows: list[dict[str, Any]] = [{"age": None, "size": 1}, {"age": "NA", "size": 2}]
     with refused("column.no_values", "age"):
