@@ -33,6 +33,12 @@ _SMALL = 1e-3
 float32 computes a sigmoid or a softmax to about 1e-7, however small the result: the limit of fp32, 1e-4, of this.
 """
 
+_MANY, _RARE = 32, 0.1
+"""The least magnitude of one of so many columns, as a share of the output's.
+
+They are the features of one vector, and rounding is alike in all. A feature may be nearly always 0, as after a ReLU.
+"""
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -173,7 +179,8 @@ def magnitudes(groups: Sequence[Tensors]) -> Tensors:
     """Return the magnitude of each float output, in an array that broadcasts to it: a number for each column.
 
     It is the root mean square over the rows of all groups. With more axes, it is over all numbers of one index of an
-    axis whose size does not vary, and the least of all these axes counts.
+    axis whose size does not vary, and the least of all these axes counts. One of many columns has at least a share of
+    the output's magnitude.
     """
     return {
         name: _magnitude([group[name] for group in groups])
@@ -193,8 +200,11 @@ def _magnitude(arrays: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
         for axis in sums:
             others = tuple(other for other in range(first.ndim) if other != axis)
             sums[axis] = sums[axis] + squares.sum(axis=others, keepdims=True)
-    roots = [np.sqrt(total / (count // first.shape[axis])) for axis, total in sums.items()]
     overall = np.sqrt(whole / max(count, 1))
+    roots = [
+        np.maximum(np.sqrt(total / (count // total.size)), _RARE * overall * (total.size >= _MANY))
+        for total in sums.values()
+    ]
     # Above 0, so that any error of zeros is a large one.
     least = np.maximum(_SMALL * np.minimum(overall, 1.0), np.finfo(np.float32).tiny)
     magnitude: NDArray[np.float64] = np.maximum(reduce(np.minimum, roots) if roots else overall, least)

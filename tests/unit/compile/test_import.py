@@ -243,6 +243,40 @@ def test_a_small_output_or_column_may_be_no_more_wrong_than_a_large_one(
             assert (known.difference(engine) > 1e-4) is (error == 1.0)
 
 
+@pytest.mark.parametrize("columns", [384, 2048])
+def test_features_that_are_nearly_always_0_may_be_rounded_like_the_others(columns: int, tmp_path: Path) -> None:
+    """The other model sums the same products in another order. Wrong features are refused as before."""
+    draw = np.random.default_rng(3).standard_normal
+    pixels = draw((512, 64)).astype(np.float32)
+    first, second = draw((64, 256)).astype(np.float32), draw((256, columns)).astype(np.float32)
+    sums = np.maximum(pixels @ first, 0.0) @ second
+    # Later features are above 0 in fewer rows, the last ones in hardly any.
+    rarity = -sums.mean(axis=0) - sums.std(axis=0) * np.linspace(0.0, 3.2, columns)
+    nodes = [
+        helper.make_node("MatMul", ["pixels", "first"], ["hidden"]),
+        helper.make_node("Relu", ["hidden"], ["positive"]),
+        helper.make_node("MatMul", ["positive", "second"], ["sums"]),
+        helper.make_node("Add", ["sums", "rarity"], ["shifted"]),
+        helper.make_node("Relu", ["shifted"], ["features"]),
+    ]
+
+    def model(order: NDArray[np.intp], error: float = 0.0) -> Path:
+        given = second[order]
+        given[:, 0] *= 1 + error
+        constants = {"first": first[:, order], "second": given, "rarity": rarity.astype(np.float32)}
+        takes, gives = {"pixels": (Type.FLOAT, ["n", 64])}, {"features": (Type.FLOAT, ["n", columns])}
+        return write(tmp_path / "model.onnx", nodes, takes, gives, constants)
+
+    as_written, shuffled = np.arange(256), np.random.default_rng(4).permutation(256)
+    with closing(open_oracle(model(as_written))) as engine:
+        reference = Reference.of(engine, TensorRows({"pixels": list(pixels)}, [0] * len(pixels)), Judge(None))
+    for error in (0.0, 1e-3):
+        with closing(open_oracle(model(shuffled, error))) as engine:
+            parity = compare(engine, reference)
+        assert parity.max_difference > 0.0
+        assert bool(failures(parity, "fp32", None, Judge(None), GatesConfig())) is (error > 0.0), parity
+
+
 def test_int8_takes_its_ranges_from_rows_of_several_lengths(tmp_path: Path) -> None:
     generator = np.random.default_rng(6)
     table = [{"values": generator.standard_normal((3 + index % 3, WIDTH)).tolist()} for index in range(66)]
