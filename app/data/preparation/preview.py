@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from app.best_effort import warn
 from app.config import DataConfig
 from app.data.examples import Input, in_words
 from app.data.kinds import resolve_kinds
@@ -25,7 +26,7 @@ def require_readable(config: DataConfig, kind: SampleKind) -> None:
     """Read the first rows of a few files of each source on this machine, as preparation will.
 
     Raises:
-        DataError: a source does not exist or lacks a column, a row cannot be read, or none of the looked-at inputs can.
+        DataError: a source does not exist or lacks a column, or a row or none of the inputs of all files can be read.
     """
     for section, source in _sources(config):
         if source.uri.startswith("builtin:"):
@@ -66,19 +67,23 @@ def _sources(config: DataConfig) -> Iterator[tuple[DataConfig, Source]]:
 
 def _look_at(config: DataConfig, source: Source, kind: SampleKind) -> None:
     files = list_files(source, kind.contents)
-    named, inputs = _resolved(config, files, kind), list[Input | None]()
+    named, inputs, is_whole = _resolved(config, files, kind), list[Input | None](), len(files) <= _FILES
     for file in _spread(files):
-        for rows in read_files([file], kind.columns(named)):
+        parts = read_files([file], kind.columns(named))
+        for rows in islice(parts, 1):
             inputs += islice(_inputs(rows, named, kind), _INPUTS)
             kind.labels(rows, named)
-            break
+            is_whole = is_whole and len(rows) <= _INPUTS and next(parts, None) is None
     if not inputs and len(files) <= _FILES:
-        raise DataError(f"{source} has no examples: give a source that has some")
+        raise DataError(f"{source} has no examples: give a source that has some").of("source.empty", source.key)
     if inputs and all(item is None for item in inputs):
-        raise DataError(
+        told = (
             f"{source}: all {len(inputs):,} inputs that were looked at are left out ({in_words(kind.unread)}), such as "
             f"those of {files[0].path!r}: repair or convert them"
         )
+        if is_whole:
+            raise DataError(told).of("rows.unreadable", source.key)
+        warn(told)  # others may be right, and preparation counts all
 
 
 def _spread(files: Sequence[SourceFile]) -> list[SourceFile]:

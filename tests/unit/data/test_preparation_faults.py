@@ -17,12 +17,13 @@ from upath import UPath
 
 from app.config import Recipe, load_recipe
 from app.data.preparation import prepare as preparing
+from app.data.preparation.preview import require_readable
 from app.data.sources.labelled import load_examples
 from app.data.tabular import TabularProcessor
 from app.errors import DataError
 from app.storage import open_storage, to_path
-from app.tasks import prepare
-from tests.preparing import ROWS, prepared, recipe_of, rows_in, write_table
+from app.tasks import find_task, prepare
+from tests.preparing import ROWS, prepared, recipe_of, rows_in, text, write_table
 from tests.wording import refused
 
 
@@ -333,3 +334,22 @@ def test_a_sample_that_the_processor_refuses_is_named(tmp_path: Path) -> None:
     data = replace(data, train=replace(data.train, processor=TabularProcessor([column], [])))
     with pytest.raises(DataError, match=r"/train-00000-000\.arrow, row 3: a row has .* for 'size'"):
         data.train.batch([2, 1])
+
+
+@pytest.mark.parametrize("count", [32, 4_000])
+def test_a_look_refuses_unreadable_rows_only_if_there_are_no_others(
+    tmp_path: Path, count: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{text(number)} caf\u00e9,{'ab'[number % 2]}" for number in range(count)]
+    encoded = [row.encode("cp1252" if number < 32 else "utf-8") for number, row in enumerate(rows)]
+    (tmp_path / "rows.csv").write_bytes(b"\n".join([b"text,label", *encoded]))
+    recipe = of_task("text-classification", tmp_path / "rows.csv")
+    kind = find_task(recipe.task).samples(recipe)
+    if count == 32:
+        with refused("rows.unreadable", "data.source"):
+            require_readable(recipe.data, kind)
+        return
+    require_readable(recipe.data, kind)
+    assert "warning: data.source" in capfd.readouterr().err
+    data: Any = prepare(recipe)
+    assert data.report.dropped["not_text"] == 32
