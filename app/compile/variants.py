@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from app.config import PLAN_ENGINES, CompileConfig, ComputePrecision, EngineName
 from app.engines.architecture import Device, compute_capability
@@ -39,8 +39,8 @@ class Variant(BaseModel):
     sparse: bool = False
     """Whether its weights have 2-of-4 sparsity."""
 
-    baseline: bool = Field(default=False, validation_alias=AliasChoices("baseline", "yardstick"))
-    """Whether it is only measured for comparison, and never published. Earlier reports call this ``yardstick``."""
+    baseline: bool = False
+    """Whether it is only measured for comparison, and never published."""
 
     @property
     def file(self) -> ComputePrecision:

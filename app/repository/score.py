@@ -1,8 +1,6 @@
 """A task's metric of a compiled model, as results, reports and manifests keep it."""
 
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, computed_field, model_validator
+from pydantic import BaseModel, ConfigDict, computed_field
 
 from app.config.metrics import Mode
 
@@ -39,11 +37,3 @@ class Scored(BaseModel):
     def accuracy(self) -> float | None:
         """The score, if it is an accuracy."""
         return self.score.value if self.score and self.score.metric == ACCURACY else None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_accuracy(cls, given: Any) -> Any:
-        """Take the ``accuracy`` of files that were written before tasks had other metrics."""
-        if isinstance(given, dict) and "score" not in given and given.get(ACCURACY) is not None:
-            return given | {"score": {"value": given[ACCURACY]}}
-        return given

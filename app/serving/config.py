@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from app.artifacts import WEIGHTS_FILE
 from app.config import Percent, ServeConfig, TensorParallelConfig
@@ -109,9 +109,8 @@ class Cascade(_Config):
 class Scaling(_Config):
     """A model's requirements on the replicas. Each replica holds all models."""
 
-    # The second names are in the configurations that releases before 0.2 have given to Serve.
-    min_replicas: Annotated[PositiveInt, Field(validation_alias=AliasChoices("min_replicas", "least"))] = 1
-    max_replicas: Annotated[PositiveInt, Field(validation_alias=AliasChoices("max_replicas", "most"))] = 1
+    min_replicas: PositiveInt = 1
+    max_replicas: PositiveInt = 1
     cpus: Annotated[float, Field(ge=0.0)] = 0.0
     """CPUs that a replica reserves for the model."""
 

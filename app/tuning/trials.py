@@ -89,8 +89,7 @@ def is_paused(trial: FrozenTrial) -> bool:
 def rung_results_of(study: Study) -> list[float | None]:
     """Return the first objective of each trial that ended or was paused, in that order; None if it has no value."""
     recorded = [item for trial in study.get_trials(deepcopy=False) for item in trial.user_attrs.get(RUNG_RESULTS, [])]
-    # The study's own attribute is that of earlier versions, so its values come first.
-    return [*study.user_attrs.get(RUNG_RESULTS, []), *(value for _, value in sorted(recorded, key=itemgetter(0)))]
+    return [value for _, value in sorted(recorded, key=itemgetter(0))]
 
 
 def epochs_of(trial: FrozenTrial) -> int:

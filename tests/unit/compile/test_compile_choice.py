@@ -327,8 +327,3 @@ def test_pytorch_is_what_others_are_compared_with_unless_it_is_named() -> None:
 def test_keys_that_do_not_fit_are_refused(given: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         CompileConfig.model_validate(given)
-
-
-def test_a_baseline_of_an_earlier_report_is_read() -> None:
-    earlier = {"engine": "torch", "precision": "fp32", "device": "cpu", "yardstick": True}
-    assert Variant.model_validate(earlier) == Variant(engine="torch", precision="fp32", device="cpu", baseline=True)

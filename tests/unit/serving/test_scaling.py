@@ -92,10 +92,6 @@ def test_models_that_share_replicas_get_what_each_asked_for() -> None:
     assert Scaling.combined([]) == Scaling()
 
 
-def test_the_replicas_of_an_endpoint_that_an_earlier_release_deployed_are_read() -> None:
-    assert Scaling.model_validate({"least": 2, "most": 5}) == Scaling(min_replicas=2, max_replicas=5)
-
-
 def test_an_endpoint_of_another_release_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     version = {"storage": "s", "name": "old", "version": 1, "threads": 1, "policy": {"max_batch_size": 8}}
     deployed = {"models": {"old": {"production": version}}}
