@@ -5,6 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 def warn(message: str) -> None:
@@ -40,6 +43,13 @@ class BestEffort:
 def best_effort(action: Callable[[], object], failure: str, work: str = "training") -> bool:
     """Run ``action``, which ``work`` does not depend on. Return whether it succeeded; if not, warn of ``failure``."""
     return BestEffort(failure, work)(action)
+
+
+def attempt(action: Callable[[], Result], failure: str, work: str = "training") -> Result | None:
+    """Return what ``action`` returns, or None with a warning of ``failure``, as ``best_effort``."""
+    results: list[Result] = []
+    best_effort(lambda: results.append(action()), failure, work)
+    return results[0] if results else None
 
 
 @contextmanager

@@ -46,11 +46,8 @@ def run_lock(run_folder: UPath) -> Iterator[None]:
         _replace(path, b"", uuid.uuid4().hex.encode())
     except OSError as error:
         raise StorageError(f"storage {str(run_folder)!r} cannot be written ({error}): check its rights") from error
-    try:
-        with keep_heartbeat(run_folder):
-            yield
-    finally:  # the result is already written: a storage error must not lose it
-        best_effort(lambda: path.unlink(missing_ok=True), f"{str(path)!r} cannot be removed", "the job")
+    with _held(run_folder):
+        yield
 
 
 @contextmanager
@@ -65,10 +62,18 @@ def wait_for_lock(folder: UPath, what: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     while not _try_lock(path, _last_beat(path, what)):
         print(f"another job began {what} first", flush=True)
+    with _held(folder):
+        yield
+
+
+@contextmanager
+def _held(folder: UPath) -> Iterator[None]:
+    """Keep the heartbeat of a folder, and remove it at the end."""
+    path = folder / HEARTBEAT_FILE
     try:
         with keep_heartbeat(folder):
             yield
-    finally:
+    finally:  # the result is already written: a storage error must not lose it
         best_effort(lambda: path.unlink(missing_ok=True), f"{str(path)!r} cannot be removed", "the job")
 
 

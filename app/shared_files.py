@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, Self, TypeVar
 
+from pydantic import BaseModel
 from upath import UPath
 
 from app.storage import is_local, write_atomically
@@ -55,6 +56,23 @@ def read(path: UPath) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return content
+
+
+class KeptFile(BaseModel):
+    """What a run keeps in a file of its folder, for its page."""
+
+    file: ClassVar[str]
+    """The name of the file."""
+
+    def save(self, run_folder: UPath) -> None:
+        """Write it for ``load``."""
+        write_atomically(run_folder / self.file, self.model_dump_json().encode())
+
+    @classmethod
+    def load(cls, run_folder: UPath) -> Self | None:
+        """Return what ``save`` wrote; None if the run has not come so far, or has none."""
+        content = read(run_folder / cls.file)
+        return None if content is None else cls.model_validate_json(content)
 
 
 class GrowingFile:

@@ -39,6 +39,11 @@ def no_op(*_: object) -> None:
     """Do nothing: the default of optional callbacks."""
 
 
+def cache_folder(name: str) -> Path:
+    """Return a cache of this machine, by name: in ``$RAYLOOM_CACHE``, else in ``~/.cache/rayloom``."""
+    return Path(os.environ.get("RAYLOOM_CACHE") or "~/.cache/rayloom").expanduser() / name
+
+
 def to_path(location: str | Path) -> UPath:
     """Return ``location`` as a path that shows writes of other processes at once.
 

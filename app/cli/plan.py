@@ -4,15 +4,14 @@ from typing import Annotated
 
 import typer
 
+from app.cli.options import Json, Overrides
 from app.config import load_recipe
 from app.config.overrides import require_once
 
 
 def plan(
     recipe: Annotated[str, typer.Argument(help="Path or URI of a recipe. - is standard input.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as train.epochs=3.")
-    ] = None,
+    overrides: Overrides = None,
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -22,7 +21,7 @@ def plan(
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
     price: Annotated[float | None, typer.Option(min=0.0, help="Of a device's hour, in any currency.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine and a few steps of the best plans first.")
     ] = False,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from app.best_effort import best_effort
+from app.best_effort import attempt
 from app.compile.choice import Choice, best_at_length, best_point, ranked, serving_defaults
 from app.compile.files import Log, ModelFile, ModelFiles
 from app.compile.parity import check_signature, compare
@@ -28,7 +28,6 @@ from app.config import CompileConfig, ComputePrecision
 from app.engines.base import Engine
 from app.errors import CompileError, EngineError
 from app.repository.score import Score
-from app.telemetry.judgement import Judgement
 
 _FINALISTS = 2
 """Number of variants that are measured in every setting. The others are measured with all cores for one batch."""
@@ -257,9 +256,7 @@ class Compilation:
             with closing(self._open(record.variant, point.concurrency)) as engine:
                 answers = Reference.of(engine, test, source.reference.judge, max(self.config.batch_sizes))
             name = "test"
-        judgements: list[Judgement | None] = []
-        best_effort(lambda: judgements.append(source.judge(name, answers)), "the score has no verdict", "the job")
-        judgement = next(iter(judgements), None)
+        judgement = attempt(partial(source.judge, name, answers), "the score has no verdict", "the job")
         return PublishedScore(split=name, rows=len(answers.rows), score=answers.score, judgement=judgement)
 
     def _require_score(self, published: PublishedScore | None) -> None:

@@ -9,7 +9,6 @@ from app.config.augment import (
     MixConfig,
     RandAugmentConfig,
 )
-from app.config.cascade import CascadeConfig
 from app.config.compile import (
     PLAN_ENGINES,
     CalibrationConfig,
@@ -49,7 +48,7 @@ from app.config.recipe import (
     Recipe,
 )
 from app.config.rollout import Percent, Role
-from app.config.serve import BatchingConfig, ServeConfig, TensorParallelConfig, TlsConfig
+from app.config.serve import BatchingConfig, CascadeConfig, ServeConfig, TensorParallelConfig, TlsConfig
 from app.config.sources import ColumnsConfig, FieldConfig, SourceConfig
 from app.config.stream import StreamAddress, StreamConfig
 from app.config.tracking import TrackingConfig, WandbConfig

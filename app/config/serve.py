@@ -6,9 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from app.config.cascade import CascadeConfig
 from app.config.rollout import CanaryConfig, Role, ScalingConfig, ShadowConfig
-from app.config.section import CustomResources, NumberOrRange, Section
+from app.config.section import CustomResources, NumberOrRange, Section, VersionReference
 from app.errors import RecipeError
 
 
@@ -73,6 +72,17 @@ class TensorParallelConfig(Section):
         """Resources that each process reserves in Ray, without zeros, which Ray refuses."""
         reserved = {"CPU": self.cpus_per_process, "GPU": float(self.gpus_per_process)}
         return {kind: amount for kind, amount in reserved.items() if amount}
+
+
+class CascadeConfig(Section):
+    """Each model answers the rows of which it is confident. The recipe's own model answers the rest."""
+
+    before: Annotated[list[VersionReference], Field(min_length=1, max_length=3)] = Field(
+        description="models that get requests first, cheapest first: NAME for its production version, or NAME/VERSION"
+    )
+    accuracy_floor: Annotated[float, Field(ge=0.8, le=0.999)] = Field(
+        default=0.995, description="minimum accuracy of the cascade, as a share of this model's own"
+    )
 
 
 class ServeConfig(Section):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkab
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
 from upath import UPath
 
 from app.checksums import write_checksums
@@ -16,15 +15,14 @@ from app.data.examples import CleaningReport
 from app.data.origins import Origins
 from app.data.processor import Processor
 from app.data.targets import Outputs
-from app.shared_files import read
-from app.storage import stream_atomically, write_atomically
+from app.shared_files import KeptFile
+from app.storage import stream_atomically
 from app.tensors import Tensors
 
 if TYPE_CHECKING:  # it imports pyarrow
     from app.data.sharded import ShardedRows, ShardNumbers, ShardReference
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
-_REPORT_FILE = "data.json"
 _LENGTHS_FILE = "padded_lengths.npy"
 SHARDS_FILE = "shards.json"
 """In a folder of prepared data whose splits lie in shards elsewhere: where they lie."""
@@ -298,9 +296,10 @@ class SplitData(ABC):
         """Return the test split that ``save`` wrote, or None. Only jobs that publish or save it again call it."""
 
 
-class DataReport(BaseModel):
+class DataReport(KeptFile):
     """What a run was trained on, for the run's page."""
 
+    file: ClassVar[str] = "data.json"
     source: str
     cleaning: CleaningReport
     rows: dict[str, int]
@@ -310,13 +309,3 @@ class DataReport(BaseModel):
     def of(cls, source: str, data: PreparedData) -> Self:
         """Describe prepared data."""
         return cls(source=source, cleaning=data.report, rows=dict(data.rows))
-
-    def save(self, run_folder: UPath) -> None:
-        """Write the report for ``load``."""
-        write_atomically(run_folder / _REPORT_FILE, self.model_dump_json(indent=1).encode())
-
-    @classmethod
-    def load(cls, run_folder: UPath) -> Self | None:
-        """Return what ``save`` wrote. None: the run has not come so far."""
-        content = read(run_folder / _REPORT_FILE)
-        return None if content is None else cls.model_validate_json(content)

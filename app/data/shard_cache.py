@@ -15,7 +15,7 @@ import pyarrow as pa
 from app.checksums import sha256_of_file
 from app.data.shards import Shard, require_intact
 from app.errors import StorageError
-from app.storage import is_local, to_path
+from app.storage import cache_folder, is_local, to_path
 
 _MAX_OPEN = 256
 """Memory-mapped shards of a process. They take address space, and pages that the kernel takes back."""
@@ -27,12 +27,9 @@ _MAX_DOWNLOAD_S = 3600
 """Age from which a temporary file is what a killed process left."""
 
 
-def cache_folder() -> Path:
-    """Return the cache of shards, which all processes of a machine share.
-
-    It is ``shards`` in ``$RAYLOOM_CACHE``, else in ``~/.cache/rayloom``.
-    """
-    return Path(os.environ.get("RAYLOOM_CACHE") or "~/.cache/rayloom").expanduser() / "shards"
+def shared_shards() -> Path:
+    """Return the cache of shards, which all processes of a machine share."""
+    return cache_folder("shards")
 
 
 class ShardCache:
@@ -101,7 +98,7 @@ class ShardCache:
         """Close shards whose files have left the cache: while mapped, they still take disk space."""
         if is_local(self._root):
             return
-        folder = cache_folder()
+        folder = shared_shards()
         for number in [number for number in self._open if not self._cached(folder, self._shards[number]).exists()]:
             del self._open[number]
 
@@ -143,7 +140,7 @@ class ShardCache:
                 raise _missing(str(source)) from error
             self._verified.add(shard.sha256)
             return path
-        folder = cache_folder()
+        folder = shared_shards()
         folder.mkdir(parents=True, exist_ok=True)
         cached = self._cached(folder, shard)
         # Processes of a machine want the same shard at about the same time: one downloads it.

@@ -147,11 +147,35 @@ class HasConstants(Protocol):
 
 
 @dataclass(frozen=True)
-class Classes:
+class _Labels:
+    """Labels that are known by name. Nothing else is learned from the training split."""
+
+    labels: list[str]
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.labels)
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        return {"num_labels": self.num_outputs}
+
+    def fitted(self, values: Sequence[Any], counts: Sequence[int]) -> Self:  # noqa: ARG002
+        return self
+
+    def save(self, folder: UPath) -> None:
+        save_labels(self.labels, folder)
+
+    @classmethod
+    def load(cls, folder: UPath) -> Self:
+        return cls(load_labels(folder))
+
+
+@dataclass(frozen=True)
+class Classes(_Labels):
     """Each row has one of several labels. The output has a logit for each, of shape (rows, labels)."""
 
     rule: ClassVar[LabelRule] = LabelRule("label", agree=True, are_classes=True, kept_as="class", named=str)
-    labels: list[str]
 
     @classmethod
     def fit(cls, labels: Mapping[str, int], config: DataConfig) -> Self:
@@ -162,20 +186,9 @@ class Classes:
         _require_distinct(labels, config)
         return cls(sorted(labels))
 
-    @property
-    def num_outputs(self) -> int:
-        return len(self.labels)
-
-    @property
-    def facts(self) -> Mapping[str, int]:
-        return {"num_labels": self.num_outputs}
-
     def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[int]:
         """Return the class of each label: its index."""
         return indices_of(self.labels, labels, config, key)
-
-    def fitted(self, values: Sequence[int], counts: Sequence[int]) -> Self:  # noqa: ARG002
-        return self
 
     def batch(self, values: Sequence[int]) -> NDArray[np.int64]:
         return np.array(values, np.int64)
@@ -191,13 +204,6 @@ class Classes:
             {"label": self.labels[int(row.argmax())], "scores": _by_label(self.labels, row)} for row in softmax(outputs)
         ]
 
-    def save(self, folder: UPath) -> None:
-        save_labels(self.labels, folder)
-
-    @classmethod
-    def load(cls, folder: UPath) -> Self:
-        return cls(load_labels(folder))
-
 
 def _write_set(label: str, separator: str) -> str:
     return json.dumps(sorted(set(split_labels(label, separator))), ensure_ascii=False)
@@ -208,14 +214,13 @@ def _set_of(label: str) -> str:
 
 
 @dataclass(frozen=True)
-class LabelSets:
+class LabelSets(_Labels):
     """Each row has any number of labels. The output has a logit for each label, of shape (rows, labels).
 
     Labels are given as a list, or as one text in which ``data.columns.separator`` is between them.
     """
 
     rule: ClassVar[LabelRule] = LabelRule("labels", kept_as="classes", written=_write_set, named=_set_of)
-    labels: list[str]
     separator: str = "|"
 
     @classmethod
@@ -227,20 +232,9 @@ class LabelSets:
             raise DataError(f"data.source {config.source!r} has no labels: expected one or more in some rows")
         return cls(found, separator)
 
-    @property
-    def num_outputs(self) -> int:
-        return len(self.labels)
-
-    @property
-    def facts(self) -> Mapping[str, int]:
-        return {"num_labels": self.num_outputs}
-
     def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[list[int]]:
         """Return the indices of the labels of each row, ascending."""
         return [sorted(indices_of(self.labels, split_labels(given, self.separator), config, key)) for given in labels]
-
-    def fitted(self, values: Sequence[list[int]], counts: Sequence[int]) -> Self:  # noqa: ARG002
-        return self
 
     def batch(self, values: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Return 1 where a row has the label, else 0, of shape (rows, labels)."""
@@ -264,13 +258,6 @@ class LabelSets:
             }
             for row in 1.0 / (1.0 + np.exp(-outputs))
         ]
-
-    def save(self, folder: UPath) -> None:
-        save_labels(self.labels, folder)
-
-    @classmethod
-    def load(cls, folder: UPath) -> Self:
-        return cls(load_labels(folder))
 
 
 def _write_number(label: str, separator: str) -> str:  # noqa: ARG001

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.storage import to_path, write_atomically
+from app.storage import cache_folder, to_path, write_atomically
 
 LOG = logging.getLogger(__name__)
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -17,11 +17,8 @@ _UNREAD_S = 30 * 24 * 3600
 
 
 def machine_cache() -> Path:
-    """Return this machine's cache: ``engines`` in ``$RAYLOOM_CACHE``, else in ``~/.cache/rayloom``.
-
-    The folder must contain nothing else, because old files in it are deleted.
-    """
-    return Path(os.environ.get("RAYLOOM_CACHE") or "~/.cache/rayloom").expanduser() / "engines"
+    """Return this machine's cache. The folder must contain nothing else, because old files in it are deleted."""
+    return cache_folder("engines")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
-from pydantic import BaseModel
 from upath import UPath
 
 from app.errors import StorageError
@@ -13,28 +13,16 @@ from app.reports.run_folder import RunFolder
 from app.reports.versions import facts_of, trail_of
 from app.repository.repository import Repository
 from app.serving.config import DeployedModel, VersionConfig
-from app.shared_files import read
-from app.storage import write_atomically
-
-_RECORD_FILE = "deployment.json"
+from app.shared_files import KeptFile
 
 
-class DeploymentRecord(BaseModel):
+class DeploymentRecord(KeptFile):
     """What a deploy run made the endpoint serve under the recipe's name."""
 
+    file: ClassVar[str] = "deployment.json"
     model: DeployedModel
     phases_s: dict[str, float]
     """Seconds by what they were spent on."""
-
-    def save(self, run_folder: UPath) -> None:
-        """Write it for ``load``."""
-        write_atomically(run_folder / _RECORD_FILE, self.model_dump_json(indent=1).encode())
-
-    @classmethod
-    def load(cls, run_folder: UPath) -> "DeploymentRecord | None":
-        """Return what ``save`` wrote; None if the deployment has not come so far."""
-        content = read(run_folder / _RECORD_FILE)
-        return None if content is None else cls.model_validate_json(content)
 
 
 class Laps:

@@ -12,9 +12,8 @@ from app.pages.page import Page
 from app.pages.words import duration, number, percent
 from app.reports.curves import Curves, Of, read_curves
 from app.reports.run_folder import RunFolder, cost_of, link_to_run
-from app.shared_files import read
 from app.telemetry.augmentation import AugmentedSamples, ShownInput
-from app.telemetry.evaluation import EVALUATION_FILE, Evaluation, WorstSample
+from app.telemetry.evaluation import Evaluation, WorstSample
 from app.telemetry.events import Event, read_events
 
 _CHARTS: list[tuple[str, str, dict[str, tuple[Of, str]], dict[str, bool]]] = [
@@ -58,7 +57,7 @@ def training_page(path: UPath) -> Page:
     """Return the page of the run in this folder."""
     run, curves, events = RunFolder(path), read_curves(path), read_events(path)
     page = Page(f"{run.recipe.get('name', run.run_id)}, trained", run.state)
-    evaluation = _evaluation_of(path)
+    evaluation = Evaluation.load(path)
     if evaluation and evaluation.judgement and run.status == "succeeded":
         judgement = evaluation.judgement
         page.add_verdict(judgement.verdict, judgement.mood, judgement.basis)
@@ -191,11 +190,6 @@ def _add_augmentation(page: Page, path: UPath) -> None:
 
 def _cell(shown: ShownInput) -> str | Picture:
     return Picture(shown.png_base64, "a sample", shown.caption) if shown.png_base64 else shown.text
-
-
-def _evaluation_of(path: UPath) -> Evaluation | None:
-    content = read(path / EVALUATION_FILE)
-    return Evaluation.model_validate_json(content) if content is not None else None
 
 
 def _add_evaluation(page: Page, found: Evaluation) -> None:

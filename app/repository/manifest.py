@@ -197,7 +197,7 @@ class ModelCard(Scored):
     """The split on which ``score`` was measured: the test split, or without one that which chose the variant."""
 
     accuracy_rows: PositiveInt | None = None
-    """Rows of that split; None in versions that were published before it was recorded."""
+    """Rows of that split; None if they have no score."""
 
     scores: str | None = OUTPUT
     """The output that ``predict`` answers by; None for an imported model without labels."""

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from app.best_effort import best_effort
+from app.best_effort import attempt
 from app.config import Recipe
 from app.config.metrics import cost_of
 from app.data.labelled import LabelledDataset
@@ -136,15 +136,14 @@ class Judge:
 
     def _linear(self, learned: "_Rows", rows: "_Rows") -> Baseline | None:
         """Return the score of a linear model of character n-grams, or of a table's columns."""
-        found: list[float] = []
 
-        def fit() -> None:
+        def fit() -> float:
             few = learned.spread(max(1, _MAX_TARGETS // learned.targets.num_outputs))
             vectors, others = _VECTORS[self.task.processor.modality](few, rows)
-            found.append(self._score(_fitted(_linear_model, vectors, few, others), rows))
+            return self._score(_fitted(_linear_model, vectors, few, others), rows)
 
-        best_effort(fit, "the linear baseline cannot be fitted", "the job")
-        return Baseline(name="the linear baseline", value=found[0]) if found else None
+        value = attempt(fit, "the linear baseline cannot be fitted", "the job")
+        return None if value is None else Baseline(name="the linear baseline", value=value)
 
     def _told_by_columns(self, learned: "_Rows", rows: "_Rows", trivial: Baseline | None) -> list[str]:
         """Return the columns of a table that tell the label alone, in words."""

@@ -1,14 +1,10 @@
 """``augmentation.json``: ten training samples before and after ``train.augment``, kept for the run's page."""
 
-from typing import Self
+from typing import ClassVar
 
 from pydantic import BaseModel
-from upath import UPath
 
-from app.shared_files import read
-from app.storage import write_atomically
-
-_FILE = "augmentation.json"
+from app.shared_files import KeptFile
 
 
 class ShownInput(BaseModel):
@@ -20,19 +16,10 @@ class ShownInput(BaseModel):
     """The share of each label, for a picture mixed from two."""
 
 
-class AugmentedSamples(BaseModel):
+class AugmentedSamples(KeptFile):
     """Samples as they are, each with several of its changes."""
 
+    file: ClassVar[str] = "augmentation.json"
     before: list[ShownInput]
     after: list[list[ShownInput]]
     """The changes of each sample."""
-
-    def save(self, run_folder: UPath) -> None:
-        """Write the samples for ``load``."""
-        write_atomically(run_folder / _FILE, self.model_dump_json().encode())
-
-    @classmethod
-    def load(cls, run_folder: UPath) -> Self | None:
-        """Return what ``save`` wrote; None for a run without ``train.augment``."""
-        content = read(run_folder / _FILE)
-        return None if content is None else cls.model_validate_json(content)

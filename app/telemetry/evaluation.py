@@ -1,15 +1,15 @@
 """``evaluation.json``: what a trained model predicts of its validation split, kept for the run's page."""
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from app.shared_files import KeptFile
 from app.telemetry.judgement import Judgement
 
-EVALUATION_FILE = "evaluation.json"
 _BINS = 10
 
 
@@ -86,9 +86,10 @@ class Calibration(BaseModel):
         return cls(error=distance / max(1, len(probabilities)), bins=bins)
 
 
-class Evaluation(BaseModel):
+class Evaluation(KeptFile):
     """What the model predicts of some or all rows of the validation split."""
 
+    file: ClassVar[str] = "evaluation.json"
     rows: int
     """That were evaluated."""
     of: int
@@ -96,12 +97,12 @@ class Evaluation(BaseModel):
     labels: Sequence[str] = []
     matrix: list[list[int]] | None = None
     """``matrix[i][j]``: rows of label i for which label j was predicted. None: too many labels, or none."""
-    scores: list[LabelScore] = []
-    numbers: list[tuple[float, float]] = []
+    scores: list[LabelScore] = Field(default=[])
+    numbers: list[tuple[float, float]] = Field(default=[])
     """Of a regression: the number of some rows, and what is predicted."""
     calibration: Calibration | None = None
     """None: the task has no probabilities."""
-    worst: list[WorstSample] = []
+    worst: list[WorstSample] = Field(default=[])
     judgement: Judgement | None = None
     """None: the task has no single score, or it could not be computed."""
     skipped: str | None = None

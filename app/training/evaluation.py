@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch.nn import functional
 from upath import UPath
 
 from app.artifacts import WEIGHTS_FILE
-from app.best_effort import best_effort
+from app.best_effort import attempt
 from app.config import Recipe, TrainConfig
 from app.data.labelled import CollatingTargets, LabelledData
 from app.data.pairs import PairData
@@ -30,11 +31,11 @@ from app.data.processor import GroupingProcessor, Processor
 from app.data.targets import Answer, Classes, LabelSets, Numbers, Targets, softmax
 from app.data.tokenizer import LanguageTokenizer
 from app.models.factory import blueprint_of, logits_of
-from app.storage import local_copy, write_atomically
+from app.storage import local_copy
 from app.tasks import ServedTask, find_task
 from app.tasks.judgement import Judge, Predictions, spread
 from app.tasks.objective import select_counted
-from app.telemetry.evaluation import EVALUATION_FILE, Calibration, Evaluation, LabelScore, WorstSample
+from app.telemetry.evaluation import Calibration, Evaluation, LabelScore, WorstSample
 from app.telemetry.judgement import Judgement
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def write_evaluation(
 ) -> Evaluation:
     """Evaluate the model of a weights folder as ``evaluate`` does, and write ``evaluation.json``."""
     evaluation = evaluate(weights, data, recipe, scores)
-    write_atomically(run_folder / EVALUATION_FILE, evaluation.model_dump_json().encode())
+    evaluation.save(run_folder)
     return evaluation
 
 
@@ -92,12 +93,9 @@ def evaluate(weights: UPath, data: PreparedData, recipe: Recipe, scores: Mapping
         made = list(_bounded(predictions))
         evaluation = _of_examples(data, task, made)
         judge = Judge.of(recipe, task, data.train)
-
-        def add_judgement() -> None:
-            if judge and scores:
-                evaluation.judgement = _judge(judge, model, data, made, scores)
-
-        best_effort(add_judgement, "the run has no verdict", "the job")
+        if judge and scores:
+            verdict = partial(_judge, judge, model, data, made, scores)
+            evaluation.judgement = attempt(verdict, "the run has no verdict", "the job")
         return evaluation
     return _of_tokens(data, predictions)
 

@@ -8,19 +8,17 @@ from pathlib import Path
 from upath import UPath
 
 from app.artifacts import ADAPTER, CHECKPOINTS, DATA, METRICS_FILE, WEIGHTS
-from app.best_effort import best_effort
+from app.best_effort import attempt
 from app.config import TrainConfig, load_stored_recipe
 from app.config.metrics import Selection
 from app.data.prepared import PreparedData
 from app.errors import StorageError
 from app.pages.page import REPORT_FILE
 from app.planner.cluster import Cluster, local_cluster
-from app.planner.prediction import Prediction
 from app.published.weights import convert_weights, publish_weights
 from app.runs import CONFIG_FILE, Outcome, Run
 from app.storage import to_path
 from app.tasks import find_task, load_prepared
-from app.telemetry.judgement import Judgement
 from app.telemetry.profiler import PROFILE
 from app.training.checkpoints.reader import export_weights
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
@@ -55,23 +53,15 @@ def finish_run(
     adapter = run.folder / ADAPTER if recipe.model.adapter else None
     publish_weights(partial(export_weights, checkpoint), data, recipe, weights, adapter)
     # The weights are published. What follows is for the report, and cannot fail the run.
-    judgements: list[Judgement | None] = []
-
-    def judge() -> None:
-        judgements.append(write_evaluation(weights, data, recipe, run.folder, best.metrics).judgement)
-
+    judgement = None
     if recipe.train.report_samples:
-        best_effort(judge, "the report has no predictions and no verdict", "the job")
-    judgement = next(iter(judgements), None)
-    predictions: list[Prediction | None] = []
-
-    def compare() -> None:
-        cluster = partial(find_cluster, recipe.train)
-        metrics, profile = run.folder / METRICS_FILE, run.folder / PROFILE
-        predictions.append(prediction_of(recipe, data, ending.workers, cluster, metrics, profile))
-
-    best_effort(compare, "what the planner predicts of this run cannot be computed")
-    reached = TrainMetrics.of(best, ending, recipe.train, judgement, *predictions)
+        evaluate = partial(write_evaluation, weights, data, recipe, run.folder, best.metrics)
+        evaluation = attempt(evaluate, "the report has no predictions and no verdict", "the job")
+        judgement = evaluation and evaluation.judgement
+    cluster, metrics, profile = partial(find_cluster, recipe.train), run.folder / METRICS_FILE, run.folder / PROFILE
+    predict = partial(prediction_of, recipe, data, ending.workers, cluster, metrics, profile)
+    prediction = attempt(predict, "what the planner predicts of this run cannot be computed")
+    reached = TrainMetrics.of(best, ending, recipe.train, judgement, prediction)
     if judgement:
         # The last line, which a person reads first.
         print(f"{'warning' if judgement.is_void else 'verdict'}: {judgement.verdict}", flush=True)

@@ -24,8 +24,8 @@ class StepRecord(Record):
     grad_norm: float | None = None
     samples_per_s: float
     """Rate of all steps of the same sync between the workers, about one second."""
-    step_s: float | None = None
-    """Mean seconds of these steps. None in records of versions that did not keep it."""
+    step_s: float
+    """Mean seconds of these steps."""
     data_stall: float
     """Share of the step's time that the first worker waited for data."""
     loss_scale: float | None = None

@@ -24,8 +24,7 @@ PAUSED = "waits"
 RUNG_RESULTS = "rests"
 """Attribute of a trial: a list of (position, value), one for each time that it ended or was paused.
 
-Positions count over all trials of the study; the value is the first objective. Earlier versions wrote an attribute of
-the study instead: only the values, in order.
+Positions count over all trials of the study; the value is the first objective.
 """
 
 KEPT = "kept"

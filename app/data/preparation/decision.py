@@ -17,6 +17,7 @@ from app.data.preparation.survey import IN_TRAIN, KEPT, SPLITS
 from app.data.preparation.surveys import Duplicates, Surveys, resolve
 from app.data.preparation.work import UnitWork
 from app.data.sources.formats.base import PAIRS
+from app.data.sources.source import Source, require_readable
 from app.errors import DataError
 from app.storage import write_atomically
 
@@ -106,7 +107,7 @@ def _count(
         mine = moved[(moved[:, 0] >= start) & (moved[:, 0] < stop)] - [start, 0]
         write_atomically(work.moves_file(unit.number), np.ascontiguousarray(mine.T).tobytes())
     report = CleaningReport(what=work.kind.what, given=len(codes), kept=int(kept.sum()), dropped=dropped)
-    _require_readable(work.config, report, unreadable)
+    require_readable(Source(work.config.source), dropped, len(codes), work.config.clean, unreadable)
     _require_splits(work.config, kept.sum(axis=0), str(report))
     if work.kind.are_classes:
         _require_classes(work.config, surveys.labels, kept)
@@ -116,20 +117,6 @@ def _count(
 def _fractions(config: DataConfig) -> NDArray[np.float64]:
     """Return the recipe's fraction of each split, of shape (splits,); 1 for training, which gets the rest."""
     return np.array([1.0, config.validation_fraction, config.test_fraction or 0.0])
-
-
-def _require_readable(config: DataConfig, report: CleaningReport, first: str) -> None:
-    limit = config.clean.max_unreadable
-    unreadable: dict[Reason, str] = {
-        "unreadable": "files that cannot be decoded",
-        "not_text": "texts not in UTF-8",
-    }
-    for reason, what in unreadable.items():
-        if (count := report.dropped.get(reason, 0)) > limit * report.given:
-            raise DataError(
-                f"data.source {config.source!r} has {count:,} {what} among {report.given:,} rows, more "
-                f"than {100 * limit:g}%, such as {first}: repair or remove them, or raise data.clean.max_unreadable"
-            ).of("rows.unreadable", "data.source")
 
 
 def _require_splits(config: DataConfig, sizes: NDArray[np.int64], report: str) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 from app.best_effort import warn
 from app.config import ColumnsConfig, DataConfig
 from app.data.audio import require_recording
-from app.data.examples import Examples, Input, Modality, Reason
+from app.data.examples import Examples, Input, Modality
 from app.data.images import require_picture
 from app.data.kinds import ColumnKind, merge_kinds, resolve_kinds
 from app.data.rows import Record, RowColumns, TableRows
 from app.data.sources.cells import Column, Columns, Kind, Rows
 from app.data.sources.formats import FORMATS, SourceFile
 from app.data.sources.formats.builtin import find_examples
-from app.data.sources.source import Source
+from app.data.sources.source import Source, require_readable
 from app.data.sources.units import Contents, column_names, list_all, read_files, tell_unread
 from app.errors import DataError
 
@@ -57,7 +57,9 @@ def load_examples(
             _add(examples, rows, columns, named)
     if not examples.given:
         raise DataError(f"{source} has no examples: give a source that has some").of("source.empty")
-    _require_readable(source, examples, config.clean.max_unreadable)
+    left_out = {reason: len(places) for reason, places in examples.left_out.items()}
+    first = next((places[0] for places in examples.left_out.values()), "")
+    require_readable(source, left_out, examples.given, config.clean, first)
     return examples
 
 
@@ -241,14 +243,3 @@ def _require_content(require: Callable[[bytes], None], what: str, content: bytes
         raise DataError(f"{place}: the {what} cannot be read ({error}): repair or remove the file").of(
             "file.unreadable"
         ) from error
-
-
-def _require_readable(source: Source, examples: Examples, limit: float) -> None:
-    """Raise DataError if too many texts or files cannot be read."""
-    words: Mapping[Reason, str] = {"unreadable": "files that cannot be decoded", "not_text": "texts not in UTF-8"}
-    for reason, places in examples.left_out.items():
-        if len(places) > limit * examples.given:
-            raise DataError(
-                f"{source} has {len(places):,} {words[reason]} among {examples.given:,} rows, more than "
-                f"{100 * limit:g}%, such as {places[0]}: repair or remove them, or raise data.clean.max_unreadable"
-            )

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from upath import UPath
 
+from app.config import CleanConfig
+from app.data.examples import Reason
 from app.errors import DataError, RayloomError
 from app.import_string import did_you_mean
 from app.storage import to_path
@@ -49,6 +51,19 @@ def open_source(source: Source) -> UPath:
             "parquet or Arrow file or of a folder"
         ).of("source.missing")
     return path
+
+
+def require_readable(
+    source: Source, dropped: Mapping[Reason, int], given: int, config: CleanConfig, first: str
+) -> None:
+    """Raise DataError if too many of the ``given`` rows cannot be read. ``first``: where the first of them lies."""
+    unreadable: dict[Reason, str] = {"unreadable": "files that cannot be decoded", "not_text": "texts not in UTF-8"}
+    for reason, what in unreadable.items():
+        if (count := dropped.get(reason, 0)) > config.max_unreadable * given:
+            raise DataError(
+                f"{source} has {count:,} {what} among {given:,} rows, more than {100 * config.max_unreadable:g}%, such "
+                f"as {first}: repair or remove them, or raise data.clean.max_unreadable"
+            ).of("rows.unreadable", source.key)
 
 
 @contextmanager

@@ -35,8 +35,8 @@ class TrainState(BaseModel):
     """Everything of a checkpoint that is not a tensor."""
 
     position: Position
-    epoch_order: str | None = None
-    """Name of the order in which the samples were read. None for versions that did not record it."""
+    epoch_order: str
+    """Name of the order in which the samples were read."""
     records: list[EpochRecord]
     """The epochs so far, for early stopping and for the choice of the best epoch."""
     workers: int

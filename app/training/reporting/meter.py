@@ -8,7 +8,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from app.best_effort import best_effort
+from app.best_effort import attempt
 from app.config import Layout, TrainConfig
 from app.models.factory import SMALL_BYTES
 from app.models.precision import TORCH_DTYPES
@@ -61,19 +61,18 @@ class Meter:
         key = tuple(tensor.shape[1:] for tensor in inputs.values())
         if self.model is not None and key not in self._by_shape:
             # A shape that cannot be counted is not tried again.
-            self._by_shape[key] = None
-            count = partial(self._count, key, inputs)
-            best_effort(count, "the model's operations cannot be counted, so there is no MFU")
+            count = partial(self._count, inputs)
+            self._by_shape[key] = attempt(count, "the model's operations cannot be counted, so there is no MFU")
         return self._by_shape.get(key)
 
-    def _count(self, key: tuple[torch.Size, ...], inputs: Mapping[str, Tensor]) -> None:
+    def _count(self, inputs: Mapping[str, Tensor]) -> float | None:
         assert self.model is not None
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         samples = {
             name: tensor[_SAMPLES].to(device, torch.float32 if tensor.is_floating_point() else None)
             for name, tensor in inputs.items()
         }
-        self._by_shape[key] = flops_per_sample(self.model, samples)
+        return flops_per_sample(self.model, samples)
 
 
 def _copy(model: nn.Module) -> nn.Module:

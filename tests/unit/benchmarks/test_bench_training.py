@@ -69,6 +69,6 @@ def test_contenders_are_compared_round_by_round() -> None:
 
 def _record(step: int, rate: float) -> StepRecord:
     return StepRecord(
-        step=step, epoch=1, loss=float(step), lr=0.1, grad_norm=1.0, samples_per_s=rate, data_stall=0.0,
+        step=step, epoch=1, loss=float(step), lr=0.1, grad_norm=1.0, samples_per_s=rate, step_s=0.1, data_stall=0.0,
         memory=MemoryRecord(peak_bytes=1),
     )  # fmt: skip

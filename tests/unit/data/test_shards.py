@@ -15,7 +15,7 @@ from app.config import ShardsConfig, load_recipe
 from app.config.layout import lay_out
 from app.config.plan import PlanConfig
 from app.data.language import TokenBlocks
-from app.data.shard_cache import ShardCache, cache_folder
+from app.data.shard_cache import ShardCache, shared_shards
 from app.data.sharded import ShardColumn, ShardedRows, ShardedSplit, ShardNumbers
 from app.data.shards import LENGTH, Shard, ShardIndex, ShardPlace, ShardWriter
 from app.storage import to_path
@@ -113,7 +113,7 @@ def test_a_torn_shard_is_refused(location: str) -> None:
     assert rows.read([0]).num_rows == 1
     with refused("shard.torn"):
         rows.read([rows.first_rows[1]])
-    assert not [path for path in cache_folder().rglob("*") if "tmp" in path.name]
+    assert not [path for path in shared_shards().rglob("*") if "tmp" in path.name]
 
 
 def test_a_missing_shard_and_another_index_are_refused(location: str) -> None:
@@ -152,7 +152,7 @@ def test_the_cache_stays_within_its_size(s3: dict[str, str], monkeypatch: pytest
     rows = rows_of("s3://cached/data", window=20_000, cache=40_000)
     for start in range(0, ROWS, 50):
         rows.read(range(start, min(start + 50, ROWS)))
-        assert sum(path.stat().st_size for path in cache_folder().glob("*.arrow")) <= 40_000
+        assert sum(path.stat().st_size for path in shared_shards().glob("*.arrow")) <= 40_000
         assert ".arrow (deleted)" not in Path("/proc/self/maps").read_text()  # it would go on taking disk
     given = texts()
     assert rows.read([0, ROWS - 1])["input"].to_pylist() == [given[0], given[-1]]
@@ -163,7 +163,7 @@ def test_a_torn_copy_in_the_cache_is_downloaded_again(s3: dict[str, str], monkey
         monkeypatch.setenv(name, value)
     UPath("s3://torn").mkdir(exist_ok=True)
     rows_of("s3://torn/data").read([0])
-    (cached,) = cache_folder().glob("*.arrow")
+    (cached,) = shared_shards().glob("*.arrow")
     whole = cached.read_bytes()
     cached.write_bytes(whole[:-500])
     left = cached.with_name(".left.arrow.1234.tmp")

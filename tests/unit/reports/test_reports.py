@@ -20,7 +20,7 @@ from app.reports.run_folder import RunFolder, cost_of
 from app.reports.training import training_page
 from app.serving.config import DeployedModel
 from app.tasks import prepare
-from app.telemetry.evaluation import EVALUATION_FILE, Calibration
+from app.telemetry.evaluation import Calibration, Evaluation
 from app.telemetry.events import Event
 from app.telemetry.judgement import Baseline, Judgement
 from app.telemetry.mirror import Mirror
@@ -203,7 +203,7 @@ def test_a_page_is_made_of_whatever_a_run_has(tmp_path: Path) -> None:
         UPath(tmp_path), "20260102-000000-digits-bbbb", status="failed", error="<the loss> is not finite"
     )
     assert "&lt;the loss&gt; is not finite" in training_page(failed).to_html()
-    for name in (EVALUATION_FILE, USAGE_FILE):
+    for name in (Evaluation.file, USAGE_FILE):
         assert not (folder / name).exists()
 
 
