@@ -6,7 +6,8 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -195,6 +196,16 @@ JSON_HELP = "end with the whole result in the RESULT line, and not only its figu
 
 _OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 """Errors of a disk that is full or may not be used."""
+
+
+def read_arguments(program: str, argv: Sequence[str] | None, about: str | None = None) -> Namespace:
+    """Return ``recipe``, ``overrides`` and ``json`` of a job's command line: ``python -m PROGRAM …``."""
+    parser = ArgumentParser(prog=f"python -m {program}", description=about)
+    parser.add_argument("recipe", help="path or URI of a recipe, such as recipes/reviews.yaml; - reads it here")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.epochs=3; beats the recipe")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    return parser.parse_intermixed_args(argv)
+
 
 Step = Callable[[Run], Outcome]
 """The work of a run. It opens the run once it has checked its inputs."""

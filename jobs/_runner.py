@@ -1,6 +1,5 @@
 """The main function of every job: read the recipe, keep a run, and end with a RESULT line."""
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -9,7 +8,7 @@ from app.config import Recipe, load_job_recipe, title_of
 from app.config.overrides import require_once
 from app.errors import RayloomError
 from app.process_state import sigterm_calls, spare_loopback
-from app.runs import JSON_HELP, Result, Run, Step, execute
+from app.runs import Result, Run, Step, execute, read_arguments
 
 
 def main(
@@ -20,11 +19,7 @@ def main(
     ``start`` creates the run or finds one to resume. It writes nothing.
     """
     spare_loopback()
-    parser = argparse.ArgumentParser(prog=f"python -m jobs.{job}")
-    parser.add_argument("recipe", help="path or URI of a recipe, such as recipes/reviews.yaml; - reads it here")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.epochs=3; beats the recipe")
-    parser.add_argument("--json", action="store_true", help=JSON_HELP)
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = read_arguments(f"jobs.{job}", argv)
     try:
         require_once(arguments.overrides)
         recipe = load_job_recipe(job, arguments.recipe, arguments.overrides)

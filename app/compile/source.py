@@ -18,11 +18,11 @@ from app.data.prepared import Dataset
 from app.engines.base import Engine, EngineSettings, ShapeProfile, Signature
 from app.repository.manifest import Lineage, Split
 from app.repository.score import Score
+from app.tasks.judgement import spread
 from app.telemetry.judgement import Judgement
 from app.tensors import Tensors
 
-CALIBRATION_BATCH = 16
-_CALIBRATION_SAMPLES = 512
+CALIBRATION_BATCH, CALIBRATION_SAMPLES = 16, 512
 
 
 @dataclass(frozen=True)
@@ -150,19 +150,12 @@ def resized(rows: Tensors, size: int) -> Tensors:
     return {name: np.resize(array, (size, *array.shape[1:])) for name, array in rows.items()}
 
 
-def spread(available: int, count: int | None) -> list[int]:
-    """Return ``count`` indices from all over ``available`` rows. By default, 512 or all."""
-    # Evenly spaced, because the rows of a file may be sorted by label or by time.
-    taken = min(count or _CALIBRATION_SAMPLES, available)
-    return [int(index) for index in np.linspace(0, available - 1, taken, dtype=int)]
-
-
 def calibration_indices(
     available: int, count: int | None, lengths: NDArray[np.int64] | Sequence[int]
 ) -> list[Sequence[int]]:
     """Return batches of indices from all over ``available`` rows, sorted by length. By default, 512 or all."""
     # Rows of similar lengths need little padding in a batch.
-    ordered = sorted(spread(available, count), key=lambda index: int(lengths[index]))
+    ordered = sorted(spread(available, count or CALIBRATION_SAMPLES), key=lambda index: int(lengths[index]))
     return list(chunks(ordered, CALIBRATION_BATCH))
 
 

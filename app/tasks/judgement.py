@@ -194,7 +194,7 @@ class _Rows:
 
 
 def spread(num_rows: int, count: int) -> list[int]:
-    """Return the numbers of at most ``count`` rows, spread over all."""
+    """Return the numbers of at most ``count`` rows, spread over all: rows may be sorted by label or by time."""
     chosen: list[int] = np.unique(np.linspace(0, num_rows - 1, min(count, num_rows), dtype=int)).tolist()
     return chosen
 

@@ -1,6 +1,5 @@
 """Train without Ray: torchrun --nproc-per-node 2 -m app.training RECIPE [key=value …]"""
 
-import argparse
 import os
 import pickle
 import sys
@@ -11,7 +10,7 @@ from app.config import Recipe, load_recipe
 from app.config.overrides import require_once
 from app.errors import RayloomError, UnsharedStorageError
 from app.process_state import keep_freed_memory, spare_loopback
-from app.runs import JSON_HELP, Outcome, Run, execute
+from app.runs import Outcome, Run, execute, read_arguments
 from app.storage import absolute_location, to_path
 from app.tasks import load_prepared
 from app.training.coordination.preparing import preparing, wait_for_first
@@ -28,11 +27,7 @@ from app.training.worker import Worker, leave_process_group, start_worker
 def main(argv: list[str] | None = None) -> int:
     """Train as one process of ``torchrun``, or alone. Return 0, 1 if it failed, or 2 if the recipe was refused."""
     spare_loopback()
-    parser = argparse.ArgumentParser(prog="python -m app.training", description=__doc__)
-    parser.add_argument("recipe", help="path of a recipe, such as recipes/digits.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.epochs=3; beats the recipe")
-    parser.add_argument("--json", action="store_true", help=JSON_HELP)
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = read_arguments("app.training", argv, __doc__)
     try:
         require_once(arguments.overrides)
         recipe = _load(arguments.recipe, arguments.overrides)

@@ -9,6 +9,7 @@ from PIL import Image
 from app.data.augmentation import Augmentation
 from app.data.labelled import LabelledDataset
 from app.data.prepared import Batch
+from app.tasks.judgement import spread
 from app.telemetry.augmentation import AugmentedSamples, ShownInput
 from app.training.data.ranks import partners_of
 from app.training.evaluation import shorten, small_png
@@ -26,15 +27,15 @@ def augmented_samples(augmentation: Augmentation, dataset: LabelledDataset) -> A
 
     Texts are shown as words, and other inputs as the tensors that the model gets.
     """
-    rows = np.unique(np.linspace(0, len(dataset) - 1, min(_SAMPLES, len(dataset)), dtype=int))
+    rows = spread(len(dataset), _SAMPLES)
     if dataset.processor.modality == "text":
-        return _changed_texts(augmentation, dataset, rows.tolist())
-    partners = partners_of(rows, _SAMPLES).tolist()
-    plain = dataset.batch(rows.tolist())
+        return _changed_texts(augmentation, dataset, rows)
+    partners = partners_of(np.array(rows), _SAMPLES).tolist()
+    plain = dataset.batch(rows)
     (first, *_) = plain.inputs.values()
     levels = float(first.min()), float(first.max())
     # Each number of a batch draws other changes.
-    batches = [augmentation.batch(dataset, rows.tolist(), partners, 1, number) for number in range(_CHANGES)]
+    batches = [augmentation.batch(dataset, rows, partners, 1, number) for number in range(_CHANGES)]
     changed = [list(_shown(batch, dataset.targets.labels, levels)) for batch in batches]
     return AugmentedSamples(
         before=list(_shown(plain, dataset.targets.labels, levels)),

@@ -18,13 +18,14 @@ from app.compile.imported.natural import fingerprint_of, read_natural, select
 from app.compile.imported.samples import TensorRows, random_rows, read_rows, varying_sizes
 from app.compile.quantization.finetune import Rounding
 from app.compile.reference import EncodedBatches, Judge, Reference, Rows
-from app.compile.source import CALIBRATION_BATCH, Source, spread
+from app.compile.source import CALIBRATION_BATCH, CALIBRATION_SAMPLES, Source
 from app.config import TENSORS, Int8FinetuneConfig, Precision, Recipe
 from app.data.labelled import LabelledDataset
 from app.data.prepared import Dataset
 from app.engines.base import Engine, EngineSettings, Signature
 from app.errors import CompileError, DataError, EngineError, RecipeError
 from app.repository.manifest import Lineage, Split
+from app.tasks.judgement import spread
 from app.tasks.metrics import Accuracy, Metric
 from app.tensors import concat_rows, is_finite, slice_rows
 
@@ -129,7 +130,7 @@ class ImportedSource(Source):
                 "fewer, or give more rows"
             )
         # Tensors are not padded, so a batch has rows of one length.
-        by_length, chosen = Rows.of(rows, self.signature), set(spread(len(rows), count))
+        by_length, chosen = Rows.of(rows, self.signature), set(spread(len(rows), count or CALIBRATION_SAMPLES))
         parts = ([index for index in group if index in chosen] for group in by_length.groups)
         return EncodedBatches(
             rows, [indices for part in parts for indices in by_length.chunks(part, CALIBRATION_BATCH)]

@@ -20,6 +20,7 @@ from app.config import CalibrationConfig, CalibrationMethod
 from app.engines.onnxruntime import open_oracle
 from app.errors import CompileError
 from app.repository.manifest import Quantization
+from app.tasks.judgement import spread
 from app.tensors import Tensors, slice_rows
 
 _AUTO: tuple[CalibrationMethod, ...] = ("percentile", "minmax", "entropy")
@@ -291,7 +292,7 @@ class _Search:
 def _ranking_rows(samples: Iterable[Tensors]) -> list[Tensors]:
     """Return a few rows of several lengths, by which layers are ranked. Batches are sorted by length."""
     available = sum(1 for _ in samples)
-    places = set(np.linspace(0, available - 1, min(_RANKING_BATCHES, available), dtype=int).tolist())
+    places = set(spread(available, _RANKING_BATCHES))
     rows = -(-_RANKING_ROWS // len(places))
     return [slice_rows(batch, 0, rows) for place, batch in enumerate(samples) if place in places]
 

@@ -88,8 +88,8 @@ def test_transformers_reads_the_weights_that_training_keeps(tmp_path: Path) -> N
     content = {parameter(name, WEIGHT): tensor for name, tensor in model.named_parameters()}
     save(content, storage_writer=FileSystemWriter(checkpoint), no_dist=True)
     state = TrainState(
-        position=Position(), records=[], workers=1, tensor=1, pipeline=1, optimizer_steps=0, schedule_steps=0,
-        loss_scale=None, precision="fp32", shapes={},
+        position=Position(), epoch_order="windows-1", records=[], workers=1, tensor=1, pipeline=1, optimizer_steps=0,
+        schedule_steps=0, loss_scale=None, precision="fp32", shapes={},
     )  # fmt: skip
     (checkpoint / STATE_FILE).write_text(state.model_dump_json(), encoding="utf-8")
     write_checksums(UPath(checkpoint))
