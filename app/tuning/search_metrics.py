@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from optuna.trial import TrialState
@@ -29,15 +29,8 @@ _STATES = {
 class SearchMetrics(tune.Callback):  # type: ignore[misc] # Ray has no types
     """Publishes what the study knows, at most every two seconds: reading it takes time for each of its trials."""
 
-    def __init__(
-        self,
-        publish: Publish,
-        study: SearchStudy,
-        recipe_name: str,
-        objectives: Sequence[Objective],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._publish, self._study, self._objectives, self._clock = publish, study, objectives, clock
+    def __init__(self, publish: Publish, study: SearchStudy, recipe_name: str, objectives: Sequence[Objective]) -> None:
+        self._publish, self._study, self._objectives = publish, study, objectives
         self._labels = study.study.study_name, recipe_name
         self._published_s = -_INTERVAL_S
         self._publishing = BestEffort("metrics cannot be published", "the search")
@@ -64,8 +57,8 @@ class SearchMetrics(tune.Callback):  # type: ignore[misc] # Ray has no types
 
     def update(self, at_once: bool = False) -> None:
         """Publish, unless that was done just now. ``at_once`` does it anyway."""
-        if at_once or self._clock() - self._published_s >= _INTERVAL_S:
-            self._published_s = self._clock()
+        if at_once or time.monotonic() - self._published_s >= _INTERVAL_S:
+            self._published_s = time.monotonic()
             self._publishing(lambda: self._publish(list(self._samples())))
 
     def _samples(self) -> Iterator[Sample]:

@@ -26,21 +26,18 @@ _INDEX_NAME = re.compile(r"|Unnamed: 0(\.\d+)*|__index_level_\d+__")
 """What pandas calls the index of a table that it writes as a column."""
 
 
-def load_examples(
-    config: DataConfig, modality: Modality = "text", key: str = "data.source", label_kind: Kind = "label"
-) -> Examples:
+def load_examples(config: DataConfig, modality: Modality = "text", label_kind: Kind = "label") -> Examples:
     """Read every example of a source.
 
     Args:
         config: names the source and its columns.
         modality: how the source is read: as texts, files, rows or records.
-        key: the key of the recipe that names the source: ``data.source``, ``data.test_source``, …
         label_kind: whether a row has one label or may have several.
 
     Raises:
         DataError: the source does not exist, its format is unknown, a column is missing, or there are no rows.
     """
-    source = Source(getattr(config, key.rpartition(".")[2]), key)
+    source = Source(config.source)
     files, unread = list_all(source, modality)
     tell_unread(source, unread)
     if source.uri.startswith("builtin:"):

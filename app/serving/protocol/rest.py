@@ -53,10 +53,10 @@ _NOT_FINITE = ("NaN", "Infinity")
 """Common spellings in JSON of numbers that are not finite, which JSON does not allow."""
 
 
-def max_body_bytes(headers: Headers, limits: Limits = LIMITS) -> int:
+def max_body_bytes(headers: Headers) -> int:
     """Return the maximum size of a body with these headers, received or decompressed. Pure JSON has a lower limit."""
     # Only a header can announce tensors after the JSON.
-    return limits.body_bytes if JSON_LENGTH in headers else limits.json_bytes
+    return LIMITS.body_bytes if JSON_LENGTH in headers else LIMITS.json_bytes
 
 
 def bytes_to_read(body: Body, headers: Headers, inputs: Sequence[TensorSpec]) -> int:
