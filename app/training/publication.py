@@ -57,9 +57,9 @@ def finish_run(
     if recipe.train.report_samples:
         evaluate = partial(write_evaluation, weights, data, recipe, run.folder, best.metrics)
         evaluation = attempt(evaluate, "the report has no predictions and no verdict", "the job")
-        judgement = evaluation and evaluation.judgement
-    cluster, metrics, profile = partial(find_cluster, recipe.train), run.folder / METRICS_FILE, run.folder / PROFILE
-    predict = partial(prediction_of, recipe, data, ending.workers, cluster, metrics, profile)
+        judgement = evaluation.judgement if evaluation else None
+    cluster, steps, profile = partial(find_cluster, recipe.train), run.folder / METRICS_FILE, run.folder / PROFILE
+    predict = partial(prediction_of, recipe, data, ending.workers, cluster, steps, profile)
     prediction = attempt(predict, "what the planner predicts of this run cannot be computed")
     reached = TrainMetrics.of(best, ending, recipe.train, judgement, prediction)
     if judgement:
