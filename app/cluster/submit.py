@@ -27,7 +27,7 @@ from app.config import embedded, load_job_recipe, names_model, read_text, reads_
 from app.config.overrides import require_once
 from app.errors import ClusterError, NoClusterError, first_line, short_repr
 from app.import_string import suggestion
-from app.storage import absolute_location, open_storage
+from app.storage import absolute_location
 
 _FOLDER = "rayloom_folder"
 """The key in a job's metadata for the folder from which it was submitted."""
@@ -78,7 +78,7 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
     target = _find_target(is_local)
     storage = loaded.storage and absolute_location(loaded.storage)
     if target.is_local or (storage and "://" in storage):
-        require_stored(job, loaded, open_storage(storage or running_cluster().storage))
+        require_stored(job, loaded, storage or running_cluster().storage, target.is_local)
     # A relative path is meant from the current folder, not from the job's copy of it.
     given = [override for override in overrides if not override.startswith("storage=")]
     arguments = [*given, *([f"storage={storage}"] if storage else []), *options]

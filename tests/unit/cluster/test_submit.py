@@ -378,10 +378,16 @@ def test_a_cluster_s_token_file_without_a_token_is_told_by_its_name(tmp_path: Pa
         JobsApi("http://127.0.0.1:9", "", "~/.ray/auth_token").require_access()
 
 
+@pytest.mark.parametrize("job", ["train", "compile", "deploy"])
+def test_storage_that_only_the_nodes_can_open_is_left_to_the_job(job: str, sent: Sent) -> None:
+    assert submit(job, "recipes/digits.yaml", ["storage=nodes://bucket/x"]) == 0
+    assert sent()[-1] == "storage=nodes://bucket/x"
+
+
 def test_a_version_that_is_not_there_is_told_before_the_job_is_sent(
     sent: Sent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(StorageError, match="model 'digits' has no version in production"):
-        require_stored("deploy", load_recipe("recipes/digits.yaml"), UPath(tmp_path))
+        require_stored("deploy", load_recipe("recipes/digits.yaml"), str(tmp_path), is_local=False)
     with pytest.raises(StorageError, match="no finished train run of recipe 'digits'"):
-        require_stored("compile", load_recipe("recipes/digits.yaml"), UPath(tmp_path))
+        require_stored("compile", load_recipe("recipes/digits.yaml"), str(tmp_path), is_local=False)

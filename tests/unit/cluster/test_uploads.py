@@ -172,6 +172,28 @@ def test_the_data_of_every_recipe_pass_the_look_at_their_first_rows(recipe: str)
     require_inputs("train", load_recipe(ROOT / f"recipes/{recipe}.yaml"), ROOT, is_local=True)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("reviews", ["data.test_source=/mnt/nodes/test.csv", "data.test_fraction=null"]),
+        ("digits", [f"data.source={FILE}", "data.columns={input: text}"]),
+        ("reviews", ["model.factory=models_of_the_image.text:make"]),
+    ],
+    ids=["test data", "pictures of a table", "factory"],
+)
+def test_what_lies_on_the_nodes_alone_is_left_to_the_job(recipe: str, overrides: list[str], project: Path) -> None:
+    (project / FILE).write_text("text,label\n/mnt/nodes/0.png,a\n/mnt/nodes/1.png,b\n", encoding="utf-8")
+    with pytest.raises(Sent):
+        submitted(*overrides, recipe=recipe)
+
+
+def test_a_factory_that_is_sent_along_is_looked_at(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(project)
+    (project / "my_models.py").write_text("def make(): ...\n", encoding="utf-8")
+    for factory in ("my_models:mak", "app.models.text:encoder_clasifier"):
+        assert "did you mean" in refusal(f"model.factory={factory}")
+
+
 def test_a_table_with_words_and_numbers_passes(project: Path) -> None:
     (project / FILE).write_text("age,town,label\n40,K\u00f6ln,a\n,Bonn,b\n", encoding="utf-8")
     with pytest.raises(Sent):
