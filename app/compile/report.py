@@ -44,6 +44,9 @@ class CompileReport(BaseModel):
     point: OperatingPoint | None
     """The setting in which the chosen variant is served."""
 
+    headline: str | None = None
+    """How much faster than the baseline it is, and whether the score is kept. None: there is no baseline to compare."""
+
     serving: ServingDefaults | None
     accuracy: PublishedScore | None = None
     """Accuracy of the chosen variant."""
@@ -77,10 +80,29 @@ def report_of(
         front=pareto_front(publishable),
         chosen=choice and choice.record,
         point=choice and choice.point,
+        headline=choice and _headline(compilation, choice),
         serving=choice and choice.serving,
         accuracy=choice and choice.accuracy,
         error=error,
     )
+
+
+def _headline(compilation: Compilation, choice: Choice) -> str | None:
+    point, source_model = choice.point, compilation.source_model
+    baseline = compilation.baseline_of(point)
+    if baseline is None:
+        return None
+    by_latency = compilation.config.objective.goal == "min_latency"
+    speed = baseline.latency_ms / point.latency_ms if by_latency else point.throughput / baseline.throughput
+    return f"{speed:.1f} × {source_model.baseline}{_kept(source_model.score_to_keep, choice.record.score)}"
+
+
+def _kept(before: Score | None, after: Score | None) -> str:
+    """Return what became of the score, as the end of a sentence."""
+    if before is None or after is None:
+        return ""
+    lost = before.quality - after.quality
+    return f", {before.metric.replace('_', ' ')} {'kept' if lost <= 0 else f'{lost:.4f} worse'}"
 
 
 def write_report(report: CompileReport, folder: UPath) -> UPath:
@@ -90,11 +112,18 @@ def write_report(report: CompileReport, folder: UPath) -> UPath:
     page = Page(f"{report.recipe}, compiled", state)
     if report.error:
         page.add_error(report.error)
+    if report.headline:
+        page.add_verdict(
+            report.headline, "", f"Compared with the best setting of {report.baseline} on the same device."
+        )
     if report.accuracy and (judgement := report.accuracy.judgement):
         page.add_verdict(judgement.verdict, judgement.mood, judgement.basis)
     page.add_facts(_facts(report))
     page.add_heading("Variants")
     page.add_table(*_variants(report))
+    for title, speeds in _speeds(report).items():
+        page.add_heading(title)
+        page.add_table(*speeds)
     if report.points:
         page.add_heading(f"Pareto front of {_metric(report)}, latency, throughput and size")
         page.add_table(*_points(report))
@@ -122,9 +151,7 @@ def _facts(report: CompileReport) -> dict[str, object]:
 
 
 def _variants(report: CompileReport) -> tuple[list[str], list[list[object]]]:
-    sizes = sorted({size for record in report.variants for size in record.latency_ms})
-    columns = ["variant", "size, MB", _metric(report), "largest difference", "cosine"]
-    columns += [f"ms, batch {size}" for size in sizes] + [f"rows/s, batch {size}" for size in sizes] + ["gates"]
+    columns = ["variant", "size, MB", _metric(report), "largest difference", "cosine", "gates"]
     rows: list[list[object]] = [
         [
             record.variant,
@@ -132,8 +159,6 @@ def _variants(report: CompileReport) -> tuple[list[str], list[list[object]]]:
             _value(record.score),
             f"{record.max_difference:.1e}",
             f"{record.cosine:.5f}",
-            *(f"{record.latency_ms[size]:.2f}" for size in sizes),
-            *(f"{record.throughput[size]:,.0f}" for size in sizes),
             "; ".join(record.reasons) or ("baseline" if record.baseline else "passed"),
         ]
         for record in report.variants
@@ -147,6 +172,20 @@ def _variants(report: CompileReport) -> tuple[list[str], list[list[object]]]:
         [f"{BUILT_AHEAD} {plan.precision}", *blank, f"built for {', '.join(plan.targets)}"] for plan in report.plans
     ]
     return columns, rows
+
+
+def _speeds(report: CompileReport) -> dict[str, tuple[list[str], list[list[object]]]]:
+    """Return tables of the variants by batch size, with their titles."""
+    records = report.variants
+    sizes = sorted({size for record in records for size in record.latency_ms})
+    columns = ["variant", *(f"batch {size}" for size in sizes)]
+    tables: dict[str, list[list[object]]] = {
+        "Milliseconds of a call": [
+            [item.variant, *(f"{item.latency_ms[size]:.2f}" for size in sizes)] for item in records
+        ],
+        "Rows per second": [[item.variant, *(f"{item.throughput[size]:,.0f}" for size in sizes)] for item in records],
+    }
+    return {title: (columns, rows) for title, rows in tables.items() if rows}
 
 
 def _points(report: CompileReport) -> tuple[list[str], list[list[object]]]:

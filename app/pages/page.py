@@ -81,9 +81,18 @@ class Page:
         self._add("facts", facts)
 
     def add_table(
-        self, columns: Sequence[str | Link], rows: Iterable[Sequence[object]], marked: Collection[int] = ()
+        self,
+        columns: Sequence[str | Link],
+        rows: Iterable[Sequence[object]],
+        marked: Collection[int] = (),
+        is_list: bool = False,
     ) -> None:
-        """Add a table with a name over each column. Rows with an index in ``marked`` stand out."""
+        """Add a table with a name over each column.
+
+        Args:
+            marked: indices of rows that stand out.
+            is_list: on a phone, write the cells of a row below each other. Other tables scroll there.
+        """
         listed = [list(row) for row in rows]
         kinds = [_Column(name, _kind_of([row[index] for row in listed])) for index, name in enumerate(columns)]
         cells = [
@@ -91,7 +100,7 @@ class Page:
             for index, row in enumerate(listed)
         ]
         caption = self._sections[-1].heading or self._title
-        self._add("table", caption, kinds, cells)
+        self._add("table", caption, kinds, cells, is_list)
 
     def add_bars(self, amounts: Mapping[str, float], words: Callable[[float], str] | None = None) -> None:
         """Add a bar for each amount, with its words and its share beside it. A whole track is the sum of all."""

@@ -39,7 +39,7 @@ def lifecycle_page(path: UPath) -> Page:
         page.add_figures(figures)
     page.add_heading("Parts")
     rows = [_row(job, parts[job], run) for job in JOBS if job in parts]
-    page.add_table(["part", "state", "time", "result", "run"], rows)
+    page.add_table(["part", "state", "time", "result", "run"], rows, is_list=True)
     _add_time(page, parts)
     _add_version(page, parts, run.storage)
     page.add_heading("Recipe")

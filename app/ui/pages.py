@@ -66,6 +66,7 @@ class Site:
                 ]
                 for run in runs
             ],
+            is_list=True,
         )
         return page
 
@@ -77,7 +78,7 @@ class Site:
             return page
         made = ("created, UTC", "trained by", "compiled by")
         columns = ["model", "aliases", "precision", "engine", "score", "MB", *made]
-        page.add_table(columns, [self._version(version) for version in versions])
+        page.add_table(columns, [self._version(version) for version in versions], is_list=True)
         return page
 
     def comparison(self, found: Comparison) -> Page:
@@ -86,12 +87,14 @@ class Site:
         runs = [self._report(run.job, run.run_id) for run in found.runs]
         page.add_heading("Differences of the recipes")
         if found.differences:
-            page.add_table(["key", *runs], [[row.key, *map(number, row.values)] for row in found.differences])
+            rows = [[row.key, *map(number, row.values)] for row in found.differences]
+            page.add_table(["key", *runs], rows, is_list=True)
         else:
             page.add_text("The recipes are the same.")
         page.add_heading("Results")
         status = ["status", *(run.state for run in found.runs)]
-        page.add_table(["figure", *runs], [status, *([row.key, *map(number, row.values)] for row in found.figures)])
+        figures = [status, *([row.key, *map(number, row.values)] for row in found.figures)]
+        page.add_table(["figure", *runs], figures, is_list=True)
         return page
 
     def refusal(self, error: Exception) -> Page:

@@ -1,6 +1,7 @@
 """Compiling the digits: what is published and reported, and what is refused."""
 
 import json
+import re
 import shutil
 import weakref
 from collections.abc import Sequence
@@ -229,13 +230,15 @@ def test_the_result_and_the_report_hold_every_variant(published: tuple[Run, Resu
     assert sizes["onnxruntime", "int8"] <= 0.3 * sizes["onnxruntime", "fp32"]
     page = (run.folder / "report.html").read_text(encoding="utf-8")
     for engine, precision in found:
-        assert f"<td>{engine} {precision}</td>" in page
+        assert f">{engine} {precision}</td>" in page
     assert "onnxruntime bf16" in page
     assert "not run: on the CPU it computes in fp32, fp16, int8" in page
     assert "<script" in page
     assert "<script src" not in page
     report = report_in(run)
     assert report.point in report.points
+    assert re.fullmatch(r"\d+\.\d × PyTorch, accuracy (kept|0\.\d{4} worse)", str(report.headline))
+    assert f"{report.headline}." in page
     assert {item.variant.engine for item in report.front} <= {"openvino", "onnxruntime"}
     assert {file.precision for file in report.files} == {"fp32", "int8"}
     assert result.artifacts["report"] == str(run.folder / "report.html")

@@ -12,6 +12,7 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.by import By
 from upath import UPath
 
 from app.compile.records import BuiltPlan, PublishedScore, VariantRecord
@@ -163,6 +164,7 @@ def compiled(folder: Path, chosen: bool = True) -> Path:
         front=points[20:40:3],
         chosen=records[1] if chosen else None,
         point=points[20] if chosen else None,
+        headline="2.9 × PyTorch, accuracy kept" if chosen else None,
         serving=None,
         accuracy=PublishedScore(score=Score(value=0.8431), split="test", rows=900, judgement=JUDGEMENT),
         error=None if chosen else "no variant passes the gates: openvino int8 loses 0.0420 of accuracy, 0.0100 allowed",
@@ -287,11 +289,12 @@ const edge = main.getBoundingClientRect().right - parseFloat(getComputedStyle(ma
 for (const panel of document.querySelectorAll(".panel")) {
   if (panel.getBoundingClientRect().right > edge) found.push(`beyond its column: ${named(panel)}`);
 }
-for (const box of document.querySelectorAll(".facts")) {
+for (const box of document.querySelectorAll(arguments[0] > 600 ? ".facts" : ".facts, .list")) {
   if (box.scrollWidth > box.clientWidth + 1) found.push(named(box));
 }
 for (const cell of document.querySelectorAll("td, th")) {
-  if (cell.textContent.trim().length > 3 && cell.clientWidth < 30) found.push(`narrow: ${named(cell)}`);
+  const isText = cell.checkVisibility() && cell.textContent.trim().length > 3;
+  if (isText && cell.clientWidth < 30) found.push(`narrow: ${named(cell)}`);
 }
 return [document.documentElement.scrollWidth, found];
 """
@@ -335,6 +338,15 @@ def test_a_page_fits_its_window_and_can_be_read(
         whole_picture(browser, request.node.callspec.id)
         assert browser.execute_script(MISFITS, width) == [width, []]
         assert browser.execute_script(FAINT) == []
+
+
+@pytest.mark.parametrize("address", ["compile"], indirect=True)
+def test_tables_of_variants_fit_a_wide_window_below_a_headline(browser: WebDriver, address: str) -> None:
+    with screen(browser, 1400):
+        browser.get(address)
+        assert seen(browser, "section .verdict").text == "2.9 × PyTorch, accuracy kept."
+        for table in browser.find_elements(By.CSS_SELECTOR, ".table"):
+            assert browser.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", table)
 
 
 @pytest.mark.parametrize("address", [kind for kind in PAGES if kind.startswith("tune")], indirect=True)
