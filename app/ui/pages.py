@@ -92,8 +92,8 @@ class Site:
         else:
             page.add_text("The recipes are the same.")
         page.add_heading("Results")
-        status = ["status", *(run.state for run in found.runs)]
-        figures = [status, *([row.key, *map(number, row.values)] for row in found.figures)]
+        status: list[object] = ["status", *(run.state for run in found.runs)]
+        figures: list[list[object]] = [status, *([row.key, *map(number, row.values)] for row in found.figures)]
         page.add_table(["figure", *runs], figures, is_list=True)
         return page
 
