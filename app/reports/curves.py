@@ -71,19 +71,19 @@ class Curves:
                 curve.steps.append(step)
                 curve.values.append(value)
 
-    def chart(self, title: str, label: str, names: Mapping[str, tuple[Of, str]], **options: bool) -> Chart | None:
+    def chart(self, title: str, label: str, names: Mapping[str, tuple[Of, str]], log_y: bool = False) -> Chart | None:
         """Return a chart of the metrics that the run has, by the names of the chart's series; None if it has none.
 
         Args:
             names: the kind of record and the metric of each series.
-            options: ``log_x`` and ``log_y`` of the chart.
+            log_y: whether the vertical axis is logarithmic.
         """
         found = []
         for name, (of, metric) in names.items():
             curve = (self.of_epochs if of == "epoch" else self.of_steps).get(metric)
             if curve is not None:
                 found += _series_of(name, of, metric, curve)
-        return Chart(title, "step", label, found, **options) if found else None
+        return Chart(title, "step", label, found, log_y=log_y) if found else None
 
     def total(self, prefix: str) -> dict[str, float]:
         """Return the sums over the epochs of the metrics under ``prefix``, by the rest of their names."""

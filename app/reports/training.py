@@ -16,17 +16,18 @@ from app.telemetry.augmentation import AugmentedSamples, ShownInput
 from app.telemetry.evaluation import Evaluation, WorstSample
 from app.telemetry.events import Event, read_events
 
-_CHARTS: list[tuple[str, str, dict[str, tuple[Of, str]], dict[str, bool]]] = [
-    ("Loss", "loss", {"training": ("step", "loss"), "validation": ("epoch", "val_loss")}, {}),
-    ("Accuracy", "share", {"validation": ("epoch", "val_accuracy")}, {}),
-    ("Perplexity", "perplexity", {"validation": ("epoch", "val_perplexity")}, {"log_y": True}),
-    ("Learning rate", "rate", {"learning rate": ("step", "lr")}, {}),
-    ("Gradient norm", "norm", {"gradient norm": ("step", "grad_norm")}, {"log_y": True}),
-    ("Samples per second", "samples/s", {"samples/s": ("step", "samples_per_s")}, {}),
-    ("Model FLOPs utilization", "share", {"MFU": ("step", "mfu")}, {}),
-    ("Waiting for data", "share", {"share of a step": ("step", "data_stall")}, {}),
-    ("Loss scale", "scale", {"loss scale": ("step", "loss_scale")}, {"log_y": True}),
+_CHARTS: list[tuple[str, str, dict[str, tuple[Of, str]], bool]] = [
+    ("Loss", "loss", {"training": ("step", "loss"), "validation": ("epoch", "val_loss")}, False),
+    ("Accuracy", "share", {"validation": ("epoch", "val_accuracy")}, False),
+    ("Perplexity", "perplexity", {"validation": ("epoch", "val_perplexity")}, True),
+    ("Learning rate", "rate", {"learning rate": ("step", "lr")}, False),
+    ("Gradient norm", "norm", {"gradient norm": ("step", "grad_norm")}, True),
+    ("Samples per second", "samples/s", {"samples/s": ("step", "samples_per_s")}, False),
+    ("Model FLOPs utilization", "share", {"MFU": ("step", "mfu")}, False),
+    ("Waiting for data", "share", {"share of a step": ("step", "data_stall")}, False),
+    ("Loss scale", "scale", {"loss scale": ("step", "loss_scale")}, True),
 ]
+"""Title, axis, series, and whether the axis is logarithmic."""
 _FIGURES = {
     "val_loss": "validation loss",
     "val_accuracy": "validation accuracy",
@@ -65,7 +66,7 @@ def training_page(path: UPath) -> Page:
     _add_origin(page, run)
     _add_lineage(page, run)
     page.add_heading("Curves")
-    charts = [curves.chart(title, label, names, **options) for title, label, names, options in _CHARTS]
+    charts = [curves.chart(*chart) for chart in _CHARTS]
     charts[1:1] = [_metric_chart(curves, name) for name in _other_metrics(curves.of_epochs)]
     if drawn := [chart for chart in charts if chart is not None]:
         page.add_charts(*drawn)
