@@ -93,8 +93,8 @@ class Site:
             page.add_text("The recipes are the same.")
         page.add_heading("Results")
         status: list[object] = ["status", *(run.state for run in found.runs)]
-        figures: list[list[object]] = [status, *([row.key, *map(number, row.values)] for row in found.figures)]
-        page.add_table(["figure", *runs], figures, is_list=True)
+        figures: list[list[object]] = [[row.key, *map(number, row.values)] for row in found.figures]
+        page.add_table(["figure", *runs], [status, *figures], is_list=True)
         return page
 
     def refusal(self, error: Exception) -> Page:

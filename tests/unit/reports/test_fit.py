@@ -28,7 +28,7 @@ from app.reports.training import training_page
 from app.repository.repository import Repository
 from app.repository.score import Score
 from app.serving.config import CandidateConfig, DeployedModel, EndpointConfig
-from app.telemetry.evaluation import EVALUATION_FILE, Calibration, Evaluation, LabelScore, ReliabilityBin, WorstSample
+from app.telemetry.evaluation import Calibration, Evaluation, LabelScore, ReliabilityBin, WorstSample
 from app.telemetry.judgement import Baseline, Judgement
 from app.tuning.outcome import TuneMetrics
 from app.tuning.report import write_report as write_search
@@ -182,7 +182,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
     losses = [2.0 * math.exp(-step / 100) + 0.1 * random.Random(step).random() for step in range(500)]
     metrics = {"val_loss": 0.25, "val_accuracy": 0.85, "judgement": JUDGEMENT.model_dump()}
     train = write_run(storage, f"20260101-000030-{NAME}-aaaa", name, metrics=metrics, losses=losses)
-    (train / EVALUATION_FILE).write_text(evaluation().model_dump_json(), encoding="utf-8")
+    evaluation().save(train)
     error = f"the loss of rank 1 is not finite in s3://bucket/{'folder/' * 20}: lower train.optimizer.lr"
     write_run(storage, f"20260101-000040-{NAME}-bbbb", name, "train.optimizer.lr=0.5", status="failed", error=error)
     whole = write_run(storage, f"20260101-000000-{NAME}-cccc", name, job="lifecycle", metrics={"train": metrics})
