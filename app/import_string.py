@@ -40,13 +40,17 @@ def require_named(import_string: str) -> None:
     """Check that a module has what an import string names, without running the module: it may import torch.
 
     Raises:
-        RecipeError: there is no such module, or it defines nothing of this name.
+        RecipeError: there is no such module, its syntax is wrong, or it defines nothing of this name.
     """
     module_name, _, attribute = import_string.partition(":")
     try:
         spec = importlib.util.find_spec(module_name)
-    except (ImportError, ValueError):  # a package above it is missing, or fails
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            return  # a package above it imports what is missing here
         spec = None
+    except Exception:  # a package above it may fail in any way, and the job says how
+        return
     if spec is None:
         raise RecipeError(
             f"{import_string!r}: there is no module {module_name!r} here: check its name and that it lies in the "
@@ -54,7 +58,12 @@ def require_named(import_string: str) -> None:
         )
     if not (spec.origin and spec.origin.endswith(".py")):
         return
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except SyntaxError as error:
+        raise RecipeError(
+            f"{import_string!r}: line {error.lineno} of {spec.origin!r} is not Python ({error.msg}): correct it"
+        ) from None
     names = {name for statement in ast.walk(tree) for name in _defined_by(statement)}
     if not names & {attribute, "*", "__getattr__"}:
         raise RecipeError(

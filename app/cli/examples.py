@@ -49,7 +49,8 @@ def _arguments(model: ModelDescription, storage: UPath) -> list[str]:
         case "record":
             return _fields(model.name, json.loads(found or "{}"), recipe.data) if found else ["--field", "NAME=VALUE"]
         case "text":
-            return [" ".join((found or "some words").split())[:_MAX_CHARACTERS]]
+            text = " ".join((found or "some words").split())[:_MAX_CHARACTERS]
+            return ["--", text] if text.startswith("-") else [text]
         case _:
             return ["--image", "FILE"]
 
@@ -59,9 +60,11 @@ def _fields(name: str, record: dict[str, object], config: DataConfig) -> list[st
 
     arguments = []
     for field, value in record.items():
-        if is_file(config.columns.fields[field].kind):
-            value = "@" + _as_file(f"{name}-{field}", base64.b64decode(str(value)))
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if is_file(config.columns.fields[field].kind):
+            text = "@" + _as_file(f"{name}-{field}", base64.b64decode(text))
+        elif text.startswith("@"):
+            text = f"@{text}"
         arguments += ["--field", f"{field}={text}"]
     return arguments
 

@@ -4,6 +4,8 @@ import base64
 import json
 import shlex
 import sys
+from contextlib import suppress
+from os.path import isfile  # False for a text that is no path
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,21 +22,25 @@ _PICTURES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", "
 _SUFFIXES = _PICTURES | {".csv", ".flac", ".html", ".json", ".jsonl", ".md", ".mp3", ".ogg", ".parquet", ".pdf", ".tsv"}
 _SUFFIXES |= {".txt", ".wav", ".xml", ".yaml", ".yml"}
 _ROW = """'{"age": 40}'"""
-_FOLDERS = ("/", "./", "../", "~/")
+_FOLDERS = ("./", "../", "~/")
 
 
 def predict(
     model: str,
     inputs: Annotated[
         list[str] | None,
-        typer.Argument(help="Texts, - for standard input; files with --file or --image; rows with --row."),
+        typer.Argument(help="Texts; files with --file or --image; rows with --row. - is standard input."),
     ] = None,
     file: Annotated[bool, typer.Option("--file", help="The inputs are paths of files with one text each.")] = False,
     image: Annotated[bool, typer.Option("--image", help="The inputs are paths of images.")] = False,
     row: Annotated[bool, typer.Option("--row", help="The inputs are rows of a table, as objects of JSON.")] = False,
     field: Annotated[
         list[str] | None,
-        typer.Option("--field", metavar="NAME=VALUE", help="A field of one record; NAME=@FILE reads a file."),
+        typer.Option(
+            "--field",
+            metavar="NAME=VALUE",
+            help="A field of one record; NAME=@FILE reads a file, and NAME=@@TEXT is a text that begins with @.",
+        ),
     ] = None,
     endpoint: Annotated[str | None, typer.Option(help="Default: the local cluster's.")] = None,
     token_file: Annotated[
@@ -60,12 +66,10 @@ def predict(
 def _read_text(text: str) -> str:
     """Return a text, from standard input for ``-``. Raises RequestError for an empty one, and for a file's name."""
     if text == "-":
-        return _require_text(sys.stdin.read(), "standard input")
-    if " " not in text and (Path(text).suffix.lower() in _SUFFIXES or text.startswith(_FOLDERS)):
+        return _read_file(text)
+    if _looks_like_a_path(text):
         option = "--image" if Path(text).suffix.lower() in _PICTURES else "--file"
-        place = (
-            "is the path of a file" if Path(text).is_file() else "looks like the path of a file, which does not exist"
-        )
+        place = "is the path of a file" if isfile(text) else "looks like the path of a file, which does not exist"
         raise RequestError(
             f"the text {text!r} {place}: {option} sends a file's content, and 'echo {shlex.quote(text)} | rayloom "
             "predict MODEL -' the words themselves"
@@ -73,13 +77,26 @@ def _read_text(text: str) -> str:
     return _require_text(text, "the text")
 
 
+def _looks_like_a_path(text: str) -> bool:
+    if " " in text or "://" in text:
+        return False
+    has_suffix = Path(text).suffix.lower() in _SUFFIXES
+    # A word with a slash before it, such as /r/python, may also be a text.
+    return has_suffix or text.startswith(_FOLDERS) or (text.startswith("/") and isfile(text))
+
+
 def _read_file(path: str) -> str:
+    what = "standard input" if path == "-" else f"file {path!r}"
     try:
-        return _require_text(Path(path).read_text(encoding="utf-8"), f"file {path!r}")
+        return _require_text(_content_of(path).decode(), what)
     except OSError as error:
-        raise RequestError(f"file {path!r} cannot be read ({error.strerror}): give the path of a text") from error
+        raise RequestError(f"{what} cannot be read ({error.strerror}): give the path of a text") from error
     except UnicodeDecodeError as error:
-        raise RequestError(f"file {path!r} is not text in UTF-8: convert it, or give --image for a picture") from error
+        raise RequestError(f"{what} is not text in UTF-8: convert it, or give --image for a picture") from error
+
+
+def _content_of(path: str) -> bytes:
+    return sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
 
 
 def _require_text(text: str, what: str) -> str:
@@ -102,16 +119,23 @@ def _read_row(text: str) -> dict[str, Any]:
 
 
 def _read_fields(fields: list[str]) -> dict[str, Any]:
-    """Return a record. A value that is a JSON object is a row. Raises RequestError for a field without a value."""
+    """Return a record. Raises RequestError for a field without a value."""
     record: dict[str, Any] = {}
     for given in fields:
         name, equals, value = given.partition("=")
         if not equals:
             raise RequestError(f"--field {given}: expected NAME=VALUE, or NAME=@FILE for the content of a file")
-        record[name] = _read_image(value[1:]) if value.startswith("@") else value
-        if value.startswith("{"):
-            record[name] = _read_row(value)
+        record[name] = _read_value(value)
     return record
+
+
+def _read_value(value: str) -> Any:
+    """Return the content of the file after an @, the text after the first of two, a JSON object, or the text itself."""
+    if value.startswith("@"):
+        return value[1:] if value.startswith("@@") else _read_image(value[1:])
+    with suppress(RequestError):
+        return _read_row(value)
+    return value
 
 
 def _in_short(prediction: Prediction) -> str:
@@ -123,7 +147,7 @@ def _in_short(prediction: Prediction) -> str:
 
 def _read_image(path: str) -> str:
     try:
-        return base64.b64encode(Path(path).read_bytes()).decode()
+        return base64.b64encode(_content_of(path)).decode()
     except OSError as error:
         raise RequestError(
             f"image {path!r} cannot be read ({error.strerror}): give the path of a PNG or JPEG file"

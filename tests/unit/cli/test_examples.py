@@ -9,29 +9,38 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 from upath import UPath
 
-from app.cli import examples
+from app.cli import examples, jobs
 from app.cli.endpoint import EndpointClient
+from app.cli.main import app
 from app.cli.predict import _read_fields, _read_image, _read_row, _read_text
+from app.cluster.state import ClusterState
 from app.config import load_recipe
 from app.repository.repository import Repository
 from app.runs import Run
 from tests.helpers import ROOT
 from tests.publishing import CARD, files_in
 
+ASKED: list[dict[str, object]] = []
+"""The requests for predictions that the endpoint has received."""
+RESPONSE = {"model_name": "m", "model_version": "1", "predictions": [{"label": "a", "scores": {"a": 1.0}}]}
+
 
 @pytest.fixture
 def endpoint() -> Iterator[EndpointClient]:
-    """An HTTP server that serves models of each kind, as far as lists of models go."""
+    """An HTTP server that lists models of each kind, and answers each request for a prediction alike."""
     kinds = {"words": "text", "digits": "image", "lines": "row", "halves": "record"}
     natural = [{"name": name, "version": "1", "input": kind, "labels": []} for name, kind in kinds.items()]
     served = [{"name": name, "version": "1", "state": "READY", "reason": ""} for name in [*kinds, "tensors"]]
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            body = json.dumps(natural if self.path == "/v1/models" else served).encode()
+            received = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if is_prediction := self.path.endswith("/predict"):
+                ASKED.append(json.loads(received))
+            body = json.dumps(RESPONSE if is_prediction else natural if self.path == "/v1/models" else served).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -79,3 +88,69 @@ def test_each_command_asks_with_a_real_input(
     assert _read_row(lines[-1]) == {"age": 40, "town": "Köln"}
     assert _read_fields([halves[-1]])  # its run is gone
     assert tensors[0] == "curl"
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "given"),
+    [
+        ("words", "reviews", "- where is my parcel"),
+        ("words", "reviews", "https://example.com/login.html"),
+        ("halves", "digit_halves", "@user thanks!"),
+        ("halves", "digit_halves", "{x} is a set"),
+    ],
+)
+def test_a_printed_command_sends_the_first_text_as_it_is(
+    model: str, recipe: str, given: str, endpoint: EndpointClient, tmp_path: Path
+) -> None:
+    column = "text" if model == "words" else "words"
+    rows = [{column: given, "picture": None, "label": "1"}, {column: "more", "label": "2"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    publish(tmp_path, model, f"recipes/{recipe}.yaml", f"data.source={tmp_path}/rows.jsonl")
+    (command,) = examples.commands_for(endpoint, UPath(tmp_path), model)
+    name, *arguments = shlex.split(command)
+    done = CliRunner().invoke(app, [*arguments[:1], "--endpoint", endpoint.url, *arguments[1:]])
+    assert (name, done.exit_code) == ("rayloom", 0), done.output
+    assert ASKED[-1]["inputs"] == [given if model == "words" else {"words": given}]
+
+
+@pytest.mark.parametrize(
+    ("option", "sent"), [([], "für alle"), (["--file"], "für alle"), (["--image"], "ZsO8ciBhbGxl")], ids=str
+)
+def test_a_hyphen_is_standard_input(option: list[str], sent: str, endpoint: EndpointClient) -> None:
+    given = ["predict", "words", "--endpoint", endpoint.url, *option, "-"]
+    done = CliRunner().invoke(app, given, input="für alle".encode())
+    assert done.exit_code == 0, done.output
+    assert ASKED[-1]["inputs"] == [sent]
+
+
+def succeed(*_: object) -> int:
+    """Submit a job that succeeds."""
+    print("RESULT {}")
+    return 0
+
+
+@pytest.mark.parametrize(("option", "is_asked"), [((), True), (("--json",), False), (("-q",), False)])
+def test_the_result_is_the_last_line_for_programs(
+    option: tuple[str, ...],
+    is_asked: bool,
+    endpoint: EndpointClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = int(endpoint.url.rpartition(":")[2])
+    cluster = ClusterState(
+        id="c",
+        gcs_port=1,
+        dashboard_port=9,
+        serve_port=port,
+        grpc_port=1,
+        storage=str(tmp_path),
+        num_cpus=1,
+        runtime=tmp_path,
+    )
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", cluster.dashboard)
+    monkeypatch.setattr(jobs, "read_state", lambda: cluster)
+    monkeypatch.setattr(jobs, "submit_job", succeed)
+    done = CliRunner().invoke(app, ["submit", "deploy", str(ROOT / "recipes/digits.yaml"), *option])
+    assert done.exit_code == 0, done.output
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["RESULT {}", *["ask it"] * is_asked]

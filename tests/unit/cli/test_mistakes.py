@@ -44,6 +44,8 @@ FILES: dict[str, bytes] = {
     "data/sheet.xlsx": b"PK\x03\x04 of Excel",
     "data/zip.csv": b"PK\x03\x04 of Excel",
     "data/rows.jsonl": b'{"text": "a", "label": "b"}\n{"text": \n',
+    "unfinished/models.py": b"\ndef make(:\n",
+    "broken/__init__.py": b"raise ValueError('no GPU')\n",
     "pictures/cat/1.png": b"no picture",
     "pictures/dog/1.png": b"no picture",
     "token": b"",
@@ -95,6 +97,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     ([*TRAIN, "data.columns.label=lable"], ["data.columns.label", "'lable'", "did you mean 'label'"]),
     ([*TRAIN, "model.factory=app.models.text:encoder_clasifier"], ["did you mean 'encoder_classifier'"]),
     ([*TRAIN, "model.factory=app.models.txt:encoder"], ["no module 'app.models.txt'"]),
+    ([*TRAIN, "model.factory=unfinished.models:make"], ["'unfinished.models:make'", "line 2 of", "correct it"]),
     (["plan", "recipes/tickets.yaml", "--cluster", "64xb900"], ["'b900'", "did you mean 'b200'"]),
     # Values
     ([*SHOW, "train.epochs=three"], ["train.epochs is 'three'", "a whole number"]),
@@ -141,10 +144,16 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["models", "show", "foo"], ["no model 'foo'", "rayloom submit compile"]),
     (["check", "foo"], ["no run 'foo'", "no model"]),
     (["status"], ["no local cluster is up", "rayloom up"]),
+    ([*TRAIN, "model.factory=broken.models:make"], ["no local cluster is up", "rayloom up"]),
     (["follow", "train-1"], ["no local cluster is up", "rayloom up"]),
     # Asking a model
     (["predict", "tickets"], ["give inputs"]),
-    ([*ASK, "hello"], ["nothing answers at http://127.0.0.1:9", "rayloom submit deploy"]),
+    *(
+        ([*ASK, text], ["nothing answers at http://127.0.0.1:9", "rayloom submit deploy"])
+        for text in ("hello", "https://example.com/login.html", "/r/python", "/s", f"{'x' * 300}/y")
+    ),
+    ([*ASK, f"{'x' * 300}.txt"], ["looks like the path of a file"]),
+    ([*ASK, "./models"], ["'./models'", "looks like the path of a file"]),
     ([*ASK, ""], ["the text is empty"]),
     ([*ASK, "nofile.txt"], ["'nofile.txt'", "does not exist", "--file"]),
     ([*ASK, "none.txt"], ["'none.txt'", "is the path of a file", "--file"]),
