@@ -52,7 +52,7 @@ def test_an_address_where_nothing_answers_is_told(cluster: dict[str, str]) -> No
     environment = {**cluster, "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"}
     refused = run("rayloom", "submit", "train", "recipes/digits.yaml", environment=environment)
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: no cluster answers at http://127.0.0.1:9")
+    assert refused.stderr.startswith("error: no cluster answers at 'http://127.0.0.1:9'")
 
 
 def test_a_second_cluster_in_the_same_home_is_refused(cluster: dict[str, str]) -> None:
@@ -87,9 +87,9 @@ ray.init(num_cpus=1, include_dashboard=False)
 holder = ray.remote(num_cpus=1)(type("Holder", (), {})).remote()
 with redirect_stdout(io.StringIO()) as printed, ThreadPoolExecutor() as pool:
     pid = pool.submit(_node.run_on_node, "work", lambda log: log("begins") or os.getpid(), {"CPU": 1})
-    wait_until(lambda: "work has not started yet: waiting for a node with CPU: 1 free" in printed.getvalue())
+    wait_until(lambda: "work waits until a node has 1 CPU free" in printed.getvalue())
     ray.kill(holder)
-assert printed.getvalue().endswith("free\\nbegins\\n"), printed.getvalue()
+assert printed.getvalue().endswith("hold the rest\\nbegins\\n"), printed.getvalue()
 wait_until(lambda: not psutil.pid_exists(pid.result()), timeout_s=10)
 """
     done = run("python", "-c", script)
