@@ -1,7 +1,7 @@
 """Rows of a table as tensors: numbers, scaled, and categories, by their index."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any, ClassVar, Self
 
@@ -14,6 +14,7 @@ from app.config import ColumnsConfig, DataConfig
 from app.data.examples import Modality
 from app.data.rows import CATEGORIES, NUMBERS, Row, RowColumns, TableRows, category_of, is_missing, number_in, number_of
 from app.data.targets import Scale
+from app.data.written import spelling_of
 from app.errors import DataError
 from app.storage import write_atomically
 from app.tensors import Tensors, TensorSpec
@@ -58,10 +59,13 @@ class TabularProcessor:
         self._deviations = np.array([column.std or np.nan for column in numbers])
         self._indices: list[dict[str, int]] = []
         self._unknown: list[int] = []
+        self._spellings: list[Callable[[str], str]] = []
         first = 0
         for column in categories:
             self._unknown.append(first)
-            self._indices.append({value: first + 1 + index for index, value in enumerate(column.values)})
+            spelled = spelling_of(column.values)
+            self._spellings.append(spelled)
+            self._indices.append({spelled(value): first + 1 + index for index, value in enumerate(column.values)})
             first += 1 + len(column.values)
         self._num_categories = first
 
@@ -80,7 +84,8 @@ class TabularProcessor:
                 scale = Scale.of([number_in(value, name) for value in values])
                 numbers.append(NumberColumn(name=name, **scale.model_dump()))
             else:
-                categories.append(CategoryColumn(name=name, values=sorted({category_of(value) for value in values})))
+                found = {category_of(value) for value in values}
+                categories.append(CategoryColumn(name=name, values=sorted({*map(spelling_of(found), found)})))
         return cls(numbers, categories)
 
     @property
@@ -132,8 +137,9 @@ class TabularProcessor:
 
     def _places(self, categories: NDArray[np.object_]) -> NDArray[np.int64]:
         places = np.empty(categories.shape, np.int64)
-        for column, (indices, unknown) in enumerate(zip(self._indices, self._unknown, strict=True)):
-            found = map(indices.get, categories[:, column].tolist(), repeat(unknown))
+        kinds = zip(self._indices, self._spellings, self._unknown, strict=True)
+        for column, (indices, spelled, unknown) in enumerate(kinds):
+            found = map(indices.get, map(spelled, categories[:, column].tolist()), repeat(unknown))
             places[:, column] = np.fromiter(found, np.int64, len(categories))
         return places
 

@@ -15,7 +15,7 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.rows import number_of
-from app.data.written import digits_of, label_of
+from app.data.written import digits_of, label_of, spelling_of
 from app.errors import DataError
 from app.storage import write_atomically
 
@@ -179,12 +179,13 @@ class Classes(_Labels):
 
     @classmethod
     def fit(cls, labels: Mapping[str, int], config: DataConfig) -> Self:
-        if len(labels) < 2:
-            raise DataError(
-                f"data.source {config.source!r} has the classes {sorted(labels)} after cleaning: expected two"
-            ).of("labels.too_few", "data.source")
-        _require_distinct(labels, config)
-        return cls(sorted(labels))
+        found = sorted({*map(spelling_of(labels), labels)})
+        if len(found) < 2:
+            raise DataError(f"data.source {config.source!r} has the classes {found} after cleaning: expected two").of(
+                "labels.too_few", "data.source"
+            )
+        _require_distinct(found, config)
+        return cls(found)
 
     def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[int]:
         """Return the class of each label: its index."""
@@ -226,7 +227,8 @@ class LabelSets(_Labels):
     @classmethod
     def fit(cls, labels: Mapping[str, int], config: DataConfig) -> Self:
         separator = config.columns.separator
-        found = sorted({label for given in labels for label in split_labels(given, separator)})
+        written = {label for given in labels for label in split_labels(given, separator)}
+        found = sorted({*map(spelling_of(written), written)})
         _require_distinct(found, config)
         if not found:
             raise DataError(f"data.source {config.source!r} has no labels: expected one or more in some rows")
@@ -394,14 +396,15 @@ def _by_label(labels: Sequence[str], scores: NDArray[np.float32]) -> dict[str, f
 
 def indices_of(known: Sequence[str], labels: Sequence[str], config: DataConfig, key: str) -> list[int]:
     """Return the place of each label among those that are known. Raises LabelError for any other."""
-    class_of = {label: index for index, label in enumerate(known)}
-    if unknown := sorted(set(labels) - class_of.keys()):
+    spelled = spelling_of(known)
+    class_of = {spelled(label): index for index, label in enumerate(known)}
+    if unknown := sorted(label for label in set(labels) if spelled(label) not in class_of):
         raise LabelError(
             f"data.{key} {getattr(config, key)!r} has the label {unknown[0]!r}, but data.source {config.source!r} has "
             f"only {', '.join(known)}: give a source with these labels only",
             unknown[0],
         ).of("labels.unknown", f"data.{key}")
-    return [class_of[label] for label in labels]
+    return [class_of[spelled(label)] for label in labels]
 
 
 def _number(label: str, source: str) -> float:

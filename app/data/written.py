@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable, Collection
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import lru_cache
@@ -9,6 +10,7 @@ from typing import Any
 from uuid import UUID
 
 _WHOLE = re.compile(r"[+-]?\d+\.0+")
+_BOOLEANS = {str(True), str(False)}
 _EXACT = 2**53
 """Floats have every whole number up to here."""
 
@@ -48,4 +50,12 @@ def label_of(value: Any) -> str:
 @lru_cache(maxsize=4096)
 def _name_of(text: str) -> str:
     text = text.strip()
-    return text.partition(".")[0] if _WHOLE.fullmatch(text) else text
+    if not _WHOLE.fullmatch(text):
+        return text
+    whole = text.partition(".")[0]
+    return "0" if whole == "-0" else whole
+
+
+def spelling_of(names: Collection[str]) -> Callable[[str], str]:
+    """Return how to write names: as they are, or as Python does if all are booleans, which csv has in any case."""
+    return str.capitalize if names and all(name.capitalize() in _BOOLEANS for name in names) else str

@@ -14,6 +14,7 @@ import pytest
 
 from app.config import Recipe
 from app.data.rows import RowColumns, TableRows
+from app.data.written import name_of
 from app.serving.protocol.predict import PredictRequest
 from app.tasks import prepare
 from tests.preparing import write_table
@@ -223,3 +224,33 @@ def test_numbers_of_single_precision_are_those_that_csv_has(tmp_path: Path) -> N
     tests = {"columns": {"categories": []}, "test_source": str(tmp_path / "rows.csv"), "clean": {"deduplicate": True}}
     with refused("split.empty", "data.source"):
         prepared(tmp_path / "rows.parquet", **tests)
+
+
+@pytest.mark.parametrize("written", [("true", "false"), ("TRUE", "FALSE"), ("True", "False")])
+def test_a_boolean_is_one_in_every_format_and_at_the_endpoint(tmp_path: Path, written: tuple[str, str]) -> None:
+    (tmp_path / "rows").mkdir()
+    lines = [f"{written[number % 2]},{written[number % 3 == 0]},{number}" for number in range(COUNT)]
+    (tmp_path / "rows/a.csv").write_text("\n".join(["flag,label,n", *lines]), encoding="utf-8")
+    typed = [(number % 2 == 0, number % 3 != 0, number) for number in range(COUNT, 2 * COUNT)]
+    write_table(tmp_path / "rows/b.parquet", typed, ["flag", "label", "n"])
+    tree = {"name": "rows", "task": "tabular-classification", "data": {"source": str(tmp_path / "rows")}}
+    data: Any = prepare(Recipe.model_validate(tree | {"model": {"factory": "a:b"}}))
+    assert data.targets.labels == ["False", "True"]
+    assert data.facts["num_categories"] == 3
+    asked = [{"flag": flag, "n": 1} for flag in (True, *written, False, "yes", None)]
+    assert data.processor.encode(asked)["categories"].ravel().tolist() == [2, 2, 1, 1, 0, 0]
+
+
+def test_words_beside_others_that_are_no_booleans_stay_as_they_are(tmp_path: Path) -> None:
+    words = ["true", "True", "yes"]
+    lines = [f"{words[number % 3]},{words[number % 3]},{number}" for number in range(COUNT)]
+    (tmp_path / "rows.csv").write_text("\n".join(["word,label,n", *lines]), encoding="utf-8")
+    tree = {"name": "rows", "task": "tabular-classification", "data": {"source": str(tmp_path / "rows.csv")}}
+    data: Any = prepare(Recipe.model_validate(tree | {"model": {"factory": "a:b"}}))
+    assert data.targets.labels == ["True", "true", "yes"]
+    assert data.facts["num_categories"] == 4
+
+
+@pytest.mark.parametrize(("cell", "name"), [("-0.0", "0"), ("1.0", "1"), ("-1.0", "-1"), ("007.0", "007")])
+def test_a_whole_number_in_csv_is_that_of_typed_files(cell: str, name: str) -> None:
+    assert name_of(cell) == name
