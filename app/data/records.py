@@ -17,7 +17,7 @@ from app.data.audio import AudioProcessor
 from app.data.examples import Modality
 from app.data.images import ImageProcessor
 from app.data.processor import Processor, WeighingProcessor
-from app.data.rows import Record, RecordColumns, Records, RowColumns
+from app.data.rows import Record, RecordColumns, Records, RowColumns, is_missing
 from app.data.tabular import TabularProcessor
 from app.data.text import TextProcessor
 from app.errors import DataError, short_repr
@@ -176,7 +176,7 @@ class RecordProcessor:
             )
         if unknown := [name for name in given if name not in self._kinds]:
             raise DataError(f"a record has the field {unknown[0]!r}: expected {known}").of("fields.unknown")
-        record = {name: self._content(name, value) for name, value in given.items() if value not in (None, "")}
+        record = {name: self._content(name, value) for name, value in given.items() if not _is_absent(value)}
         if not record:
             raise DataError(f"a record has none of its fields: expected at least one of {known}").of("fields.none")
         return record
@@ -247,6 +247,13 @@ class RecordProcessor:
                     (to_path(temporary) / file.name.removeprefix(f"{name}.")).write_bytes(file.read_bytes())
                 processors[name] = processor_type(kind).load(to_path(temporary))
         return cls(kinds, processors)
+
+
+def _is_absent(value: Any) -> bool:
+    """Return whether a field has no value, or is a row in which every value is missing."""
+    if isinstance(value, Mapping) and value:
+        return all(map(is_missing, value.values()))
+    return value in (None, "")
 
 
 def _config_of(name: str, config: DataConfig) -> DataConfig:

@@ -111,6 +111,8 @@ def test_a_missing_field_is_empty_and_named(table: Path) -> None:
     assert alone["title_input_ids"].shape == alone["note_input_ids"].shape == (1, 4)
     same = processor.encode([{"title": "a shoe", "photo": None, "note": ""}])
     assert all(np.array_equal(same[name], array) for name, array in alone.items())
+    empty = processor.encode([{"title": "a shoe", "size": {"width": None, "colour": "NA"}}])
+    assert all(np.array_equal(empty[name], array) for name, array in alone.items())
     mixed = processor.encode([{"title": "a shoe"}, {"note": "one two three four five " * 3}])
     assert mixed["title_input_ids"].shape == mixed["note_input_ids"].shape == (2, 16), "all texts have one length"
     assert mixed["title_present"].tolist() == [[1], [0]]
