@@ -27,8 +27,9 @@ RayloomError
 └── DeliveryError          a receiver did not take a notification
     └── TryLaterError      it may take it later
 
-Each message says what was given, what was expected and what to do. ``rule`` and ``key`` say the same to programs and
-tests, and stay when a sentence changes. They and other attributes survive pickling between Ray's processes.
+Each message says what was given, what was expected and what to do. ``rule`` and ``key`` identify the error for
+programs and tests. They stay the same when the message changes. All attributes survive pickling between
+Ray's processes.
 """
 
 import re
@@ -57,12 +58,12 @@ class RayloomError(Exception):
         super().__init__(message)
         words = re.findall("[A-Z][a-z]+", type(self).__name__.removesuffix("Error"))
         self.rule = "_".join(words).lower()
-        """What was broken, such as ``columns.missing``; by default the name of the class, such as ``not_served``."""
+        """The broken rule, such as ``columns.missing``; by default the name of the class, such as ``not_served``."""
         self.key: str | None = None
         """The recipe key, field, option or parameter concerned, if there is one."""
 
     def of(self, rule: str, key: str | None = None) -> Self:
-        """Set the rule and the key: ``raise DataError("...").of("columns.missing", "data.columns")``."""
+        """Set the rule and the key, as in ``raise DataError("...").of("columns.missing", "data.columns")``."""
         self.rule, self.key = rule, key
         return self
 

@@ -36,8 +36,8 @@ def import_attribute(import_string: str) -> Any:
     return getattr(module, attribute)
 
 
-def require_named(import_string: str) -> None:
-    """Check that a module has what an import string names, without running the module: it may import torch.
+def require_defined(import_string: str) -> None:
+    """Check that a module defines the name in an import string. The module is not run: it may import torch.
 
     Raises:
         RecipeError: there is no such module, its syntax is wrong, or it defines nothing of this name.
@@ -53,7 +53,7 @@ def require_named(import_string: str) -> None:
         return
     if spec is None:
         raise RecipeError(
-            f"{import_string!r}: there is no module {module_name!r} here: check its name and that it lies in the "
+            f"{import_string!r}: there is no module {module_name!r} here: check its name, and that it is in the "
             "working directory"
         )
     if not (spec.origin and spec.origin.endswith(".py")):
@@ -90,6 +90,6 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:
-    """Return an end of an error's sentence with the nearest known name, and nothing if none is near."""
+    """Return the end of an error message with the nearest known name; an empty text if none is near."""
     near = difflib.get_close_matches(given, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

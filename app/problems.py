@@ -1,4 +1,4 @@
-"""What Pydantic refuses, in a person's words: the place in what was given, and what was expected there."""
+"""Pydantic's errors in plain words: the key, the given value and the expected one."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -25,10 +25,10 @@ _EXPECTED = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A value that is refused. Of a value that may be of several kinds, each kind has its own reason."""
+    """A refused value. If it may be of several kinds, each kind has its own reason."""
 
     key: str
-    """Dotted; empty if the whole is meant."""
+    """A dotted key; empty for the whole input."""
     given: Any
     reasons: Sequence[ErrorDetails]
 
@@ -39,7 +39,7 @@ class Problem:
 
     @property
     def expected(self) -> str:
-        """What may be given, with the nearest name for a mistyped one."""
+        """The values that are accepted, with the nearest name for a mistyped one."""
         of_names = [reason["ctx"]["expected"] for reason in self.reasons if reason["type"] == "literal_error"]
         names = re.split(", | or ", " or ".join(of_names)) if of_names else []
         kinds = [_expected(reason) for reason in self.reasons if reason["type"] not in ("literal_error", "bytes_type")]
@@ -49,21 +49,21 @@ class Problem:
 
 
 def problems_of(error: ValidationError, given: object) -> Iterator[Problem]:
-    """Yield the problems of what was given. Those of the kinds that one value may have are one problem."""
+    """Yield the problems of an input. A value of several possible kinds is one problem."""
     groups: dict[str, list[tuple[str, Any, ErrorDetails]]] = {}
     for reason in error.errors(include_url=False):
         value, key, found = _places(reason, given)
         groups.setdefault(value, []).append((key, found, reason))
     for group in groups.values():
-        # The kind in which most of the value was right is the one that was meant.
+        # The kind that failed at the deepest key is the one that was meant.
         key, found, _ = max(group, key=lambda one: one[0].count("."))
         yield Problem(key, found, [reason for place, _, reason in group if place == key])
 
 
 def _places(reason: ErrorDetails, given: Any) -> tuple[str, str, Any]:
-    """Return the key of the value that may be of several kinds, and the key and the value that are refused in it.
+    """Return the key of a value of several possible kinds, and the refused key and value in it.
 
-    Between them Pydantic puts the name of a kind, which nobody has given.
+    Pydantic inserts the name of a kind between them, which the input does not have.
     """
     keys: list[str] = []
     value: str | None = None
@@ -87,8 +87,8 @@ def _expected(reason: ErrorDetails) -> str:
         case "greater" | "less", _:
             return reason["msg"].replace("Input should be", "a number")
         case "too", "short":
-            return f"{reason['ctx']['min_length']} of them at least"
+            return f"{reason['ctx']['min_length']} or more of them"
         case "too", "long":
-            return f"{reason['ctx']['max_length']} of them at most"
+            return f"{reason['ctx']['max_length']} or fewer of them"
         case _:
             return reason["msg"].removeprefix("Input should be ")

@@ -182,11 +182,11 @@ class Run:
         try:
             write_atomically(file, result.model_dump_json(exclude_none=True, indent=1).encode())
         except OSError as lost:
-            told = self._cannot_write(lost)
+            failure = self._cannot_write(lost)
             if status != "failed":
-                raise told from lost
+                raise failure from lost
             # The error that ended the run is the one to return.
-            print(f"error: {told}", file=sys.stderr, flush=True)
+            print(f"error: {failure}", file=sys.stderr, flush=True)
             return result
         return result.model_copy(update={"file": str(file)})
 
@@ -194,8 +194,8 @@ class Run:
 JSON_HELP = "end with the whole result in the RESULT line, and not only its figures"
 """Help of ``--json``, which every job takes."""
 
-_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-"""Errors of a disk that is full or may not be used."""
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Errors of a disk that is full, read-only or not permitted."""
 
 
 def read_arguments(program: str, argv: Sequence[str] | None, about: str | None = None) -> Namespace:
@@ -235,10 +235,12 @@ def execute(run: Run, step: Step, parent: UPath | None = None) -> Result:
             print(run.interrupt().to_line(), flush=True)
             raise
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in _OF_A_DISK:
-                told = f"a file cannot be written or read ({error}): check its rights, and the free space of its disk"
-                print(f"error: {told}", file=sys.stderr, flush=True)
-                return run.fail(told)
+            if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+                message = (
+                    f"a file cannot be written or read ({error}): check its rights, and the free space of its disk"
+                )
+                print(f"error: {message}", file=sys.stderr, flush=True)
+                return run.fail(message)
             traceback.print_exc()
             last_line = str(error).strip().rpartition("\n")[2]  # errors of Ray end with their cause
             return run.fail(f"{type(error).__name__}: {last_line}")

@@ -153,7 +153,7 @@ def link(source: UPath, target: UPath) -> None:
             source.fs.cp_file(source.path, target.path)
     except FileExistsError:
         raise
-    # File systems refuse links by many numbers. What is wrong with the file itself stops the copy, too.
+    # File systems refuse links with various error numbers. A fault of the file itself also stops the copy.
     except (OSError, NotImplementedError):
         with source.open("rb") as given, target.open("wb") as copied:
             shutil.copyfileobj(given, copied, _COPIED_AT_ONCE)

@@ -25,12 +25,13 @@ _STRINGS = np.dtype(np.object_)
 """The dtype of strings: arrays of ``str`` or ``bytes`` objects."""
 
 _FEW = 4
-"""Numbers below which a column has no magnitude of its own: a single number may be near 0 by chance."""
+"""Minimum numbers in a column with its own magnitude: a single number may be near 0 by chance."""
 
 _SMALL = 1e-3
-"""The least magnitude of a column, in an output whose numbers are 1 or more.
+"""The minimum magnitude of a column, in an output whose numbers are 1 or more.
 
-float32 computes a sigmoid or a softmax to about 1e-7, however small the result: the limit of fp32, 1e-4, of this.
+float32 computes a sigmoid or a softmax to about 1e-7, however small the result. That is 1e-4, the limit of fp32,
+of this magnitude.
 """
 
 _MANY, _RARE = 32, 0.1

@@ -26,7 +26,7 @@ from app.data.sharded import ShardReference
 from app.data.streaming.collector import Collector
 from app.data.streaming.messages import Message, Offsets
 from app.data.streaming.micro_epochs import MicroEpoch
-from app.data.streaming.prepare import unfitted
+from app.data.streaming.prepare import initial_encoding
 from app.data.streaming.rows import ChosenRows, RowsFactory, StreamRows
 from app.data.text import TextProcessor
 from app.ports import is_free, unused
@@ -178,7 +178,7 @@ def collector_of(
 
 def rows_of(given: Recipe) -> RowsFactory:
     """Return what makes rows of messages, as far as the recipe says how."""
-    return partial(StreamRows, unfitted(given, find_task(given.task).samples(given)), frozenset())
+    return partial(StreamRows, initial_encoding(given, find_task(given.task).samples(given)), frozenset())
 
 
 def collect(given: Recipe, start: Offsets, is_first: bool = False) -> ChosenRows:

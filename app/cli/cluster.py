@@ -25,9 +25,9 @@ def up(
         bool, typer.Option("--monitoring", help="Start Prometheus and Alertmanager, which must be installed, too.")
     ] = False,
     notify: Notify = None,
-    retention: Annotated[str, typer.Option(help="How long Prometheus keeps figures.")] = "15d",
+    retention: Annotated[str, typer.Option(help="How long Prometheus keeps metrics.")] = "15d",
 ) -> None:
-    """Start a Ray cluster on this machine, with token authentication and on loopback."""
+    """Start a Ray cluster on this machine. It listens on loopback and requires a token."""
     if not monitoring:
         with spinner("starting Ray"):
             cluster = local.start(dashboard_port, serve_port, grpc_port, num_cpus)
@@ -74,9 +74,7 @@ def env() -> None:
 
 
 def _describe(cluster: ClusterState) -> None:
-    print(
-        f"dashboard  {cluster.dashboard}  (log in with what 'cat {TOKEN_FILE}' prints, not with 'ray get-auth-token')"
-    )
+    print(f"dashboard  {cluster.dashboard}  (log in with the token in {TOKEN_FILE}, not that of 'ray get-auth-token')")
     print(f"endpoint   {cluster.endpoint}  (answers once a model is deployed; its API is at /docs)")
     print(f"gRPC       {cluster.grpc_endpoint}")
     print(f"storage    {cluster.storage}")
@@ -94,7 +92,7 @@ def _describe_supervisor(cluster: ClusterState) -> None:
 
 
 def _describe_monitoring(cluster: ClusterState) -> None:
-    """Print how many of the processes that watch the cluster run. Nobody restarts them."""
+    """Print how many of the monitoring processes run. They are not restarted."""
     if cluster.monitoring:
         wanted, running = len(cluster.monitoring.model_dump(exclude_none=True)), len(cluster.watchers())
         print(f"monitoring {running} of {wanted} processes run; their logs are in {processes.CONFIGURATION}")
@@ -120,6 +118,6 @@ def _describe_ports(cluster: ClusterState, are_listed: bool) -> None:
     """Count or list the ports that Ray opens on other interfaces than loopback."""
     exposed = [port for port in open_ports(cluster.processes()) if not port.is_loopback]
     more = ":" if are_listed else "; 'rayloom status --ports' lists them"
-    print(f"ports      {len(exposed)} that other machines could reach, unless a firewall is in front{more}")
+    print(f"ports      {len(exposed)} that other machines could reach, unless a firewall blocks them{more}")
     for port in exposed if are_listed else ():
         print(f"  {port.port:>5}  {port.address:<18} {port.process}")

@@ -1,4 +1,4 @@
-"""Look at data that was prepared as shards, and delete it."""
+"""List and delete data that was prepared as shards."""
 
 import sys
 from typing import Annotated
@@ -24,7 +24,7 @@ def list_command(storage: Storage = None, as_json: Json = False) -> None:
         print_json([{"name": one.name, "source": one.index and one.index.source, "runs": one.runs} for one in found])
         return
     if not found:
-        print(f"no data in {root}: 'rayloom submit prepare RECIPE' makes some; --storage names another place")
+        print(f"no data in {root}: 'rayloom submit prepare RECIPE' makes some; --storage names another storage")
         return
     rows = [("data", "source", "rows", "size", "created, UTC", "runs")]
     for one in found:

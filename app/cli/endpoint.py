@@ -63,8 +63,8 @@ class EndpointClient:
             return None
         except (httpx.HTTPError, ValidationError) as error:
             raise ClusterError(
-                f"the endpoint {self.url} does not say which models it has loaded ({first_line(error)}): if it asks "
-                f"for a token, name its file in {TOKEN_FILE_VARIABLE}; its logs are in the Ray dashboard"
+                f"the endpoint {self.url} did not list its models ({first_line(error)}): if it requires "
+                f"a token, name the token's file in {TOKEN_FILE_VARIABLE}; the endpoint's logs are in the Ray dashboard"
             ) from error
 
     def predict(self, model: str, request: PredictRequest) -> PredictResponse:
@@ -78,7 +78,7 @@ class EndpointClient:
                 "'rayloom submit deploy RECIPE'"
             ) from error
         if answer.status_code == httpx.codes.UNAUTHORIZED:
-            raise RequestError(f"{self.url} answered 401: {_reason(answer)}; name its file with --token-file")
+            raise RequestError(f"{self.url} answered 401: {_reason(answer)}; name the token's file with --token-file")
         if answer.is_error:
             raise RequestError(f"{self.url} answered {answer.status_code}: {_reason(answer)}")
         return PredictResponse.model_validate_json(answer.content)
@@ -102,7 +102,7 @@ def _reason(answer: httpx.Response) -> str:
 
 
 def named_endpoint(url: str, token_file: Path | None) -> EndpointClient:
-    """Return the endpoint at a URL. Raises RequestError if the URL is none."""
+    """Return the endpoint at a URL. Raises RequestError if it is not a URL."""
     if not re.match("https?://[^/]", url):
         raise RequestError(f"--endpoint is {url!r}: expected a URL with http:// or https://, such as http://{url}")
     return EndpointClient(url.rstrip("/"), token_file)

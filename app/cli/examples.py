@@ -1,4 +1,4 @@
-"""Commands to paste: each asks a deployed model, with an input of the data that it was trained on."""
+"""Example commands that query deployed models, with inputs from their training data."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ from app.storage import HOME, to_path
 from app.tasks import find_task
 
 _FOLDER = HOME / "examples"
-"""Where pictures that lie in a table or a built-in set become files."""
+"""The folder for pictures from tables and built-in sets."""
 _MAX_CHARACTERS = 80
 
 
@@ -34,7 +34,7 @@ def _predict(model: ModelDescription, storage: UPath) -> str:
 
 
 def _arguments(model: ModelDescription, storage: UPath) -> list[str]:
-    """Return the input as ``rayloom predict`` takes it; words that say what to give if its data are gone."""
+    """Return the input as ``rayloom predict`` takes it; a placeholder if the training data are gone."""
     try:
         run = Repository(storage).manifest(model.name, int(model.version)).lineage.train_run
         recipe = load_stored_recipe(str(to_path(str(run)) / CONFIG_FILE))

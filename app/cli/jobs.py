@@ -33,9 +33,7 @@ def submit(
     recipe_option: Annotated[
         str | None, typer.Option("--recipe", help="The recipe, instead of the second argument.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with the whole result, and not only its figures.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole result, not only its figures.")] = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -44,27 +42,27 @@ def submit(
     if recipe_option is not None:
         given.insert(0, recipe_option)
     if not given:
-        raise RequestError("no recipe given: pass its path or URI after the job, or - for standard input")
+        raise RequestError("no recipe is given: pass its path or URI after the job, or - for standard input")
     code = submit_job(job, given[0], given[1:], ["--json"] if as_json else [], detail_of(quiet, verbose))
     if code == 0 and job in _SERVING and not (as_json or quiet):  # for programs the RESULT is the last line
         _print_question(job, given[0], given[1:])
     raise typer.Exit(code)
 
 
-def _print_question(job: str, recipe: str, overrides: list[str]) -> None:
-    """Print a command that asks the model that the local cluster serves now."""
+def _print_example(job: str, recipe: str, overrides: list[str]) -> None:
+    """Print a command that queries the deployed model, if it was deployed to the local cluster."""
     from app.cli.endpoint import local_endpoint
     from app.cli.examples import commands_for
 
     cluster = read_state()
     if recipe == "-" or cluster is None or os.environ.get("RAY_API_SERVER_ADDRESS") != cluster.dashboard:
         return
-    with suppress(RayloomError):  # the job has succeeded, whoever answers now
+    with suppress(RayloomError):  # the job succeeded, even if the endpoint does not answer
         loaded = load_job_recipe(job, recipe, overrides)
         for command in commands_for(
             local_endpoint(cluster), open_storage(loaded.storage or cluster.storage), loaded.name
         ):
-            print(f"ask it: {command}")
+            print(f"try: {command}")
 
 
 def follow(
@@ -88,7 +86,7 @@ def stop(
         return
     run = train_run(named, storage)
     if run.status != "running":
-        raise RequestError(f"run {run.run_id} is {run.status}: only a job or a training run under way can be stopped")
+        raise RequestError(f"run {run.run_id} is {run.status}: only a running job or training run can be stopped")
     request_stop(run.path, StopRequest.STOP)
     print(f"asked {run.run_id} to stop; resume it with: rayloom resume {run.run_id}")
 

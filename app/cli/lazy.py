@@ -1,4 +1,4 @@
-"""Groups of commands that are imported when they run. To list and to complete them takes their help alone."""
+"""Groups of commands that are imported when they run. Listing and completing them reads only their docstrings."""
 
 import ast
 import importlib

@@ -81,12 +81,12 @@ def main() -> NoReturn:
             print(f"error: {message}", file=sys.stderr)
         code = error.exit_code
     except OSError as error:
-        _require_of_output(error)
+        _exit_if_output_fails(error)
     sys.exit(code)
 
 
 def _explain(error: TyperException) -> str:
-    """Say in our words what Typer refuses."""
+    """Return a message for an error of Typer."""
     message = error.format_message().rstrip(".")
     if isinstance(cause := error.__cause__, ValidationError):
         from app.problems import problems_of
@@ -100,14 +100,14 @@ def _explain(error: TyperException) -> str:
     return f"{message}; see '{context.command_path} -h'" if message and context else message
 
 
-def _require_of_output(error: OSError) -> None:
-    """End with one sentence if it is standard output that cannot be written. Raise other errors again."""
+def _exit_if_output_fails(error: OSError) -> None:
+    """Exit with one sentence if standard output cannot be written. Raise other errors again."""
     try:
         print(flush=True)
     except OSError:
         # Python would report at its exit that it cannot write the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno != errno.EPIPE:  # else nobody reads on, as in 'rayloom runs list | head -1'
+        if error.errno != errno.EPIPE:  # else the reader has closed the pipe, as 'head -1' does
             print(f"error: the output cannot be written ({error.strerror}): free some space", file=sys.stderr)
         sys.exit(2)
     raise error

@@ -1,4 +1,4 @@
-"""Look at the versions of models, and choose the one in production."""
+"""List the versions of models, and choose the one in production."""
 
 import sys
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def list_models(storage: Storage = None, as_json: Json = False) -> None:
     if as_json:
         print_json([{"name": one.name, "version": one.version, "aliases": one.aliases} for one in listed])
     elif not listed:
-        print(f"no models in {root}: 'rayloom submit compile RECIPE' makes one; --storage names another place")
+        print(f"no models in {root}: 'rayloom submit compile RECIPE' makes one; --storage names another storage")
     else:
         print("\n".join(table_of(listed)))
         print(f"in {root}", file=sys.stderr)
@@ -169,7 +169,7 @@ def import_command(
     given = Given(source, samples, labels, processor, scores, dict(map(_parse_size, size or [])))
     with sigterm_exits():  # otherwise the model's copy would stay in the temporary folder
         result = execute(Run.start("compile", recipe), partial(import_model, given=given))
-    if as_json or result.status != "failed":  # else the error was told
+    if as_json or result.status != "failed":  # else the error was printed
         print(result.to_line(as_json))
     if result.status == "failed":
         raise typer.Exit(1)

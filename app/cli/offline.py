@@ -14,15 +14,15 @@ from app.storage import absolute_location, to_path
 def init(
     folder: Annotated[Path, typer.Argument(help="A new folder. Its name is that of the package, recipe and model.")],
 ) -> None:
-    """Write a project of your own: a recipe with data, a model, a search space and a test, all of which work."""
+    """Write a working project: a recipe with data, a model, a search space and a test."""
     for file in create_project(folder):
         print(file)
     print(f"next: cd {shlex.quote(str(folder))}, then follow README.md")
 
 
 def ui(
-    host: Annotated[str, typer.Option(help="Where to listen. Other than loopback, it asks for a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8266,
+    host: Annotated[str, typer.Option(help="Address. Other than loopback, it requires a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free port.")] = 8266,
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token to ask for. Default: that of the endpoint, made if needed.")
     ] = None,

@@ -7,7 +7,7 @@ import typer
 from upath import UPath
 
 from app.cluster.job_view import Detail
-from app.cluster.packages import usual_storage
+from app.cluster.packages import default_storage
 from app.cluster.state import read_state
 from app.errors import RequestError, StorageError
 from app.reports.catalog import find_run
@@ -24,12 +24,12 @@ def _run_ids(ctx: typer.Context, incomplete: str) -> list[str]:
 
 Storage = Annotated[
     str | None,
-    typer.Option(help="Default: the local cluster's, else $RAYLOOM_STORAGE, else the one that is used here."),
+    typer.Option(help="Default: the local cluster's, else $RAYLOOM_STORAGE, else the default of this folder."),
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as train.epochs=3.")]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.", autocompletion=_run_ids)]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show the result alone, and what went wrong.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also show what Ray says of the job.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show only the result, warnings and errors.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also show Ray's own lines.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -37,10 +37,10 @@ def chosen_storage(storage: str | None, is_new: bool = False) -> UPath:
     """Return the given storage, else the local cluster's, else the one that 'rayloom up' would use here.
 
     Raises:
-        StorageError: the storage that a person has named is not there, unless it may be ``is_new``.
+        StorageError: a storage that was named does not exist, unless ``is_new`` allows that.
     """
     cluster = read_state()
-    root = open_storage(absolute_location(storage) if storage else cluster.storage if cluster else usual_storage())
+    root = open_storage(absolute_location(storage) if storage else cluster.storage if cluster else default_storage())
     is_named = storage or (not cluster and os.environ.get("RAYLOOM_STORAGE"))
     # An object store has no empty folders.
     if is_named and not is_new and is_local(root) and not root.exists():
@@ -50,12 +50,12 @@ def chosen_storage(storage: str | None, is_new: bool = False) -> UPath:
 
 
 def train_run(named: str, storage: str | None) -> RunFolder:
-    """Return the training run that a person names by its id, or the beginning of it. Raises StorageError."""
+    """Return the training run with an id, which may be shortened. Raises StorageError."""
     return find_run(chosen_storage(storage), named, "train")
 
 
 def detail_of(quiet: bool, verbose: bool) -> Detail:
     """Return how much of a job's log is shown. Raises RequestError for a contradiction."""
     if quiet and verbose:
-        raise RequestError("--quiet and --verbose are given: give one of them")
+        raise RequestError("--quiet and --verbose contradict each other: give one of them")
     return "quiet" if quiet else "verbose" if verbose else "normal"

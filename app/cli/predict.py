@@ -1,4 +1,4 @@
-"""The command that asks a deployed model."""
+"""The command that queries a deployed model."""
 
 import base64
 import json
@@ -60,7 +60,7 @@ def predict(
         print(answer.model_dump_json(exclude_none=True))
         return
     for text, prediction in zip(inputs or [" ".join(field or [])], answer.predictions, strict=True):
-        print(f"{_in_short(prediction)}  {text}")
+        print(f"{_summary(prediction)}  {text}")
 
 
 def _read_text(text: str) -> str:
@@ -71,8 +71,8 @@ def _read_text(text: str) -> str:
         option = "--image" if Path(text).suffix.lower() in _PICTURES else "--file"
         place = "is the path of a file" if isfile(text) else "looks like the path of a file, which does not exist"
         raise RequestError(
-            f"the text {text!r} {place}: {option} sends a file's content, and 'echo {shlex.quote(text)} | rayloom "
-            "predict MODEL -' the words themselves"
+            f"the text {text!r} {place}: to send a file's content, give {option}; to send these words, use "
+            f"'echo {shlex.quote(text)} | rayloom predict MODEL -'"
         )
     return _require_text(text, "the text")
 

@@ -1,4 +1,4 @@
-"""Look at recipes."""
+"""Show recipes and their schema."""
 
 import json
 

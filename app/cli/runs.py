@@ -1,4 +1,4 @@
-"""Look at runs, compare them, and delete them."""
+"""List, show, compare and delete runs."""
 
 import sys
 import threading
@@ -53,7 +53,7 @@ def list_command(
         return
     if not found:
         of = "".join(f" of {kind} {name!r}" for kind, name in (("job", job), ("recipe", recipe)) if name)
-        print(f"no runs{of} in {root}: 'rayloom submit train RECIPE' makes one; --storage names another place")
+        print(f"no runs{of} in {root}: 'rayloom submit train RECIPE' makes one; --storage names another storage")
         return
     head = ("job", "run", "status", "began, UTC", "time", "result")
     print("\n".join(aligned([head, *map(_row, found)])))

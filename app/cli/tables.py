@@ -1,4 +1,4 @@
-"""Tables on a terminal, and the same as JSON."""
+"""Tables for a terminal, and JSON."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,5 +12,5 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def print_json(value: object) -> None:
-    """Print a value of plain types. Others, such as paths and times, become texts."""
+    """Print a value of plain types. Other types, such as paths and times, are written as texts."""
     print(json.dumps(value, ensure_ascii=False, default=str))

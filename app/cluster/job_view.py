@@ -1,4 +1,4 @@
-"""What a person sees of a job: on a terminal a spinner and bars, elsewhere plain lines."""
+"""The view of a job's log: a spinner and bars on a terminal, plain lines elsewhere."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, Self
 
 Detail = Literal["quiet", "normal", "verbose"]
-"""The result and what went wrong; what the job says; also what Ray says of it."""
+"""Show the result, warnings and errors; all lines of the job; also Ray's own lines."""
 
 _ALWAYS = ("RESULT {", "error: ", "warning: ")
 _BARS = (
@@ -16,7 +16,7 @@ _BARS = (
     re.compile(r"(?P<what>epoch) (?P<done>[\d,]+)/(?P<total>[\d,]+)  (?P<rest>loss .*)"),
     re.compile(r"(?P<what>.+): (?P<done>\d+) of (?P<total>\d+) parts, (?P<rest>.*)"),
 )
-"""Lines that replace the one before: the state of work that goes on."""
+"""Progress lines. Each replaces the one before."""
 
 
 class JobView:
@@ -31,7 +31,7 @@ class JobView:
     def __enter__(self) -> Self:
         if self.detail == "normal" and _is_terminal(sys.stdout):
             self._bar = self._stack.enter_context(_progress())
-            self._task = self._bar.add_task("the job begins", total=None, rest="")
+            self._task = self._bar.add_task("starting the job", total=None, rest="")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,7 +54,7 @@ class JobView:
             self._print(line)
 
     def _keep_last(self) -> None:
-        """Print where the work ended that the bar shows, and let the spinner turn for what comes next."""
+        """Print the last progress line, and reset the bar to a spinner."""
         if self._bar is not None and self._last is not None:
             self._print(self._last)
             self._bar.reset(self._task, description="working", total=None, rest="")
@@ -66,7 +66,7 @@ class JobView:
 
 @contextmanager
 def spinner(text: str) -> Iterator[None]:
-    """Turn a spinner beside ``text`` within the block, if a person looks."""
+    """Show a spinner beside ``text`` within the block, on a terminal."""
     if not _is_terminal(sys.stderr):
         yield
         return

@@ -66,14 +66,14 @@ class JobsApi:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self:
-        """Return the API that 'ray job' would use in this environment. Raises ClusterError for a token's empty file."""
+        """Return the API that 'ray job' would use in this environment. Raises ClusterError for an empty token file."""
         path = Path(environment.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
         given = environment.get("RAY_AUTH_TOKEN")
         # Ray's own precedence: the variable before the file.
         token = given or (path.read_text(encoding="utf-8").strip() if path.is_file() else "")
         if "RAY_AUTH_TOKEN_PATH" in environment and not token:
             raise ClusterError(
-                f"RAY_AUTH_TOKEN_PATH names {str(path)!r}, which has no token: give the file that holds the cluster's"
+                f"RAY_AUTH_TOKEN_PATH names {str(path)!r}, which has no token: give the file with the cluster's token"
             )
         return cls(environment["RAY_API_SERVER_ADDRESS"], token, "RAY_AUTH_TOKEN" if given else str(path))
 

@@ -15,7 +15,7 @@ import psutil
 
 from app import ports
 from app.cluster import state
-from app.cluster.packages import usual_storage
+from app.cluster.packages import default_storage
 from app.cluster.state import MARK, ClusterState, Monitoring
 from app.errors import ClusterError
 from app.ports import LOOPBACK
@@ -53,7 +53,7 @@ def start(
         dashboard_port=dashboard,
         serve_port=serve,
         grpc_port=grpc,
-        storage=usual_storage(),
+        storage=default_storage(),
         num_cpus=num_cpus,
         # A short path: those of Unix sockets, which Ray and HAProxy make below it, are limited.
         runtime=Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp")),

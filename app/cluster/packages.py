@@ -12,7 +12,7 @@ LIBRARY = Path(__file__).resolve().parents[2]
 PACKAGES = ("app", "jobs", "serve_deployments", "tune_spaces")
 
 
-def usual_storage() -> str:
+def default_storage() -> str:
     """Return the storage of a local cluster's jobs.
 
     ``$RAYLOOM_STORAGE``, else ``storage`` in the current folder if that is a project or a checkout, which have

@@ -1,4 +1,4 @@
-"""What a job would refuse first, found on this machine before the job is sent."""
+"""Checks on this machine, before a job is sent, of inputs that the job would refuse."""
 
 from os.path import exists  # False for a text that is no path
 from pathlib import Path
@@ -20,12 +20,12 @@ _WITH_FILES = ("audio", "image", "record")
 
 
 def require_inputs(job: str, recipe: Recipe, folder: Path, is_local: bool) -> None:
-    """Check the files that a recipe names: that they are sent along, and that the data can be read.
+    """Check that the files which a recipe names are sent along, and that the data can be read.
 
     Data and modules that lie on a remote cluster alone are left to the job, and so are data of a task of one's own.
 
     Raises:
-        RecipeError: a file is not sent along, or the model's factory is not there.
+        RecipeError: a file is not sent along, or the model's factory does not exist.
         DataError: the data cannot be read.
     """
     require_uploaded(recipe, folder)

@@ -71,7 +71,7 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
     is_local = _extend_environment()
     is_given = names_model(job, recipe) or _is_sent_along(recipe)
     location = recipe if is_given else embedded(read_text(recipe), title_of(recipe))
-    # The job reads all of it again. Reading it here tells of errors before anything is sent.
+    # The job checks it all again. Checking it here reports errors before anything is sent.
     loaded = load_job_recipe(job, location, overrides)
     if reads_files(job):
         require_inputs(job, loaded, Path.cwd(), is_local)
@@ -108,7 +108,7 @@ def _find_target(is_local: bool | None = None) -> _Target:
 
 
 def _extend_environment() -> bool:
-    """Set what Ray's client needs for the local cluster, unless another one is named. Return whether none is.
+    """Set the variables of Ray's client for the local cluster, unless another one is named. Return whether none is.
 
     Ray reads its settings from this process's environment when it is imported, so call this first.
     """
@@ -161,7 +161,7 @@ def follow_job(named: str, detail: Detail = "normal") -> int:
     target = _find_target()
     job = _jobs_api(target).beginning_with(named)
     if job is None:
-        raise ClusterError(f"the cluster has no job {named!r}: 'rayloom runs list' shows what has run")
+        raise ClusterError(f"the cluster has no job {named!r}: 'rayloom runs list' lists the runs")
     return _follow_to_end(job.submission_id, target.environment, JobView(detail))
 
 
@@ -272,7 +272,7 @@ def _client_errors() -> tuple[type[Exception], ...]:
 
 
 def _follow_to_end(submission_id: str, environment: Mapping[str, str], view: JobView) -> int:
-    """Print a job's log until the job ends, and return its exit code. Ctrl-C ends the printing, and not the job.
+    """Print a job's log until the job ends, and return its exit code. Ctrl-C ends the printing, but not the job.
 
     If the cluster is lost meanwhile, go on with the job that its supervisor submits in place of this one.
     """
@@ -280,7 +280,7 @@ def _follow_to_end(submission_id: str, environment: Mapping[str, str], view: Job
         return _print_to_end(submission_id, environment, view)
     except KeyboardInterrupt:
         print(
-            f"\njob {submission_id} goes on: 'rayloom follow {submission_id}' shows it again, and "
+            f"\njob {submission_id} keeps running: 'rayloom follow {submission_id}' shows it again, and "
             f"'rayloom stop {submission_id}' stops it",
             file=sys.stderr,
         )

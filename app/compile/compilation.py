@@ -267,7 +267,7 @@ class Compilation:
             if score is None or not score.quality >= limit.quality:
                 raise CompileError(
                     f"compile.gates.min_score is {gates.min_score:g}, and the version has {published or 'no score'}: "
-                    "nothing was published; give more data, another model, or another gate"
+                    "nothing was published; use more data or another model, or change the gate"
                 ).of("gate.min_score", "compile.gates.min_score")
         judgement = published.judgement if published else None
         if gates.above_baseline and not (judgement and judgement.is_above_baselines):

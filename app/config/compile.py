@@ -66,13 +66,13 @@ class GatesConfig(Section):
     )
     min_score: float | None = Field(
         default=None,
-        description="minimum score of the version, or maximum of an error, on the test split if there is one; default: "
-        "none",
+        description="minimum score of the version, or maximum if the score is an error; on the test split if there is "
+        "one; default: none",
     )
     above_baseline: bool = Field(
         default=False,
         description="publish only a version that is better than the constant and the linear baseline by more than its "
-        "95 % interval; false: one that is not is published with a warning",
+        "95 % interval; false: other versions are published with a warning",
     )
 
 

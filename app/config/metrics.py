@@ -1,4 +1,4 @@
-"""The names of metrics in recipes, whether more or less of each is better, and by which epochs are compared."""
+"""The metrics of recipes: their names and modes, and the one that compares epochs."""
 
 import math
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ def _is_of_trial(given: str) -> str:
 
 
 def cost_of(value: float, mode: Mode) -> float:
-    """Convert a value of a metric such that less is better. NaN is the worst."""
+    """Convert a metric's value so that lower is better. NaN is the worst."""
     return math.inf if math.isnan(value) else value if mode == "min" else -value
 
 

@@ -35,7 +35,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
 
 
 def require_once(overrides: Sequence[str]) -> None:
-    """Raise RecipeError if a command line sets a key again, alone or with its section, so that the first is lost."""
+    """Raise RecipeError if a later override sets a key again, alone or with its section."""
     keys = [override.partition("=")[0] for override in overrides]
     for number, key in enumerate(keys):
         for earlier, given in zip(keys[:number], overrides, strict=False):

@@ -40,7 +40,7 @@ class Setting:
     sync_batch_norm: bool = False
     has_token_batches: bool = False
     """Whether batches are sized in tokens, so that micro-batches differ in shape."""
-    uncut: tuple[Literal["tensor", "pipeline"], ...] = ()
+    unsupported: tuple[Literal["tensor", "pipeline"], ...] = ()
     """The degrees that are 1 because the task does not support others."""
 
 
@@ -265,7 +265,7 @@ def _tensor_divides(plan: PlanConfig, setting: Setting) -> str | None:
 
 
 def _task_supports_it(plan: PlanConfig, setting: Setting) -> str | None:
-    name = next((name for name in setting.uncut if getattr(plan, name) > 1), None)
+    name = next((name for name in setting.unsupported if getattr(plan, name) > 1), None)
     return f"{name} {getattr(plan, name)} is not supported by the task: {name} is 1" if name else None
 
 

@@ -200,7 +200,7 @@ class Recipe(Section):
     )
 
     def value_of(self, key: str) -> Any:
-        """Return the value of a dotted key, with places in lists; None if it is in a section that is not there."""
+        """Return the value of a dotted key, with indices of lists; None if its section is null."""
         value: Any = self
         for name in key.split("."):
             value = value and (value[int(name)] if name.isdecimal() else getattr(value, name))
@@ -209,7 +209,7 @@ class Recipe(Section):
     def is_set(self, key: str) -> bool:
         """Return whether a dotted key has another value than its default. A stored recipe holds every key.
 
-        A switch that is off is not set, if by default the task decides.
+        A switch that is off counts as unset if its default is the task's choice.
         """
         parent, _, name = key.rpartition(".")
         section = self.value_of(parent) if parent else self

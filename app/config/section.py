@@ -36,7 +36,7 @@ NumberOrRange = Annotated[int | tuple[int, int], BeforeValidator(_read_range)]
 
 
 def as_list(given: object) -> object:
-    """Return a list of one name for the name alone."""
+    """Return a single name as a list, and any other value unchanged."""
     return [given] if isinstance(given, str) else given
 
 

@@ -14,21 +14,21 @@ from app.data.sources.cells import Place
 from app.errors import DataError
 
 _MOST = 0.9
-"""Share of numbers from which a column of categories is likely meant to be numbers."""
+"""Share of numbers above which a column of categories was probably meant to hold numbers."""
 
 
 class ColumnKind(BaseModel):
-    """What the cells of a column are, of the rows that were read."""
+    """The number of cells of each kind in a column, in the rows that were read."""
 
     numbers: int = 0
     words: int = 0
     """Cells that are neither numbers nor missing."""
     first_word: str = ""
-    """The first of them, and where it is."""
+    """The first of these cells, with its place."""
 
     @property
     def are_numbers(self) -> bool:
-        """Whether all cells that are there are numbers."""
+        """Whether all cells that have a value are numbers."""
         return self.numbers > 0 and not self.words
 
     def add(self, cells: pa.Array, place: Place) -> None:
@@ -68,7 +68,7 @@ def merge_kinds(kinds: dict[str, ColumnKind], more: Kinds) -> None:
 
 
 def resolve_kinds(kinds: Kinds, config: ColumnsConfig) -> ColumnsConfig:
-    """Return the columns with all those of numbers and all those of categories named.
+    """Return the columns, each listed under ``numbers`` or ``categories``.
 
     Raises:
         DataError: a column of ``data.columns.numbers`` has a cell that is no number.
@@ -76,8 +76,8 @@ def resolve_kinds(kinds: Kinds, config: ColumnsConfig) -> ColumnsConfig:
     for name in config.numbers:
         if (kind := kinds.get(name)) and kind.words:
             raise DataError(
-                f"data.columns.numbers has {name!r}, and {kind.first_word} is no number ({kind.words:,} such cells): "
-                "correct the cells, leave them empty, or take the column out of data.columns.numbers"
+                f"data.columns.numbers has {name!r}, and {kind.first_word} is not a number ({kind.words:,} such cells)"
+                ": correct the cells, leave them empty, or take the column out of data.columns.numbers"
             )
     categories = [name for name, kind in kinds.items() if name in config.categories or not kind.are_numbers]
     named = [*config.categories, *(name for name in categories if name not in config.categories)]
@@ -97,7 +97,7 @@ def in_words(kinds: Kinds, config: ColumnsConfig) -> dict[str, str]:
         elif not kind.words:
             told[name] = "categories: no cell has a value"
         else:
-            told[name] = f"categories: {kind.first_word} is no number"
+            told[name] = f"categories: {kind.first_word} is not a number"
             if kind.numbers >= _MOST * (kind.numbers + kind.words):
                 warn(
                     f"column {name!r} has {kind.numbers:,} numbers, and becomes categories because of "

@@ -179,9 +179,9 @@ class Records(Sequence[Record]):
             if isinstance(contents, TableRows):
                 for column, kind in kept.items():
                     given = contents.cells[kind]
-                    spread = np.full((len(has), given.shape[1]), math.nan if kind == NUMBERS else "", given.dtype)
-                    spread[has] = given
-                    cells[column] = spread
+                    filled = np.full((len(has), given.shape[1]), math.nan if kind == NUMBERS else "", given.dtype)
+                    filled[has] = given
+                    cells[column] = filled
             else:
                 found = iter(contents)
                 cells[next(iter(kept))] = [next(found) if is_there else None for is_there in has.tolist()]

@@ -71,7 +71,7 @@ class TabularProcessor:
 
     @classmethod
     def fit(cls, inputs: Sequence[Row], config: DataConfig) -> Self:
-        """Find the kind of each column: numbers, unless a value is none or ``data.columns.categories`` names it.
+        """Find the kind of each column: numbers, unless a value is no number or ``data.columns.categories`` names it.
 
         Raises:
             DataError: no row has a value in a column whose kind ``config`` does not say.

@@ -61,12 +61,12 @@ class LabelError(DataError):
     """A label that cannot be read or learned. Preparation adds the file and the row."""
 
     def __init__(self, message: str, label: str = "") -> None:
-        """``label``: as a row gives it, or one of those that a row gives."""
+        """``label``: the label of a row, or one of several labels of a row."""
         super().__init__(message)
         self.label = label
 
     def is_of(self, label: str) -> bool:
-        """Return whether a row with this label has it."""
+        """Return whether a row with this label causes the error."""
         return self.label == label or self.label in split_labels(label, "")
 
 
@@ -87,7 +87,7 @@ class LabelRule:
     written: Callable[[str, str], str] = lambda label, separator: label  # noqa: ARG005
     """Returns one text for all labels that mean the same. Gets ``data.columns.separator``, too."""
     named: Callable[[str], str] | None = None
-    """Returns a label with the class of this name alone. None: labels are no classes with names."""
+    """Returns the label of a row that has only the class of this name. None: there are no named classes."""
     is_readable: Callable[[str], object] = bool
     """Returns whether a label can be read, whatever the others are."""
 
@@ -139,10 +139,10 @@ class HasTargets(Protocol):
 
 @runtime_checkable
 class HasConstants(Protocol):
-    """Targets that know the best constant answers."""
+    """Targets with constant answers, as baselines."""
 
     def constants(self, values: Sequence[Any]) -> Mapping[str, NDArray[np.float32]]:
-        """Return the output row of each, by a name in words, from the values of training rows."""
+        """Return the output row of each constant answer by its name, from the values of training rows."""
         ...
 
 

@@ -62,7 +62,7 @@ class TextProcessor:
         padding_side: PaddingSide = "right",
         has_segments: bool = False,
     ) -> None:
-        """Set what is made of a text.
+        """Set how texts are encoded.
 
         Args:
             companions: files of a pretrained tokenizer that transformers also reads, kept beside it.
@@ -107,8 +107,8 @@ class TextProcessor:
         settings = folder.read_json("tokenizer_config.json") or {}
         if (settings.get("truncation_side") or (tokenizer.truncation or {}).get("direction")) == "left":
             raise RecipeError(
-                f"{folder} has the truncation_side left, which keeps the end of a long text, and Rayloom keeps its "
-                "beginning: set it to right in tokenizer_config.json if the model may read that"
+                f"{folder} has the truncation_side left, which keeps the end of a long text, but Rayloom keeps the "
+                "beginning: set it to right in tokenizer_config.json if that suits the model"
             ).of("pretrained.truncation_side", "model.pretrained")
 
         def id_of(*kinds: str) -> int | None:
@@ -124,7 +124,7 @@ class TextProcessor:
         given = (id_of("pad_token"), folder.config.get("pad_token_id"), own, id_of("eos_token"))
         pad_id = next((number for number in given if isinstance(number, int) and number >= 0), None)
         if pad_id is None:
-            raise RecipeError(f"{folder} has no token to pad texts with: name its pad_token in tokenizer_config.json")
+            raise RecipeError(f"{folder} has no padding token: set pad_token in tokenizer_config.json")
         unknown_id = id_of("unk_token", "pad_token", "eos_token") or 0
         return cls(tokenizer, config.buckets, pad_id, unknown_id, folder.companions)
 
@@ -235,7 +235,7 @@ def _require_same_ids(tokenizer: Tokenizer, folder: PretrainedFolder) -> None:
         return
     try:
         theirs = read_by_transformers(folder)
-    except Exception:  # of many classes. Its class may be code of its own, and tokenizer.json has all that counts
+    except Exception:  # of many types. Custom tokenizer code may be missing, and tokenizer.json suffices
         return
     for text in PROBES:
         expected, given = theirs(text)["input_ids"], tokenizer.encode(text).ids

@@ -65,7 +65,7 @@ class Page:
         self._add("error", text)
 
     def add_verdict(self, verdict: str, mood: Mood, basis: str) -> None:
-        """Add the one sentence that a person reads first, and what it is based on."""
+        """Add the verdict of a run, and a sentence on the data that it is based on."""
         self._add("verdict", verdict, mood, basis)
 
     def add_code(self, text: str, summary: str | None = None) -> None:

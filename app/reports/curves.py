@@ -13,7 +13,7 @@ from app.shared_files import read
 from app.telemetry.record import ReadingRecord, numbers, parse_line
 
 _SMOOTHED_OVER = 40.0
-"""Twice the number of parts of a curve that its smoothed values are means of."""
+"""The weight of each new value, times the number of values. The mean is over about a twentieth of the curve."""
 
 Of = Literal["step", "epoch"]
 
@@ -27,7 +27,7 @@ class Curve:
 
     @property
     def smoothed(self) -> "Curve":
-        """The mean of the values so far, in which older ones count less and less, over a twentieth of the curve."""
+        """The exponential moving average of the values, over about a twentieth of the curve."""
         share = min(1.0, _SMOOTHED_OVER / max(1, len(self.values)))
         total = weight = 0.0
         means = []
@@ -36,7 +36,7 @@ class Curve:
                 means.append(math.nan)
                 continue
             total, weight = total + share * (value - total), weight + share * (1.0 - weight)
-            # The first means would be too low without the weight.
+            # Dividing by the weight corrects the bias of the first means.
             means.append(total / weight)
         return Curve(self.steps, means)
 

@@ -48,7 +48,7 @@ def lifecycle_page(path: UPath) -> Page:
 
 
 def _add_verdicts(page: Page, parts: dict[str, RunFolder]) -> None:
-    """Add what training and compile say of the model."""
+    """Add the verdicts of compile and training."""
     results = {job: parts[job].result for job in ("compile", "train") if job in parts}
     metrics = {job: result.metrics for job, result in results.items() if result}
     found = [
@@ -62,7 +62,7 @@ def _add_verdicts(page: Page, parts: dict[str, RunFolder]) -> None:
 def _figures(run: RunFolder, parts: dict[str, RunFolder]) -> dict[str, object]:
     figures: dict[str, object] = {}
     compiled = parts["compile"].result if "compile" in parts else None
-    # Rows that chose nothing say more, so they come first.
+    # A score on rows that chose nothing is more reliable, so it comes first.
     if (published := compiled and compiled.metrics.get("accuracy")) and published.get("score"):
         figures[f"{published['split']} {published['score']['metric'].replace('_', ' ')}"] = number(
             published["score"]["value"]

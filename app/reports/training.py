@@ -49,7 +49,7 @@ _PHASES = {
     "checkpoint": "checkpoints",
 }
 _MAX_STALL = 0.1
-"""Share of a step that training may wait for data before the page says what bounds reading."""
+"""Share of a step that training may wait for data before the page names the bottleneck of reading."""
 _SHORT_CODE = len("sha256:") + 12
 _SURVIVED = ("continued", "rolled_back")
 
@@ -120,7 +120,7 @@ def _latest(curves: Curves) -> dict[str, float]:
 
 
 def _add_origin(page: Page, run: RunFolder) -> None:
-    """Add where, when and by which code the run was made, and what its recipe asks for."""
+    """Add the machine, date and code of the run, and its recipe's differences from the defaults."""
     facts: dict[str, object] = {}
     if run.usage:
         last = run.usage[-1]
@@ -171,7 +171,7 @@ def _add_time(page: Page, run: RunFolder, curves: Curves) -> None:
 
 
 def _reading(stall: float, curves: Curves) -> str:
-    """Say whether training waits for its data, and why."""
+    """Return a sentence on whether training waits for its data, and why."""
     if stall <= _MAX_STALL or curves.reading is None:
         return f"Data is no bottleneck: {percent(stall)} of a step."
     return f"Training waited for data in {percent(stall)} of a step: {curves.reading}."
@@ -235,7 +235,7 @@ def _add_scores(page: Page, found: Evaluation) -> None:
 
 
 def _number_charts(numbers: list[tuple[float, float]]) -> tuple[Chart, Chart]:
-    """Return what is predicted of each number, and by how much that is wrong."""
+    """Return charts of predicted against true numbers, and of residuals."""
     true, predicted = map(list, zip(*numbers, strict=True))
     ends = [min(true), max(true)]
     residuals = [given - value for value, given in numbers]

@@ -91,7 +91,7 @@ class Task(ABC):
         return {"val_loss": "min", **{f"val_{metric.name}": metric.mode for metric in self.metrics}}
 
     def _require_metrics(self, recipe: Recipe) -> None:
-        """Raise RecipeError if the recipe selects by a metric that the task has not, or in the wrong direction."""
+        """Raise RecipeError if the recipe selects by a metric that the task lacks, or in the wrong direction."""
         modes, selection = self._modes, self.selection(recipe.train)
         of_trial = {name: mode for name, mode in MODES.items() if not name.startswith("val_")}
         objectives = recipe.tune.objectives if recipe.tune else []
@@ -104,9 +104,9 @@ class Task(ABC):
                     "metric.unknown", f"{key}.metric"
                 )
             if (better := (modes | of_trial)[metric]) != mode:
-                raise RecipeError(f"{key}.mode is {mode}, and {metric} is better at its {better}: set it to that").of(
-                    "metric.direction", f"{key}.mode"
-                )
+                raise RecipeError(
+                    f"{key}.mode is {mode}, and {metric} is better at its {better}: set it to {better}"
+                ).of("metric.direction", f"{key}.mode")
 
     @abstractmethod
     def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
@@ -120,7 +120,7 @@ class Task(ABC):
         """Load the data that a run of the recipe has saved in ``folder``."""
 
     def samples(self, recipe: Recipe) -> "SampleKind":
-        """Return what the rows of a source are to the task. One that supports ``stream`` overrides it."""
+        """Return how the task reads the rows of a source. A task that supports ``stream`` overrides it."""
         raise NotImplementedError
 
     def load_with_test(self, recipe: Recipe, folder: UPath) -> PreparedData:

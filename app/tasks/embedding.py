@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # an endpoint answers without torch
     from app.data.preparation.samples import SampleKind
 
 _STEPS = ("Transformer", "Pooling", "Normalize")
-"""Modules of sentence-transformers that this task stands for. A vector is scaled to length 1 in any case."""
+"""Modules of sentence-transformers that this task implements. It always scales vectors to length 1."""
 
 
 class Retrieval(Metric):
@@ -127,7 +127,7 @@ def _dimensions_of(recipe: Recipe) -> int:
 
 
 def _require_mean(folder: PretrainedFolder) -> None:
-    """Raise RecipeError if sentence-transformers makes other vectors of a folder than the mean over the tokens."""
+    """Raise RecipeError if the folder's vectors are not the mean over the tokens in sentence-transformers."""
     for step in folder.sentence_steps:
         if step.kind not in _STEPS or step.pooling not in (None, "mean"):
             what = f"{step.pooling} pooling" if step.pooling else f"a module {step.kind}"

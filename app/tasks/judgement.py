@@ -1,4 +1,4 @@
-"""What a model's score is worth: its interval, what reaches it without the model, and signs of faulty data."""
+"""The judgement of a model's score: its interval, baselines, and signs of faulty data."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,27 +26,27 @@ _MAX_ROWS = {"text": 20_000, "row": 20_000}
 """Rows that a baseline is fitted to and measured on, by modality. Files take more memory."""
 _MAX_FILES = 2_000
 _MAX_CHARACTERS, _SAMPLED = 8_000_000, 1_000
-"""Characters of the texts that are read, and number of texts by whose lengths all are estimated."""
+"""Maximum characters that are read, and the number of texts whose lengths estimate the total."""
 _MAX_WEIGHTS, _MAX_TARGETS = 2**22, 10**6
-"""Weights of a linear model, and targets that it is fitted to: there are fewer features and rows of many labels."""
+"""Maximum weights and targets of a linear model. With many labels it has fewer features and rows."""
 _MAX_COLUMN_ROWS, _MAX_COLUMNS = 5_000, 200
 _MAX_RESAMPLED, _RESAMPLES = 1_000, 999
-_TOLD = 0.98
-"""Share of the way from a constant answer to a perfect one, from which a single column tells the label."""
+_LEAK = 0.98
+"""Share of the gain from a constant to a perfect score, above which a single column is a leak."""
 _MAX_REPEATED, _MIN_DISTINCT = 0.1, 0.2
-"""Share of rows that may be nearly training rows, and of training rows that differ where that is no chance."""
+"""Maximum share of rows that nearly equal training rows; minimum share of distinct keys, below which that is chance."""
 _MIN_NOISY, _MIN_NOISY_ROWS, _MIN_EXPLAINED = 0.05, 10, 0.6
-"""Share and number of rows, and share of the errors, from which doubted labels count as noise."""
+"""Minimum share and number of rows with doubted labels, and share of the errors, to count as noise."""
 _MAX_OVERCONFIDENCE = 0.1
 
 
 Keys = NDArray[Any]
-"""What is compared of each row, of shape (rows,)."""
+"""The values by which rows are compared, of shape (rows,)."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model says of some rows of a split."""
+    """A model's outputs for some rows of a split, with their targets."""
 
     outputs: Tensor
     """float32 of shape (rows, …)."""
@@ -71,7 +71,7 @@ class Judge:
         """Return the judge of a recipe; None for a task without a metric."""
         if (metric := task.gate_of(train.targets)) is None:
             return None
-        # The rows of a stream are gone.
+        # The rows of a stream are no longer available.
         is_possible = "linear baseline" in task.supports and recipe.data.stream is None
         wanted = recipe.train.linear_baseline
         return cls(recipe, task, metric, train, is_possible if wanted is None else wanted)
@@ -83,8 +83,8 @@ class Judge:
 
         Args:
             name: of the split, such as validation.
-            made: what the model says of some or all rows of the split.
-            trained: what it says of some training rows.
+            made: the model's predictions for some or all rows of the split.
+            trained: its predictions for some training rows.
         """
         low, high = self._interval(value, made, len(split))
         learned, rows = _rows_of(self.train), _rows_of(split)
@@ -100,7 +100,7 @@ class Judge:
             trivial=trivial,
             linear=self._linear(learned, rows) if self.fits_linear else None,
             trained=self.metric.of(trained.outputs, trained.targets) if trained else None,
-            leaks=[*self._told_by_columns(learned, rows, trivial), *self._repeated(name, learned, rows)],
+            leaks=[*self._leaking_columns(learned, rows, trivial), *self._repeated(name, learned, rows)],
             noise=_noise(made) if self.task.learns_classes else 0.0,
         )
 
@@ -111,7 +111,7 @@ class Judge:
         if self.metric.hits(made.outputs, made.targets) is not None:
             share = stats.binomtest(round(value * num_rows), num_rows).proportion_ci(method="wilson")
             return float(share.low), float(share.high)
-        chosen = spread(len(made), _MAX_RESAMPLED)
+        chosen = evenly_spaced(len(made), _MAX_RESAMPLED)
         few = len(chosen)
         statistic = self.metric.of_subsets(made.outputs[chosen], made.targets[chosen])
         found = stats.bootstrap(
@@ -145,30 +145,30 @@ class Judge:
         value = attempt(fit, "the linear baseline cannot be fitted", "the job")
         return None if value is None else Baseline(name="the linear baseline", value=value)
 
-    def _told_by_columns(self, learned: "_Rows", rows: "_Rows", trivial: Baseline | None) -> list[str]:
-        """Return the columns of a table that tell the label alone, in words."""
+    def _leaking_columns(self, learned: "_Rows", rows: "_Rows", trivial: Baseline | None) -> list[str]:
+        """Return a clause for each column of a table that determines the label alone."""
         if self.task.processor.modality != "row" or trivial is None:
             return []
         perfect = 1.0 if self.metric.mode == "max" else 0.0
-        few, others = learned.spread(_MAX_COLUMN_ROWS), rows.spread(_MAX_COLUMN_ROWS)
-        told = []
+        few, others = learned.thinned(_MAX_COLUMN_ROWS), rows.thinned(_MAX_COLUMN_ROWS)
+        clauses = []
         table = _table(few, others)
         for name in list(table)[:_MAX_COLUMNS]:
             cells = table[[name]].to_numpy()
             outputs = _fitted(_tree, cells[: len(few.values)], few, cells[len(few.values) :])
             gained = self._score(outputs, others) - trivial.value
-            if perfect != trivial.value and gained / (perfect - trivial.value) >= _TOLD:
-                told.append(f"column {name!r} alone tells the label")
-        return told
+            if perfect != trivial.value and gained / (perfect - trivial.value) >= _LEAK:
+                clauses.append(f"column {name!r} alone determines the label")
+        return clauses
 
     def _repeated(self, name: str, learned: "_Rows", rows: "_Rows") -> list[str]:
-        """Return the share of rows that are nearly training rows, in words. Preparation finds equal ones alone."""
+        """Return a clause with the share of rows that nearly equal training rows. Preparation finds equal ones."""
         keys = _KEYS.get(self.task.processor.modality)
         # If not all training rows were read, some of the repeated ones were missed.
         read = len(learned.values) / len(self.train)
         shares = (_share_repeated(*pair) / read for pair in keys(learned, rows)) if keys else ()
         share = min(1.0, max(shares, default=0.0))
-        return [f"{share:.0%} of the {name} rows are nearly training rows"] if share > _MAX_REPEATED else []
+        return [f"{share:.0%} of the {name} rows nearly equal training rows"] if share > _MAX_REPEATED else []
 
     def _score(self, outputs: NDArray[Any], rows: "_Rows") -> float:
         targets = torch.from_numpy(rows.targets.batch(rows.values))
@@ -177,7 +177,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Some rows of a split, spread over it."""
+    """Some rows of a split, evenly spaced."""
 
     inputs: Sequence[Any]
     values: Sequence[Any]
@@ -187,9 +187,9 @@ class _Rows:
     def targets(self) -> Targets:
         return self.dataset.targets
 
-    def spread(self, count: int) -> "_Rows":
+    def thinned(self, count: int) -> "_Rows":
         """Return at most ``count`` of the rows."""
-        places = spread(len(self.values), count)
+        places = evenly_spaced(len(self.values), count)
         return _Rows([self.inputs[place] for place in places], [self.values[place] for place in places], self.dataset)
 
 
@@ -201,10 +201,10 @@ def spread(num_rows: int, count: int) -> list[int]:
 
 def _rows_of(dataset: LabelledDataset) -> _Rows:
     count = _MAX_ROWS.get(dataset.processor.modality, _MAX_FILES)
-    lengths, sample = dataset.lengths, spread(len(dataset), _SAMPLED)
+    lengths, sample = dataset.lengths, evenly_spaced(len(dataset), _SAMPLED)
     if characters := sum(int(lengths[place]) for place in sample):
         count = max(1, min(count, _MAX_CHARACTERS * len(sample) // characters))
-    places = spread(len(dataset), count)
+    places = evenly_spaced(len(dataset), count)
     return _Rows(*dataset.split.take(places), dataset)
 
 
@@ -265,7 +265,7 @@ def _fitted(make: Callable[[str], Any], vectors: Any, learned: _Rows, others: An
 
 
 def _table(learned: _Rows, rows: _Rows) -> "pd.DataFrame":
-    """Return both as one table of numbers: those that are missing are 0, and categories are numbered."""
+    """Return both as one table of numbers, with 0 for a missing number and a code for each category."""
     import pandas as pd
 
     table = pd.DataFrame([dict(row) for row in (*learned.inputs, *rows.inputs)])
@@ -303,7 +303,7 @@ _KEYS: Mapping[str, Callable[[_Rows, _Rows], Iterator[Sequence[Keys]]]] = {"text
 
 
 def _share_repeated(learned: Keys, rows: Keys) -> float:
-    """Return the share of rows whose key a training row has; 0 where keys are few, so that rows agree by chance."""
+    """Return the share of rows whose key a training row has; 0 if few keys differ, so that rows agree by chance."""
     is_telling = len(np.unique(learned)) >= _MIN_DISTINCT * len(learned)
     return float(np.isin(rows, learned).mean()) if is_telling else 0.0
 
@@ -311,7 +311,7 @@ def _share_repeated(learned: Keys, rows: Keys) -> float:
 def _noise(made: Predictions) -> float:
     """Return the share of the rows whose label is likely wrong; 0 if that does not explain most errors.
 
-    A model that is too sure of itself cannot tell.
+    The probabilities of an overconfident model do not show it.
     """
     from app.data.label_noise import doubted, mean_probabilities
 

@@ -1,4 +1,4 @@
-"""The judgement of a model: its score beside what needs no model, and a verdict in one sentence."""
+"""The judgement of a model: its score, baselines, and a verdict in one sentence."""
 
 from typing import Literal
 
@@ -10,11 +10,11 @@ from app.pages.content import Mood
 Finding = Literal["leak", "chance", "linear", "overfit", "noise"]
 
 _MAX_LOST = 1 / 3
-"""Share of what was learned on training rows that a sound model may lose on others."""
+"""Share of the gain on training rows that a sound model may lose on other rows."""
 
 
 class Baseline(BaseModel):
-    """The score of something simpler than the model, on the same rows."""
+    """The score of a constant answer or a simpler model, on the same rows."""
 
     name: str
     """Such as ``the majority class`` or ``the linear baseline``."""
@@ -25,7 +25,7 @@ class Baseline(BaseModel):
 
 
 class Judgement(BaseModel):
-    """How good a model is on one split, and what that is worth."""
+    """The score of a model on one split, and the evidence for it."""
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
@@ -44,14 +44,14 @@ class Judgement(BaseModel):
     trained: float | None = None
     """The score on training rows."""
     leaks: list[str] = []
-    """Why the score is not to be trusted, a clause each."""
+    """Reasons not to trust the score, a clause each."""
     noise: float = 0.0
     """Share of the rows whose label is likely wrong, if that explains most errors."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def findings(self) -> list[Finding]:
-        """What is wrong with the model or its data, the worst first. Empty: nothing was found."""
+        """The problems of the model or its data, the worst first. Empty: none was found."""
         if self.leaks:
             return ["leak"]
         if not self.is_above(self.trivial):
@@ -75,18 +75,18 @@ class Judgement(BaseModel):
 
     @property
     def basis(self) -> str:
-        """What the score is of, in one sentence."""
+        """The rows and the interval of the score, in words."""
         interval = f"{self.low:.4g} to {self.high:.4g}"
         return f"On {self.rows:,} {self.split} rows. The 95 % interval for other such rows is {interval}."
 
     @property
     def mood(self) -> Mood:
-        """How a page shows the verdict."""
+        """The colour of the verdict on a page."""
         return "bad" if self.is_void else "busy" if self.findings else "good"
 
     @property
     def is_void(self) -> bool:
-        """Whether the model is worth nothing, as far as the score tells."""
+        """Whether the score shows no learning, or cannot be trusted."""
         return bool({"leak", "chance"} & set(self.findings))
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Judgement(BaseModel):
 
     @property
     def is_above_baselines(self) -> bool:
-        """Whether the whole interval is better than every baseline, and nothing speaks against the score."""
+        """Whether the whole interval is better than every baseline, and no leak was found."""
         return self.trivial is not None and not {"leak", "chance", "linear"} & set(self.findings)
 
     def is_above(self, baseline: Baseline | None) -> bool:
@@ -116,18 +116,18 @@ class Judgement(BaseModel):
             case "leak":
                 return f"not to be trusted, because {' and '.join(self.leaks)} (leak): remove that, and train again"
             case "chance":
-                return f"no better than {self.trivial}: check the labels, give more rows, or try another model"
+                return f"not significantly better than {self.trivial}: check the labels, use more rows or another model"
             case "linear":
-                return f"no better than {self.linear}: more data or another model"
+                return f"not significantly better than {self.linear}: use more data or another model"
             case "overfit":
                 return (
-                    f"overfitted, because it reaches {shortened(self.trained or 0.0)} on training rows: more data, a "
-                    "smaller model, or more regularization"
+                    f"overfitted, because it reaches {shortened(self.trained or 0.0)} on training rows: use more data, "
+                    "a smaller model, or more regularization"
                 )
             case "noise":
                 return (
                     f"held down by noise in the labels, of which about {self.noise:.0%} look wrong: read the worst "
-                    "samples, and mend their labels"
+                    "samples, and correct their labels"
                 )
 
 

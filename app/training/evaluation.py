@@ -33,7 +33,7 @@ from app.data.tokenizer import LanguageTokenizer
 from app.models.factory import blueprint_of, logits_of
 from app.storage import local_copy
 from app.tasks import ServedTask, find_task
-from app.tasks.judgement import Judge, Predictions, spread
+from app.tasks.judgement import Judge, Predictions, evenly_spaced
 from app.tasks.objective import select_counted
 from app.telemetry.evaluation import Calibration, Evaluation, LabelScore, WorstSample
 from app.telemetry.judgement import Judgement
@@ -51,9 +51,9 @@ _MAX_LABELS = 50
 """Labels up to which a confusion matrix is kept. A larger one cannot be read."""
 
 _MAX_POINTS = 1000
-"""Numbers that a chart shows."""
+"""Maximum points in a chart."""
 _MAX_OUTPUTS = 2**26
-"""Numbers of a model's outputs that are kept in memory."""
+"""Maximum numbers of a model's outputs in memory."""
 
 Prediction = tuple[Sequence[int], NDArray[Any], Tensor]
 """Rows, their targets, and the float32 logits of shape (batch, …, classes)."""
@@ -74,7 +74,7 @@ def write_evaluation(
 def evaluate(weights: UPath, data: PreparedData, recipe: Recipe, scores: Mapping[str, float] = NO_SCORES) -> Evaluation:
     """Run the model on this machine's CPU over ``train.report_samples`` rows, spread over the validation split.
 
-    It takes 30 s at most, and as long again for training rows. A model over 1 GiB is not run. ``scores`` are those of
+    It takes at most 30 s, and 30 s more for training rows. A model over 1 GiB is not run. ``scores`` are those of
     the whole split, by their names ``val_NAME``; without them, the model is not judged.
     """
     split = data.validation
@@ -110,9 +110,9 @@ def _judge(
 
 
 def _spread_predictions(model: nn.Module, data: PreparedData, split: Dataset, count: int) -> Iterator[Prediction]:
-    """Yield the predictions for at most ``count`` rows, spread over a split."""
+    """Yield the predictions for at most ``count`` rows, evenly spaced over a split."""
     # Rows of similar lengths need little padding in a batch.
-    ordered = sorted(spread(len(split), count), key=lambda row: int(split.lengths[row]))
+    ordered = sorted(evenly_spaced(len(split), count), key=lambda row: int(split.lengths[row]))
     rows = _batch_rows(data)
     return _predictions(model, split, [ordered[first : first + rows] for first in range(0, len(ordered), rows)])
 
@@ -168,7 +168,7 @@ def _of_examples(data: LabelledData, task: ServedTask, predictions: Iterable[Pre
         labels=data.targets.labels,
         matrix=counts.matrix.tolist() if counts and counts.matrix is not None else None,
         scores=counts.scores(data.targets.labels) if counts else [],
-        numbers=[numbers[place] for place in spread(len(numbers), _MAX_POINTS)],
+        numbers=[numbers[place] for place in evenly_spaced(len(numbers), _MAX_POINTS)],
         calibration=counts.calibration if counts else None,
         worst=[_worst_example(data, task, *sample) for sample in worst],
     )
@@ -231,7 +231,7 @@ class _LabelCounts:
 def _of_pairs(data: PairData, model: nn.Module, config: TrainConfig) -> Evaluation:
     """Return the anchors whose own positive is hardest to find among the positives of the evaluated pairs."""
     pairs, texts = data.validation.pairs, data.validation.texts
-    ordered = sorted(spread(len(pairs), config.report_samples), key=lambda pair: len(texts[2 * pair]))
+    ordered = sorted(evenly_spaced(len(pairs), config.report_samples), key=lambda pair: len(texts[2 * pair]))
     parts = [ordered[first : first + _BATCH_ROWS] for first in range(0, len(ordered), _BATCH_ROWS)]
     # Both texts of a pair are in one batch, because the time may be over after any of them.
     found = list(

@@ -63,7 +63,7 @@ def finish_run(
     prediction = attempt(predict, "what the planner predicts of this run cannot be computed")
     reached = TrainMetrics.of(best, ending, recipe.train, judgement, prediction)
     if judgement:
-        # The last line, which a person reads first.
+        # The last line is read first.
         print(f"{'warning' if judgement.is_void else 'verdict'}: {judgement.verdict}", flush=True)
     artifacts = {"checkpoint": str(checkpoint), "weights": str(weights), "report": report}
     return Outcome(reached, artifacts | ({"adapter": str(adapter)} if adapter else {}))

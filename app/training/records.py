@@ -157,13 +157,13 @@ def epoch_cost(record: EpochRecord, selection: Selection) -> tuple[float, float]
 
 
 def best_of(records: Iterable[EpochRecord], selection: Selection) -> EpochRecord:
-    """Return the best epoch; the earliest of equal ones. One whose numbers are not finite is worse than any other."""
+    """Return the best epoch; the earliest of equal ones. An epoch without finite numbers is the worst."""
     return min(records, key=lambda record: epoch_cost(record, selection))
 
 
 def is_finite(record: EpochRecord, selection: Selection) -> bool:
     """Return whether the validation loss of an epoch is finite, and the metric that chooses the best one."""
-    # Answers without a number have an accuracy: that of the first class.
+    # NaN outputs have an accuracy too: their argmax is the first class.
     return math.isfinite(record.val_loss) and math.isfinite(record.value_of(selection.metric))
 
 
@@ -171,9 +171,10 @@ def require_finite(best: EpochRecord, selection: Selection) -> None:
     """Raise NonFiniteLossError if not even the best epoch has a finite validation loss and metric."""
     if not is_finite(best, selection):
         found = ", ".join(f"{name} {value:.4g}" for name, value in best.metrics.items())
+        required = " and ".join(dict.fromkeys(["val_loss", selection.metric]))
         raise NonFiniteLossError(
-            f"no epoch can be chosen by {selection.metric}, because none has finite numbers: epoch {best.epoch} has "
-            f"{found}; look at what the model answers in evaluation mode, or lower train.optimizer.lr"
+            f"no epoch has a finite {required}: epoch {best.epoch} has {found}; check the model's "
+            "outputs in evaluation mode, or lower train.optimizer.lr"
         )
 
 

@@ -134,7 +134,8 @@ def test_a_run_without_a_finite_validation_publishes_nothing(metric: str, tmp_pa
     done = in_fork("app.training", RECIPE, "train.epochs=1", *model, processes=1)
     result = result_of(done.stdout)
     assert result["status"] == "failed", done.stdout
-    assert "because none has finite numbers: epoch 1 has val_loss nan" in result["error"]
+    assert "no epoch has a finite val_loss" in result["error"]
+    assert ": epoch 1 has val_loss nan" in result["error"]
     assert "(best)" not in done.stdout
     (folder,) = tmp_path.glob("storage/runs/train/*")
     assert not (folder / "weights").exists()

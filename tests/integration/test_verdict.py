@@ -89,10 +89,10 @@ def keys_in(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("planted", "findings", "words", "keys"),
     [
-        (chance, ["chance"], "no better than the majority class 0.", ()),
+        (chance, ["chance"], "not significantly better than the majority class 0.", ()),
         (overfit, ["linear", "overfit"], "overfitted, because it reaches 1.000 on training rows", ("train.epochs=60",)),
-        (leaking_column, ["leak"], "column 'price' alone tells the label (leak)", ()),
-        (repeated_rows, ["leak"], "validation rows are nearly training rows (leak)", ("train.epochs=2",)),
+        (leaking_column, ["leak"], "column 'price' alone determines the label (leak)", ()),
+        (repeated_rows, ["leak"], "validation rows nearly equal training rows (leak)", ("train.epochs=2",)),
         (noise, ["linear", "noise"], "held down by noise in the labels", ()),
         (good, [], "better than the majority class 0.", ("train.epochs=30",)),
         (good_number, [], "better than the median's error", ("train.epochs=30", *NUMBERS)),
@@ -126,7 +126,10 @@ def test_a_model_at_chance_is_published_with_a_warning_and_not_at_all_below_a_ga
             "min_score=0.9",
             r"compile\.gates\.min_score is 0\.9, and the version has accuracy: 0\.\d+ on the \d+ rows of the",
         ),
-        ("above_baseline=true", r"compile\.gates\.above_baseline is true: .* no better than the majority class 0\.\d+"),
+        (
+            "above_baseline=true",
+            r"compile\.gates\.above_baseline is true: .* not significantly better than the majority class 0\.\d+",
+        ),
     ):
         refused = execute(started("compile", tmp_path, *few, f"compile.gates.{gate}"), compile_model)
         assert refused.status == "failed"
@@ -136,10 +139,11 @@ def test_a_model_at_chance_is_published_with_a_warning_and_not_at_all_below_a_ga
     published = execute(started("compile", tmp_path, *few, "compile.gates.min_score=0.3"), compile_model)
     assert published.status == "succeeded", published.error
     assert re.search(
-        r"warning: breast_cancer, version 1, is in production with .* no better than", capsys.readouterr().out
+        r"warning: breast_cancer, version 1, is in production with .* not significantly better than",
+        capsys.readouterr().out,
     )
     page = (tmp_path / "runs/compile" / published.run_id / "report.html").read_text(encoding="utf-8")
-    assert "no better than the majority class" in page
+    assert "not significantly better than the majority class" in page
 
 
 def started(job: str, storage: Path, *keys: str) -> Run:

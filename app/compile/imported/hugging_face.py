@@ -198,7 +198,7 @@ def _tell_of_labels(model: nn.Module, given: Path) -> None:
 
 
 def _tell_of_sentence_transformers(model: nn.Module, given: Path) -> None:
-    """Say which steps after the model sentence-transformers has, and the version does not."""
+    """Warn about steps that sentence-transformers runs after the model, which the version lacks."""
     configuration: Any = model.config
     settings = getattr(configuration, "sentence_transformers", None) or {}
     older = getattr(configuration, "sbert_ce_default_activation_function", None)
@@ -206,7 +206,7 @@ def _tell_of_sentence_transformers(model: nn.Module, given: Path) -> None:
     steps = "the pooling of modules.json" if (given / "modules.json").is_file() else None
     if left_out := steps or (f"the {activation} of config.json" if activation != "Identity" else None):
         warn(
-            f"{str(given)!r}: {left_out} is left out, which sentence-transformers applies to what the model gives: "
+            f"{str(given)!r}: {left_out} is left out, which sentence-transformers applies to the model's output: "
             "apply it to the answers"
         )
 
@@ -228,9 +228,7 @@ def _set_padding(model: nn.Module, natural: Natural | None) -> None:
     configuration: Any = model.config
     if natural is not None and (pad := natural.processor.facts.get("pad_id")) is not None:
         if configuration.pad_token_id not in (None, pad):
-            warn(
-                f"config.json has the pad_token_id {configuration.pad_token_id}; the tokenizer pads with {pad}, as here"
-            )
+            warn(f"config.json has the pad_token_id {configuration.pad_token_id}; the tokenizer's {pad} is used")
         configuration.pad_token_id = pad
 
 
@@ -269,10 +267,10 @@ def _inputs(model: nn.Module, given: Path, natural: Natural | None) -> tuple[Ten
         )
     if "pixel_values" in takes:
         return (TensorSpec("pixel_values", np.dtype(np.float32), _image_shape(configuration, natural)),)
-    if odd := next((name for name in takes if not _is_given(name, configuration)), None):
+    if other := next((name for name in takes if not _is_given(name, configuration)), None):
         raise CompileError(
-            f"{str(given)!r} is a {type(model).__name__}, which takes {odd} beside the tokens of a text, and Rayloom "
-            "does not make it: export it to ONNX with all its inputs, and import that file"
+            f"{str(given)!r} is a {type(model).__name__}, which also takes {other}, and Rayloom "
+            "cannot make that from a text: export it to ONNX with all its inputs, and import that file"
         )
     if "attention_mask" not in takes:
         raise CompileError(
@@ -291,7 +289,7 @@ def _inputs(model: nn.Module, given: Path, natural: Natural | None) -> tuple[Ten
 
 
 def _is_given(name: str, configuration: Any) -> bool:
-    """Return whether a model of texts gets an argument from us, or does without it."""
+    """Return whether a text model gets an argument from Rayloom, or does not need it."""
     if name == SEGMENTS:  # TAPAS has seven kinds of them
         return not hasattr(configuration, "type_vocab_sizes")
     if name == "langs":
@@ -311,7 +309,7 @@ def _segments(model: nn.Module) -> int:
 
 
 def _tell_of_pairs(model: nn.Module, head: Head, given: Path) -> None:
-    """Say that a classifier of pairs, such as a reranker, is not answered by ``predict``."""
+    """Warn that ``predict`` cannot query a classifier of pairs, such as a reranker."""
     segments = _segments(model)
     if segments or head == "regression":
         inputs = f"input_ids, attention_mask{f' and {SEGMENTS}' * bool(segments)}"

@@ -16,7 +16,7 @@ from app.compile.imported.onnx_file import (
     with_sizes,
     write_one_file,
 )
-from app.compile.imported.padding import require_same_inputs, unread_padding
+from app.compile.imported.padding import choose_padding_side, require_same_inputs
 from app.config import BUILT_IN_TASKS
 from app.data.processor import Processor
 from app.data.targets import Classes, LabelSets, Numbers, Scale, Targets
@@ -36,15 +36,15 @@ Head = Literal["classification", "multilabel", "regression"]
 """What a row is answered with: one of the labels, any number of them, or a number. It is the end of a task's name."""
 
 MAX_INFLUENCE = 0.05
-"""The largest relative difference of outputs that other rows may make.
+"""The largest relative difference of outputs that other rows may cause.
 
-Dynamic int8 takes one range for a whole batch, which makes up to 2 %. A sequence-first LSTM differs by over 10 %.
+Dynamic int8 uses one range for a whole batch, which causes up to 2 %. A sequence-first LSTM differs by over 10 %.
 """
 _MAX_INFLUENCE_OF_PADDING = 1e-4
-"""The same of padding in float32, where sums in another order make less than 1e-5."""
+"""The same limit for padding in float32, where another order of sums causes less than 1e-5."""
 
 _MIN_SHARE_OF_IDS = 0.9
-"""Tables of vectors are rounded up to a size that is fast, by less than this leaves."""
+"""The smallest share of a model's embeddings that its own tokenizer uses. Tables are padded to fast sizes."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,13 @@ class ImportedModel:
         count = processor.facts["vocab_size"]
         if known.values_below is not None and count > known.values_below:
             raise CompileError(
-                f"the tokenizer of {folder!r} has ids up to {count - 1}, and the model has vectors for "
+                f"the tokenizer of {folder!r} has ids up to {count - 1}, and the model has embeddings for "
                 f"{known.values_below}: give the model's own tokenizer"
             )
         if known.values_below is not None and count < _MIN_SHARE_OF_IDS * known.values_below:
             warn(
-                f"the tokenizer of {folder!r} has {count} ids, and the model has vectors for {known.values_below}: is "
-                "it the model's own?"
+                f"the tokenizer of {folder!r} has {count} ids, and the model has embeddings for {known.values_below}: "
+                "is it the model's own?"
             )
         if known.max_length is not None and processor.facts["max_length"] > known.max_length:
             raise CompileError(
@@ -135,8 +135,8 @@ class ImportedModel:
                 f"positions for {known.max_length}: give the model's own tokenizer, or lower its model_max_length"
             )
         limit = MAX_INFLUENCE if self.is_rounded else _MAX_INFLUENCE_OF_PADDING
-        assert self.scores is not None  # who answers texts has them
-        return unread_padding(processor, self.open_reference(usable_cores()), self.scores, folder, limit)
+        assert self.scores is not None  # a model that answers texts has them
+        return choose_padding_side(processor, self.open_reference(usable_cores()), self.scores, folder, limit)
 
     def labelled(self, labels: Sequence[str], scores: str | None) -> "ImportedModel":
         """Return the model with labels, if there are any, and with the output that has a column for each.

@@ -1,4 +1,4 @@
-"""The tokenizer of an imported model: whether its texts fit the model, and whether the model reads its padding."""
+"""Checks of an imported model's tokenizer: whether texts fit the model, and whether padding changes its answers."""
 
 from contextlib import closing
 
@@ -11,10 +11,10 @@ from app.errors import CompileError, EngineError, first_line
 from app.tensors import Tensors, slice_rows
 
 _TEXT, _LONGEST_TEXT = "film", "a good film " * 2**13
-"""The shortest text shows padding best: it is next to all tokens."""
+"""A short text shows the effect of padding best, because padding is next to every token."""
 
 
-def unread_padding(
+def choose_padding_side(
     processor: TextProcessor, engine: Engine, scores: str, folder: str, max_difference: float
 ) -> TextProcessor:
     """Return the processor, which pads on the side that does not change the model's answer.

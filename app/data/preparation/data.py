@@ -61,7 +61,7 @@ def prepare_pairs(
 
 
 def _fitted(recipe: Recipe, kind: SampleKind, processor_type: type[Processor], folder: UPath) -> Processor:
-    """Return the processor, fitted on the sample of the training split. One of the library is fitted once, and kept."""
+    """Return the processor, fitted on the sample of the training split. A built-in one is fitted once and stored."""
     columns = ColumnsConfig.model_validate_json((folder / COLUMNS_FILE).read_bytes())
     config = recipe.data.model_copy(update={"columns": columns})
     if recipe.model.source is not None or not _is_of_library(processor_type, columns):

@@ -1,4 +1,4 @@
-"""What turns the rows of a source into shards, once it is decided: its columns, targets and tokenizer."""
+"""The encoding of a source's rows as shards: its columns, targets, tokenizer and processor."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,15 +23,15 @@ from app.data.tokenizer import LanguageTokenizer
 from app.storage import write_atomically
 
 COLUMNS_FILE = "columns.json"
-"""The columns of the source, with those of numbers and those of categories named."""
+"""The columns of the source, each listed under ``numbers`` or ``categories``."""
 
 _ENCODED_ROWS = 64
-"""Rows that are encoded at a time to see whether they can be."""
+"""Rows that are encoded at a time to check them."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What the rows of a source are to a task, and how shards hold them."""
+    """How a task reads the rows of a source, and how shards store them."""
 
     kind: SampleKind
     config: DataConfig
@@ -46,7 +46,7 @@ class Encoding:
 
     @classmethod
     def load(cls, config: DataConfig, kind: SampleKind, folder: UPath) -> Self:
-        """Return what the shards in a folder were written with."""
+        """Return the encoding of the shards in a folder."""
         columns = ColumnsConfig.model_validate_json((folder / COLUMNS_FILE).read_bytes())
         return cls(
             kind,
@@ -57,11 +57,11 @@ class Encoding:
         )
 
     def fitted(self, folder: UPath, learned: Mapping[str, int], trained: Mapping[str, int]) -> Self:
-        """Decide what is not known yet, and write it into ``folder``.
+        """Fit the parts that are not known yet, and write them into ``folder``.
 
         Args:
-            learned: the number of rows of each label, of the splits that tell which labels there are.
-            trained: likewise, of the training split.
+            learned: the number of rows of each label, in the splits that determine the set of labels.
+            trained: the same in the training split.
 
         Raises:
             LabelError: a label cannot be read, or nothing can be learned from the labels.
@@ -77,7 +77,7 @@ class Encoding:
     def check_label(self, label: str, key: str = "source") -> None:
         """Raise LabelError for a label that is not known, or cannot be read whatever the others are."""
         if self.kind.rule and not self.kind.rule.is_readable(label):
-            raise LabelError(f"{label!r} is no number, as the labels of data.{key} are", label)
+            raise LabelError(f"{label!r} is not a number, as the labels of data.{key} must be", label)
         if self.targets:
             self.targets.read([label], self.config, key)
 

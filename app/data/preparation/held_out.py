@@ -62,7 +62,7 @@ def _require_pairs(source: str, pairs: "AlonePairs", alone: int, rows: NDArray[n
 
 
 class AlonePairs:
-    """The rows from ``start`` to ``stop`` that are kept so far. Those are drawn whose texts are in no other row."""
+    """The kept rows from ``start`` to ``stop``. It draws those whose texts are in no other row."""
 
     def __init__(self, config: DataConfig, surveys: Surveys, codes: NDArray[np.uint8], start: int, stop: int) -> None:
         self._config, self._surveys, self._codes, self._range = config, surveys, codes, (start, stop)

@@ -121,7 +121,7 @@ class Preparer:
             shared = {"features": named[0].features} if named and one.columns.features is None else {}
             named.append(self.kind.resolve(files, one.columns.model_copy(update=shared)))
             if self.kind.contents == "row" and not named[-1].features:
-                raise DataError(f"data.source {one.source!r} has no column but that of the label: give it features").of(
+                raise DataError(f"data.source {one.source!r} has only the column of the label: give it features").of(
                     "columns.only_label", "data.source"
                 )
         for place, columns in enumerate(named):
@@ -138,7 +138,7 @@ class Preparer:
         return config.model_copy(update={"sources": each})
 
     def _with_kinds(self, work: UnitWork) -> tuple[UnitWork, dict[str, str]]:
-        """Return the work with the kinds of a table's columns, by which rows are compared; and what each column is."""
+        """Return the work with the kinds of a table's columns, and a description of each column."""
         config = work.config
         names = [column.name for column in self.kind.columns(config.each_source()[0]).values]
         require_known(config.columns, names)
@@ -283,11 +283,11 @@ class Preparer:
 
 
 def require_known(columns: ColumnsConfig, names: Sequence[str]) -> None:
-    """Raise DataError if the recipe says the kind of a column that is none of these."""
+    """Raise DataError if the recipe gives the kind of an unknown column."""
     for key in ("categories", "numbers"):
         if unknown := [name for name in getattr(columns, key) if name not in names]:
             raise DataError(
-                f"data.columns.{key} has {unknown[0]!r}: the columns of numbers and categories are "
+                f"data.columns.{key} has {unknown[0]!r}, which is no column of numbers or categories: name some of "
                 f"{', '.join(names) or 'none'}"
             ).of("columns.unknown", f"data.columns.{key}")
 

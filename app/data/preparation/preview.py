@@ -1,4 +1,4 @@
-"""A look at the first rows of sources on this machine, before a job is sent that would fail on them."""
+"""Checks of the first rows of sources on this machine, before a job is sent."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -17,9 +17,9 @@ from app.data.sources.units import list_files, read_files
 from app.errors import DataError
 
 _FILES = 8
-"""Files of a source that are looked at."""
+"""Files of a source that are checked."""
 _INPUTS = 32
-"""Inputs of each that are decoded."""
+"""Inputs of each file that are decoded."""
 
 
 def require_readable(config: DataConfig, kind: SampleKind) -> None:
@@ -32,7 +32,7 @@ def require_readable(config: DataConfig, kind: SampleKind) -> None:
         if source.uri.startswith("builtin:"):
             list_files(source, kind.contents)
         elif "://" not in source.uri:
-            _look_at(section, source, kind)
+            _check(section, source, kind)
 
 
 def first_input(config: DataConfig, kind: SampleKind) -> Input | None:
@@ -48,7 +48,7 @@ def first_input(config: DataConfig, kind: SampleKind) -> Input | None:
 
 
 def _inputs(rows: Rows, config: DataConfig, kind: SampleKind) -> Iterator[Input | None]:
-    """Yield the inputs of rows. Columns of a table are of the kinds that these rows tell."""
+    """Yield the inputs of rows. The kinds of table columns are those in these rows."""
     kinds = kinds_of(rows, kind.columns(config))
     known = config.model_copy(update={"columns": resolve_kinds(kinds, config.columns)})
     return kind.inputs(rows, known, verify=True)
@@ -65,7 +65,7 @@ def _sources(config: DataConfig) -> Iterator[tuple[DataConfig, Source]]:
         yield config, Source(config.test_source, TEST_KEY)
 
 
-def _look_at(config: DataConfig, source: Source, kind: SampleKind) -> None:
+def _check(config: DataConfig, source: Source, kind: SampleKind) -> None:
     files = list_files(source, kind.contents)
     named, inputs, is_whole = _resolved(config, files, kind), list[Input | None](), len(files) <= _FILES
     for file in _spread(files):
@@ -86,8 +86,8 @@ def _look_at(config: DataConfig, source: Source, kind: SampleKind) -> None:
         warn(told)  # others may be right, and preparation counts all
 
 
-def _spread(files: Sequence[SourceFile]) -> list[SourceFile]:
-    """Return a few files, from the first to the last: those of one class lie beside each other."""
+def _sample_of(files: Sequence[SourceFile]) -> list[SourceFile]:
+    """Return a few files, evenly spaced: files of one class are next to each other."""
     if len(files) <= _FILES:
         return list(files)
     return [files[round(number * (len(files) - 1) / (_FILES - 1))] for number in range(_FILES)]

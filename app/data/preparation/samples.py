@@ -119,7 +119,7 @@ class SampleKind(ABC):
         return (item,)
 
     def sizes(self, inputs: Sequence[Input], tokenizer: LanguageTokenizer | None) -> Sequence[int]:  # noqa: ARG002
-        """Return what each row adds to its split, for ``count``."""
+        """Return the size of each row in its split, for ``count``."""
         return [1] * len(inputs)
 
     def count(self, sizes: NDArray[np.int64], length: int) -> int:  # noqa: ARG002

@@ -47,7 +47,7 @@ def prepare_stream(recipe: Recipe, kind: SampleKind, root: UPath) -> UPath:
         DataError: the stream cannot be read, has too many bad messages, or is idle before there is a batch; or
             ``data.validation_source`` cannot be read.
     """
-    config, encoding = recipe.data, unfitted(recipe, kind)
+    config, encoding = recipe.data, initial_encoding(recipe, kind)
     given = _Validation.read(encoding) if config.validation_source else None
     in_validation = given.digests if given else frozenset[bytes]()
     chosen = _collect(recipe, encoding, in_validation)
@@ -74,8 +74,8 @@ def prepare_stream(recipe: Recipe, kind: SampleKind, root: UPath) -> UPath:
     return store.folder
 
 
-def unfitted(recipe: Recipe, kind: SampleKind) -> Encoding:
-    """Return what is known before the first message. Raises RecipeError, or DataError for columns without names."""
+def initial_encoding(recipe: Recipe, kind: SampleKind) -> Encoding:
+    """Return the encoding before the first message. Raises RecipeError, or DataError for columns without names."""
     config = recipe.data
     config = config.model_copy(update={"columns": _columns_of(kind, config)})
     tokenizer = None
@@ -89,7 +89,7 @@ def unfitted(recipe: Recipe, kind: SampleKind) -> Encoding:
     if kind.targets is None or named is None:
         if labels is not None:
             raise RecipeError(
-                f"data.stream.labels is {labels}, and task {recipe.task} names no labels: leave it out"
+                f"data.stream.labels is {labels}, and task {recipe.task} has no named labels: leave it out"
             ).of("stream.labels", "data.stream.labels")
         return Encoding(kind, config, tokenizer=tokenizer)
     if labels is None:
@@ -100,7 +100,7 @@ def unfitted(recipe: Recipe, kind: SampleKind) -> Encoding:
 
 
 def _columns_of(kind: SampleKind, config: DataConfig) -> ColumnsConfig:
-    """Return the columns with the kinds of all named. Part of a stream tells no kind: without a word, it is numbers."""
+    """Return the columns with their kinds. Part of a stream does not show them, so the default is numbers."""
     columns = kind.resolve([], config.columns)
     named = config.model_copy(update={"columns": columns})
     values = [column.name for column in kind.columns(named).values]
@@ -134,7 +134,7 @@ def _collect(recipe: Recipe, encoding: Encoding, in_validation: frozenset[bytes]
 
 
 def _fitted(chosen: ChosenRows, folder: UPath) -> Encoding:
-    """Return the encoding with what the first micro-epoch tells. Write it, and the sample to fit a processor on."""
+    """Return the encoding, fitted to the first micro-epoch. Write it, and the sample to fit a processor on."""
     encoding, kind, config = chosen.encoding, chosen.encoding.kind, chosen.encoding.config
     sample, count = SampleBuilder(1.0, cuts=not kind.strips), 0
     cleaner = Surveyor(Cleaner(config.clean, kind), ALL_TRAIN)

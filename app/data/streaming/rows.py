@@ -89,14 +89,14 @@ class _Read:
     group: str
     reason: Reason | None = None
     """Why it is bad. None: it is not."""
-    told: str = ""
-    """That it is bad, in words."""
+    problem: str = ""
+    """Why it is bad, in words."""
 
 
 class StreamRows:
     """Collects the rows of one micro-epoch.
 
-    What is chosen depends on the messages alone, and not on how many arrive at a time. A micro-epoch has what
+    The choice depends only on the messages, not on how many arrive at a time. A micro-epoch has the samples that
     preparation would make of the messages up to its last one.
     """
 
@@ -160,16 +160,16 @@ class StreamRows:
                     survey.codes[row] = code_of("in_validation")
             if survey.codes[row] in _BAD_CODES:
                 self._bad += 1
-                why = one.told or f"{message} is {in_words(REASONS[survey.codes[row] - 1])}"
-                self._first_bad = self._first_bad or f"{why}: {_shown(message)!r}"
+                why = one.problem or f"{message} is {in_words(REASONS[survey.codes[row] - 1])}"
+                self._first_bad = self._first_bad or f"{why}: {_excerpt(message)!r}"
         self._messages += messages
         self._surveys.append(survey)
         self._sizes += self._measured(cleaned, survey.codes)
         if self._bad > self._max_bad * max(len(self), _MIN_JUDGED):
             raise DataError(
                 f"data.source {self._config.source!r}: {self._bad:,} of {len(self):,} messages are bad, more than "
-                f"data.stream.max_bad {self._max_bad:g} allows; first, {self._first_bad}; correct what is published, "
-                "or raise max_bad, which a resumed run may do"
+                f"data.stream.max_bad {self._max_bad:g} allows; the first: {self._first_bad}; correct the messages, "
+                "or resume the run with a larger max_bad"
             )
 
     def missing(self, samples: int) -> int:
@@ -211,7 +211,7 @@ class StreamRows:
         )
 
     def _read(self, messages: Sequence[Message]) -> list[_Read]:
-        """Return messages as they were read. Halves are read again to find the bad ones, with their place and key."""
+        """Return the messages as read. After an error, read each half again to find the bad messages."""
         kind, config, blank = self._kind, self._config, [""] * len(messages)
         try:
             rows = self._format.rows(messages)
@@ -224,9 +224,9 @@ class StreamRows:
             if len(messages) > 1:
                 half = len(messages) // 2
                 return [*self._read(messages[:half]), *self._read(messages[half:])]
-            told = str(error) if str(messages[0]) in str(error) else f"{messages[0]}: {error}"
+            problem = str(error) if str(messages[0]) in str(error) else f"{messages[0]}: {error}"
             is_named = isinstance(error, LabelError) and kind.rule is not None and kind.rule.named is not None
-            return [_Read(None, "", "", "unknown_label" if is_named else "malformed", told)]
+            return [_Read(None, "", "", "unknown_label" if is_named else "malformed", problem)]
         return [*map(_Read, items, labels, groups_in(rows) or blank)]
 
     def _require_numbers(self, rows: Rows) -> None:
@@ -234,12 +234,12 @@ class StreamRows:
         for name, kind in kinds_of(rows, self._format.columns).items():
             if kind.words and name not in self._config.columns.categories:
                 raise DataError(
-                    f"{kind.first_word} is no number: send null if {name!r} is unknown, or name the column in "
+                    f"{kind.first_word} is not a number: send null if {name!r} is unknown, or name the column in "
                     "data.columns.categories"
                 )
 
     def _has_tokenizer(self, samples: int, enough: int) -> bool:
-        """Return whether rows are measured in tokens. If there may be enough, a tokenizer is learned from them."""
+        """Return whether rows are measured in tokens. Learn a tokenizer once there may be enough rows."""
         if not isinstance(self._kind, TokenKind) or self._encoding.tokenizer is not None:
             return True
         codes, splits = self._decide(len(self))
@@ -277,7 +277,7 @@ class StreamRows:
     def _first(self, wanted: int) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint8]] | None:
         """Return the first training rows that become ``wanted`` samples, with the codes and splits up to the last one.
 
-        None if there are not enough. Rows after the last one have no say: they belong to the next micro-epoch.
+        None if there are not enough. Later rows do not count: they belong to the next micro-epoch.
         """
         survey = self._survey(len(self))
         may_train = (survey.codes == KEPT) & (survey.splits == IN_TRAIN)
@@ -334,7 +334,7 @@ class StreamRows:
         for row in np.flatnonzero(codes != KEPT).tolist():
             shown = examples.setdefault(REASONS[codes[row] - 1], [])
             if len(shown) < MAX_EXAMPLES:
-                shown.append(_shown(self._messages[row]))
+                shown.append(_excerpt(self._messages[row]))
         kept = int((codes == KEPT).sum())
         return CleaningReport(what="messages", given=len(codes), kept=kept, dropped=dict(counts), examples=examples)
 
@@ -354,5 +354,5 @@ def decide(encoding: Encoding, survey: Survey, label_names: Sequence[str]) -> tu
     return codes, surveys
 
 
-def _shown(message: Message) -> str:
+def _excerpt(message: Message) -> str:
     return message.value[:_MAX_EXAMPLE].decode("utf-8", "replace")

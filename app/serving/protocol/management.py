@@ -221,7 +221,7 @@ def check_fields(model: type[Body], fields: Mapping[str, object]) -> Body:
 
 
 def _refusal(model: type[Body], error: ValidationError, given: bytes | str) -> RequestError:
-    """Name the first problem and its place, of which parts are the client's keys and may be of any length."""
+    """Return a refusal that names the first problem and its key. The client's keys may be of any length."""
     reason = error.errors(include_url=False)[0]
     if reason["type"] == "json_invalid":
         required = " and ".join(name for name, field in model.model_fields.items() if field.is_required())

@@ -208,7 +208,7 @@ class CheckpointWriter:
         """Give a checkpoint the frozen weights of an earlier one, without writing them again. Return their checksums.
 
         Raises:
-            StorageError: a file is not as it was stored, so its checksum may not hold.
+            StorageError: a file was changed, so its checksum may be wrong.
         """
         sums = {name: sha256 for name, sha256 in read_checksums(source).items() if is_frozen_file(name)}
         for name in sums:
@@ -241,7 +241,7 @@ class _LocalFolder:
 
 
 class _Version(NamedTuple):
-    """What shows that a file was changed."""
+    """The size and version of a file, which show whether it was changed."""
 
     size: int
     version: str | None

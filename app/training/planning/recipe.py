@@ -100,7 +100,7 @@ def problem_of(subject: Subject, cluster: Cluster, calibration: Calibration | No
     supports = find_task(subject.recipe.task).supports
     setting = replace(
         on_cluster.setting(subject.profile.traits, subject.inputs),
-        uncut=tuple(degree for feature, degree in _DEGREES.items() if feature not in supports),
+        unsupported=tuple(degree for feature, degree in _DEGREES.items() if feature not in supports),
     )
     return Problem(
         profile=subject.profile,

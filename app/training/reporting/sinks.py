@@ -91,7 +91,7 @@ def _whole_line(text: str) -> _Line | None:
 
 _PROGRESS_INTERVAL_S = 10.0
 _MAX_EPOCH_LINES = 50
-"""Of quick epochs. Those that take longer than the interval have a line each."""
+"""Maximum lines for quick epochs. An epoch that takes longer than the interval has its own line."""
 
 
 class Progress:

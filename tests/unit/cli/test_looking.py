@@ -32,7 +32,7 @@ def run_of(storage: Path, job: str) -> Run:
 def test_an_empty_list_names_the_storage_and_the_way_to_another(command: tuple[str, ...], tmp_path: Path) -> None:
     said = shown(*command, f"--storage={tmp_path}")
     assert f"in {tmp_path}: " in said
-    assert "--storage names another place" in said
+    assert "--storage names another storage" in said
     assert json.loads(shown(*command, f"--storage={tmp_path}", "--json")) == []
 
 

@@ -111,7 +111,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["recipes", "show", "data/rows.csv"], ["'data/rows.csv'", "keys such as name"]),
     (["recipes", "show", "recipes"], ["'recipes'", "Is a directory"]),
     (["recipes", "show"], ["'recipe'", "rayloom recipes show -h"]),
-    (["submit", "train"], ["no recipe given"]),
+    (["submit", "train"], ["no recipe is given"]),
     (["up", "--serve-port", "99999"], ["--serve-port is '99999'", "65535"]),
     (["up", "--serve-port", "http"], ["--serve-port is 'http'", "a whole number"]),
     (["runs", "list", "--limit", "0"], ["--limit is '0'", "greater than or equal to 1"]),

@@ -28,7 +28,7 @@ def imported(*arguments: str, **environment: str) -> tuple[set[str], str]:
 def test_help_imports_no_slow_package_and_describes_every_command() -> None:
     packages, shown = imported("--help")
     assert not packages & SLOW
-    assert "Look at runs, compare them, and delete them." in shown
+    assert "List, show, compare and delete runs." in shown
     assert "Send inputs to a deployed model" in shown
 
 

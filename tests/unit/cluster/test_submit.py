@@ -347,7 +347,7 @@ def test_ctrl_c_ends_the_log_and_says_how_to_go_on(
         signal.signal(signal.SIGINT, handler)
     shown = capsys.readouterr()
     (submission_id,) = re.findall(r"Job '(\S+)' submitted\. To stop it: rayloom stop \1", shown.out)
-    assert f"job {submission_id} goes on: 'rayloom follow {submission_id}'" in shown.err
+    assert f"job {submission_id} keeps running: 'rayloom follow {submission_id}'" in shown.err
     assert f"'rayloom stop {submission_id}'" in shown.err
 
 

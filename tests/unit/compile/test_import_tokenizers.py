@@ -112,12 +112,12 @@ def _another_tokenizer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "positions", "words"),
     [
-        (_another_tokenizer, 64, "has ids up to 21, and the model has vectors for 21"),
+        (_another_tokenizer, 64, "has ids up to 21, and the model has embeddings for 21"),
         (lambda _: None, 20, "the model cannot run texts of 32 tokens"),
         (
             _settings(pad_token=None, eos_token=None),
             64,
-            "has no token to pad texts with: name its pad_token in tokenizer_config.json",
+            "has no padding token: set pad_token in tokenizer_config.json",
         ),
     ],
 )
@@ -172,4 +172,4 @@ def test_what_may_be_of_pairs_or_pads_otherwise_is_said(labels: int, pad: int, t
     written(tmp_path / "model", SEQUENCE, num_labels=labels, pad_token_id=pad)
     told = imported(tmp_path / "storage", "model", tmp_path / "model", *EXACT)
     assert "If it judges pairs of texts, as a reranker does, import the folder without its tokenizer" in told
-    assert ("config.json has the pad_token_id 7; the tokenizer pads with 1, as here" in told) is (pad == 7)
+    assert ("config.json has the pad_token_id 7; the tokenizer's 1 is used" in told) is (pad == 7)

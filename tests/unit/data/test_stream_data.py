@@ -22,7 +22,7 @@ from app.data.sharded import TOKENS, ShardedRows
 from app.data.streaming.collector import Collector
 from app.data.streaming.messages import Offsets
 from app.data.streaming.micro_epochs import Collection, MicroEpochStore
-from app.data.streaming.prepare import unfitted
+from app.data.streaming.prepare import initial_encoding
 from app.data.streaming.rows import ChosenRows, StreamRows
 from app.data.tokenizer import LanguageTokenizer
 from app.storage import list_names, to_path
@@ -128,7 +128,7 @@ def language_recipe(source: str, storage: Path, *keys: str) -> Recipe:
 
 def collect_blocks(given: Recipe, start: Offsets, tokenizer: LanguageTokenizer | None = None) -> ChosenRows:
     """Collect a micro-epoch: without a tokenizer, the first one."""
-    encoding = replace(unfitted(given, Documents()), tokenizer=tokenizer)
+    encoding = replace(initial_encoding(given, Documents()), tokenizer=tokenizer)
     make_rows = partial(StreamRows, encoding, frozenset())
     with closing(Collector(given, make_rows, start, is_first=tokenizer is None)) as collector:
         while (chosen := collector.poll()) is None:
