@@ -36,7 +36,7 @@ def import_attribute(import_string: str) -> Any:
     return getattr(module, attribute)
 
 
-def require_defined(import_string: str) -> None:
+def require_named(import_string: str) -> None:
     """Check that a module defines the name in an import string. The module is not run: it may import torch.
 
     Raises:

@@ -45,7 +45,7 @@ def submit(
         raise RequestError("no recipe is given: pass its path or URI after the job, or - for standard input")
     code = submit_job(job, given[0], given[1:], ["--json"] if as_json else [], detail_of(quiet, verbose))
     if code == 0 and job in _SERVING and not (as_json or quiet):  # for programs the RESULT is the last line
-        _print_question(job, given[0], given[1:])
+        _print_example(job, given[0], given[1:])
     raise typer.Exit(code)
 
 

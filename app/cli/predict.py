@@ -60,7 +60,7 @@ def predict(
         print(answer.model_dump_json(exclude_none=True))
         return
     for text, prediction in zip(inputs or [" ".join(field or [])], answer.predictions, strict=True):
-        print(f"{_summary(prediction)}  {text}")
+        print(f"{_in_short(prediction)}  {text}")
 
 
 def _read_text(text: str) -> str:

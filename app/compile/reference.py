@@ -14,7 +14,7 @@ from torch import Tensor
 from app.data.prepared import Batch, Dataset
 from app.engines.base import Engine, Signature
 from app.repository.score import Score
-from app.tasks.judgement import Predictions, evenly_spaced
+from app.tasks.judgement import Predictions, spread
 from app.tasks.metrics import Metric, SklearnMetric
 from app.tasks.objective import select_counted
 from app.tensors import OUTPUT, Tensors, concat_rows, magnitudes, slice_rows
@@ -111,7 +111,7 @@ class Reference:
         """The judged outputs and the targets of some of the rows."""
         counted = [self.judge.counted(outputs, batch) for batch, outputs in self.batches()]
         outputs, targets = (torch.cat(parts) for parts in zip(*counted, strict=True))
-        chosen = evenly_spaced(len(targets), _PREDICTIONS)
+        chosen = spread(len(targets), _PREDICTIONS)
         return Predictions(outputs[chosen], targets[chosen])
 
 

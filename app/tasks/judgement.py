@@ -111,7 +111,7 @@ class Judge:
         if self.metric.hits(made.outputs, made.targets) is not None:
             share = stats.binomtest(round(value * num_rows), num_rows).proportion_ci(method="wilson")
             return float(share.low), float(share.high)
-        chosen = evenly_spaced(len(made), _MAX_RESAMPLED)
+        chosen = spread(len(made), _MAX_RESAMPLED)
         few = len(chosen)
         statistic = self.metric.of_subsets(made.outputs[chosen], made.targets[chosen])
         found = stats.bootstrap(
@@ -150,7 +150,7 @@ class Judge:
         if self.task.processor.modality != "row" or trivial is None:
             return []
         perfect = 1.0 if self.metric.mode == "max" else 0.0
-        few, others = learned.thinned(_MAX_COLUMN_ROWS), rows.thinned(_MAX_COLUMN_ROWS)
+        few, others = learned.spread(_MAX_COLUMN_ROWS), rows.spread(_MAX_COLUMN_ROWS)
         clauses = []
         table = _table(few, others)
         for name in list(table)[:_MAX_COLUMNS]:
@@ -187,9 +187,9 @@ class _Rows:
     def targets(self) -> Targets:
         return self.dataset.targets
 
-    def thinned(self, count: int) -> "_Rows":
+    def spread(self, count: int) -> "_Rows":
         """Return at most ``count`` of the rows."""
-        places = evenly_spaced(len(self.values), count)
+        places = spread(len(self.values), count)
         return _Rows([self.inputs[place] for place in places], [self.values[place] for place in places], self.dataset)
 
 
@@ -201,10 +201,10 @@ def spread(num_rows: int, count: int) -> list[int]:
 
 def _rows_of(dataset: LabelledDataset) -> _Rows:
     count = _MAX_ROWS.get(dataset.processor.modality, _MAX_FILES)
-    lengths, sample = dataset.lengths, evenly_spaced(len(dataset), _SAMPLED)
+    lengths, sample = dataset.lengths, spread(len(dataset), _SAMPLED)
     if characters := sum(int(lengths[place]) for place in sample):
         count = max(1, min(count, _MAX_CHARACTERS * len(sample) // characters))
-    places = evenly_spaced(len(dataset), count)
+    places = spread(len(dataset), count)
     return _Rows(*dataset.split.take(places), dataset)
 
 

@@ -33,7 +33,7 @@ from app.data.tokenizer import LanguageTokenizer
 from app.models.factory import blueprint_of, logits_of
 from app.storage import local_copy
 from app.tasks import ServedTask, find_task
-from app.tasks.judgement import Judge, Predictions, evenly_spaced
+from app.tasks.judgement import Judge, Predictions, spread
 from app.tasks.objective import select_counted
 from app.telemetry.evaluation import Calibration, Evaluation, LabelScore, WorstSample
 from app.telemetry.judgement import Judgement
@@ -112,7 +112,7 @@ def _judge(
 def _spread_predictions(model: nn.Module, data: PreparedData, split: Dataset, count: int) -> Iterator[Prediction]:
     """Yield the predictions for at most ``count`` rows, evenly spaced over a split."""
     # Rows of similar lengths need little padding in a batch.
-    ordered = sorted(evenly_spaced(len(split), count), key=lambda row: int(split.lengths[row]))
+    ordered = sorted(spread(len(split), count), key=lambda row: int(split.lengths[row]))
     rows = _batch_rows(data)
     return _predictions(model, split, [ordered[first : first + rows] for first in range(0, len(ordered), rows)])
 
@@ -168,7 +168,7 @@ def _of_examples(data: LabelledData, task: ServedTask, predictions: Iterable[Pre
         labels=data.targets.labels,
         matrix=counts.matrix.tolist() if counts and counts.matrix is not None else None,
         scores=counts.scores(data.targets.labels) if counts else [],
-        numbers=[numbers[place] for place in evenly_spaced(len(numbers), _MAX_POINTS)],
+        numbers=[numbers[place] for place in spread(len(numbers), _MAX_POINTS)],
         calibration=counts.calibration if counts else None,
         worst=[_worst_example(data, task, *sample) for sample in worst],
     )
@@ -231,7 +231,7 @@ class _LabelCounts:
 def _of_pairs(data: PairData, model: nn.Module, config: TrainConfig) -> Evaluation:
     """Return the anchors whose own positive is hardest to find among the positives of the evaluated pairs."""
     pairs, texts = data.validation.pairs, data.validation.texts
-    ordered = sorted(evenly_spaced(len(pairs), config.report_samples), key=lambda pair: len(texts[2 * pair]))
+    ordered = sorted(spread(len(pairs), config.report_samples), key=lambda pair: len(texts[2 * pair]))
     parts = [ordered[first : first + _BATCH_ROWS] for first in range(0, len(ordered), _BATCH_ROWS)]
     # Both texts of a pair are in one batch, because the time may be over after any of them.
     found = list(

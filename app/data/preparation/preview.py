@@ -68,7 +68,7 @@ def _sources(config: DataConfig) -> Iterator[tuple[DataConfig, Source]]:
 def _check(config: DataConfig, source: Source, kind: SampleKind) -> None:
     files = list_files(source, kind.contents)
     named, inputs, is_whole = _resolved(config, files, kind), list[Input | None](), len(files) <= _FILES
-    for file in _spread(files):
+    for file in _sample_of(files):
         parts = read_files([file], kind.columns(named))
         for rows in islice(parts, 1):
             inputs += islice(_inputs(rows, named, kind), _INPUTS)
