@@ -56,7 +56,7 @@ class ShardReference(BaseModel):
     def of(cls, folder: UPath) -> Self:
         """Return the reference in a folder of prepared data. Raises DataError if there is none."""
         if (reference := cls.find(folder)) is None:
-            raise DataError(f"{str(folder)!r} does not refer to shards: prepare the data again")
+            raise DataError(f"{str(folder)!r} does not refer to shards: prepare the data again").of("shards.missing")
         return reference
 
     def save_grown(self, folder: UPath) -> None:

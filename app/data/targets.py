@@ -231,7 +231,9 @@ class LabelSets(_Labels):
         found = sorted({*map(spelling_of(written), written)})
         _require_distinct(found, config)
         if not found:
-            raise DataError(f"data.source {config.source!r} has no labels: expected one or more in some rows")
+            raise DataError(f"data.source {config.source!r} has no labels: expected one or more in some rows").of(
+                "labels.too_few", "data.source"
+            )
         return cls(found, separator)
 
     def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[list[int]]:
@@ -310,7 +312,9 @@ class Numbers:
     def fit(cls, labels: Mapping[str, int], config: DataConfig) -> Self:
         targets = cls(Scale())
         if len(set(targets.read(list(labels), config))) < 2:
-            raise DataError(f"data.source {config.source!r} has one and the same number in all rows: expected several")
+            raise DataError(
+                f"data.source {config.source!r} has one and the same number in all rows: expected several"
+            ).of("labels.too_few", "data.source")
         return targets
 
     def read(self, labels: Sequence[str], config: DataConfig, key: str = "source") -> list[float]:
@@ -380,7 +384,7 @@ def _require_distinct(labels: Iterable[str], config: DataConfig) -> None:
                 f"data.source {config.source!r} has the labels {other!r} and {label!r}, which are the same {what}: "
                 "write it in one way",
                 label,
-            )
+            ).of("labels.alike", "data.source")
 
 
 def _meaning_of(label: str) -> tuple[float | str, str]:

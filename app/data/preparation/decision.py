@@ -140,4 +140,4 @@ def _require_classes(config: DataConfig, labels: list[str], kept: NDArray[np.int
             raise DataError(
                 f"data.source {config.source!r} has no training example of {label!r}: its {held_out} are in other "
                 "splits; give more"
-            )
+            ).of("labels.too_few", "data.source")

@@ -112,12 +112,12 @@ class KafkaReader:
             raise DataError(
                 f"data.source {self._source!r}: the brokers refuse the credentials ({refused.str()}); correct the file "
                 f"of librdkafka's properties that {_CONFIG} names, or name one where training runs"
-            ) from cause
+            ).of("stream.credentials", "data.source") from cause
         if error.code() in _OUT_OF_RANGE:
             raise DataError(
                 f"data.source {self._source!r}: the brokers have deleted messages that were not read yet "
                 f"({error.str()}); start a new run, and keep messages for longer"
-            ) from cause
+            ).of("stream.messages_gone", "data.source") from cause
         raise BrokerUnreachableError(
             f"data.source {self._source!r}: no broker answers ({causes[0].str()}); start one, or correct the address"
         ) from cause

@@ -170,7 +170,7 @@ class StreamRows:
                 f"data.source {self._config.source!r}: {self._bad:,} of {len(self):,} messages are bad, more than "
                 f"data.stream.max_bad {self._max_bad:g} allows; the first: {self._first_bad}; correct the messages, "
                 "or resume the run with a larger max_bad"
-            )
+            ).of("stream.bad_messages", "data.stream.max_bad")
 
     def missing(self, samples: int) -> int:
         """Return approximately how many more messages ``samples`` training samples need."""

@@ -20,7 +20,7 @@ from app.config import ColumnsConfig, DataConfig, Recipe
 from app.data.labelled import LabelledData
 from app.data.sources.labelled import load_examples
 from app.data.tabular import TabularProcessor
-from app.data.targets import LabelSets, Numbers, Scale
+from app.data.targets import Classes, LabelSets, Numbers, Scale
 from app.engines.onnxruntime import open_oracle
 from app.models.tabular import mlp
 from app.tasks import load_with_test, prepare
@@ -224,6 +224,20 @@ def test_equal_sets_of_labels_are_equal_in_every_format(tmp_path: Path) -> None:
     config = recipe.data.model_copy(update={"test_source": str(tmp_path / "tests.csv"), "test_fraction": None})
     data: Any = prepare(recipe.model_copy(update={"data": config}))
     assert data.report.dropped == {"in_test": 10}
+
+
+@pytest.mark.parametrize(
+    ("targets", "labels", "rule"),
+    [
+        (Classes, ["1", "01"], "labels.alike"),
+        (LabelSets, ["a|1", "01"], "labels.alike"),
+        (LabelSets, ["[]", ""], "labels.too_few"),
+        (Numbers, ["1", "1.0"], "labels.too_few"),
+    ],
+)
+def test_labels_that_teach_nothing_are_refused(targets: Any, labels: list[str], rule: str) -> None:
+    with refused(rule, "data.source"):
+        targets.fit(dict.fromkeys(labels, 1), DataConfig(source="x.csv"))
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.csv"])

@@ -277,9 +277,10 @@ def test_bad_messages_are_counted_shown_and_refused_above_a_share(server: NatsSe
     chosen = collect(recipe(source, tmp_path, samples=64, max_bad=0.05), {}, is_first=True)
     assert chosen.report.dropped == {"malformed": 3, "unknown_label": 1}
     assert chosen.report.examples["malformed"] == ["not json", '["a list"]', '{"text": "no label"}']
-    words = r"4 of \d+ messages .* offset 51 of subject b\.a is not JSON .*: 'not json'; .*raise max_bad"
-    with pytest.raises(DataError, match=words):
+    words = r"4 of \d+ messages .* offset 51 of subject b\.a is not JSON .*: 'not json'; .*with a larger max_bad"
+    with pytest.raises(DataError, match=words) as refusal:
         collect(recipe(source, tmp_path, samples=64), {}, is_first=True)
+    assert (refusal.value.rule, refusal.value.key) == ("stream.bad_messages", "data.stream.max_bad")
 
 
 def test_duplicates_are_dropped_within_a_micro_epoch(server: NatsServer, tmp_path: Path) -> None:
