@@ -19,7 +19,7 @@ from app.errors import DataError
 _FILES = 8
 """Files of a source that are checked."""
 _INPUTS = 32
-"""Inputs of each file that are decoded."""
+"""Inputs of each file that are decoded. If none can be read, all of the file's first part are."""
 
 
 def require_readable(config: DataConfig, kind: SampleKind) -> None:
@@ -71,9 +71,13 @@ def _check(config: DataConfig, source: Source, kind: SampleKind) -> None:
     for file in _sample_of(files):
         parts = read_files([file], kind.columns(named))
         for rows in islice(parts, 1):
-            inputs += islice(_inputs(rows, named, kind), _INPUTS)
+            items = _inputs(rows, named, kind)
+            found = list(islice(items, _INPUTS))
+            if all(item is None for item in found):
+                found += items  # others may be right
+            inputs += found
             kind.labels(rows, named)
-            is_whole = is_whole and len(rows) <= _INPUTS and next(parts, None) is None
+            is_whole = is_whole and len(rows) <= len(found) and next(parts, None) is None
     if not inputs and len(files) <= _FILES:
         raise DataError(f"{source} has no examples: give a source that has some").of("source.empty", source.key)
     if inputs and all(item is None for item in inputs):
@@ -83,7 +87,7 @@ def _check(config: DataConfig, source: Source, kind: SampleKind) -> None:
         )
         if is_whole:
             raise DataError(told).of("rows.unreadable", source.key)
-        warn(told)  # others may be right, and preparation counts all
+        warn(told)  # preparation counts all
 
 
 def _sample_of(files: Sequence[SourceFile]) -> list[SourceFile]:
