@@ -60,6 +60,10 @@ class LabelledSplit(Protocol):
         """Return inputs and classes in the order of ``indices``."""
         ...
 
+    def values(self, indices: Sequence[int]) -> list[Any]:
+        """Return classes in the order of ``indices``. No input is read."""
+        ...
+
 
 @dataclass(frozen=True)
 class Split:
@@ -84,7 +88,11 @@ class Split:
 
     def take(self, indices: Sequence[int]) -> tuple[Sequence[Any], list[Any]]:
         """Return inputs and classes in the order of ``indices``."""
-        return [self.inputs[index] for index in indices], [self.classes[index] for index in indices]
+        return [self.inputs[index] for index in indices], self.values(indices)
+
+    def values(self, indices: Sequence[int]) -> list[Any]:
+        """Return classes in the order of ``indices``."""
+        return [self.classes[index] for index in indices]
 
 
 @runtime_checkable

@@ -184,6 +184,11 @@ class ShardedRows:
         if not self.is_local:
             self._cache.prefetch(np.unique(self._places(rows)).tolist())
 
+    @cached_property
+    def has_class_counts(self) -> bool:
+        """Whether ``class_counts`` reads no shard."""
+        return all(shard.class_rows is not None for shard in self._shards)
+
     def class_counts(self, num_classes: int) -> NDArray[np.int64]:
         """Return the number of rows of each class, of shape (num_classes,). Only shards without counts are read."""
         total = np.zeros(num_classes, np.int64)
@@ -376,7 +381,14 @@ class ShardedSplit:
         *found, values = self.shards.read_arrays(indices, *names, VALUE)
         cells = dict(zip(names, found, strict=True))
         inputs = cells[INPUT].tolist() if self._columns is None else self._columns.open(cells)
-        return inputs, [self._read_value(value) for value in values] if values.dtype == object else values.tolist()
+        return inputs, self._read_values(values)
+
+    def values(self, indices: Sequence[int]) -> list[Any]:
+        """Return values in the order of ``indices``. No input is read."""
+        return self._read_values(self.shards.read_arrays(indices, VALUE)[0])
+
+    def _read_values(self, values: NDArray[Any]) -> list[Any]:
+        return [self._read_value(value) for value in values] if values.dtype == object else values.tolist()
 
     @staticmethod
     def _read_value(value: Any) -> Any:

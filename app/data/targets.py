@@ -20,6 +20,8 @@ from app.errors import DataError
 from app.storage import write_atomically
 
 LABELS_FILE, NUMBERS_FILE = "labels.json", "numbers.json"
+_MAX_CONSTANT_LABELS = 50
+"""Labels of a constant answer, which is compared with those of fewer labels."""
 
 Answer = Mapping[str, Any]
 """What ``predict`` says of one input: a JSON object."""
@@ -197,7 +199,7 @@ class Classes(_Labels):
     def constants(self, values: Sequence[int]) -> Mapping[str, NDArray[np.float32]]:
         """Return the answer with the most frequent label."""
         counts = np.bincount(np.asarray(values, np.int64), minlength=self.num_outputs)
-        return {"the majority class": np.eye(self.num_outputs, dtype=np.float32)[counts.argmax()]}
+        return {"the majority class": (np.arange(self.num_outputs) == counts.argmax()).astype(np.float32)}
 
     def decode(self, outputs: NDArray[np.float32]) -> list[Answer]:
         """Return the most likely label of each row, and the probability of each label."""
@@ -248,10 +250,14 @@ class LabelSets(_Labels):
         return targets
 
     def constants(self, values: Sequence[Sequence[int]]) -> Mapping[str, NDArray[np.float32]]:
-        """Return the answer with each label that half of the rows have, and at least the most frequent one."""
-        shares = self.batch(values).mean(axis=0)
-        chosen = shares >= min(0.5, float(shares.max()))
-        return {"the most frequent labels": np.where(chosen, 1.0, -1.0).astype(np.float32)}
+        """Return the answers with the most frequent label, with the two most frequent ones, and so on."""
+        rank = np.argsort(np.argsort(-self.batch(values).sum(axis=0), kind="stable"))
+        return {
+            f"the {f'{count} ' if count > 1 else ''}most frequent label{'s' * (count > 1)}": np.where(
+                rank < count, 1.0, -1.0
+            ).astype(np.float32)
+            for count in range(1, min(self.num_outputs, _MAX_CONSTANT_LABELS) + 1)
+        }
 
     def decode(self, outputs: NDArray[np.float32]) -> list[Answer]:
         """Return the labels of each row whose probability is at least a half, and the probability of each label."""

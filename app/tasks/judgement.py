@@ -23,21 +23,30 @@ if TYPE_CHECKING:  # it takes long to import
     import pandas as pd
 
 _MAX_ROWS = {"text": 20_000, "row": 20_000}
-"""Rows that a baseline is fitted to and measured on, by modality. Files take more memory."""
-_MAX_FILES = 2_000
+"""Rows whose inputs are read, by modality. Nothing reads other inputs."""
+_MAX_SHARDS = 16
+"""Shards of a split that are opened. On object storage, each is a download."""
+_MAX_CONSTANT_ROWS, _MAX_OUTPUTS = 200_000, 2**22
+"""Rows that constant answers are measured on, and the outputs of these rows."""
 _MAX_CHARACTERS, _SAMPLED = 8_000_000, 1_000
 """Maximum characters that are read, and the number of texts whose lengths estimate the total."""
 _MAX_WEIGHTS, _MAX_TARGETS = 2**22, 10**6
 """Maximum weights and targets of a linear model. With many labels it has fewer features and rows."""
 _MAX_COLUMN_ROWS, _MAX_COLUMNS = 5_000, 200
-_MAX_RESAMPLED, _RESAMPLES = 1_000, 999
-_LEAK = 0.98
-"""Share of the gain from a constant to a perfect score, above which a single column is a leak."""
+_MIN_RESAMPLED, _MAX_RESAMPLED, _RESAMPLES = 30, 1_000, 999
+_LEAK, _MIN_LEAK = 0.98, 40
+"""Share of the gain from a constant to a perfect score, above which a single column is a leak. And minimum rows without
+the most frequent label: on fewer, a column is right by chance."""
 _MAX_REPEATED, _MIN_DISTINCT = 0.1, 0.2
 """Maximum share of rows that nearly equal training rows; minimum share of distinct keys, below which that is chance."""
+_TELLING, _MIN_TELLING = 0.9, 3
+"""Share of the different rows of a table that one column tells apart, and number of such columns where equal rows are
+no chance. Two columns may mean the same, such as a name and its number."""
 _MIN_NOISY, _MIN_NOISY_ROWS, _MIN_EXPLAINED = 0.05, 10, 0.6
 """Minimum share and number of rows with doubted labels, and share of the errors, to count as noise."""
 _MAX_OVERCONFIDENCE = 0.1
+_MIN_VARIED, _DIGITS = 0.5, 4
+"""Share of the rows whose probabilities differ, in so many digits, if a model knows more than the shares of groups."""
 
 
 Keys = NDArray[Any]
@@ -88,7 +97,7 @@ class Judge:
         """
         low, high = self._interval(value, made, len(split))
         learned, rows = _rows_of(self.train), _rows_of(split)
-        trivial = self._trivial(learned, rows)
+        trivial = self._trivial(split)
         return Judgement(
             metric=self.metric.name,
             mode=self.metric.mode,
@@ -105,45 +114,60 @@ class Judge:
         )
 
     def _interval(self, value: float, made: Predictions, num_rows: int) -> tuple[float, float]:
-        """Return the 95 % interval: Wilson's for a share, else that of a bootstrap over the rows."""
+        """Return the 95 % interval: Wilson's for a share, else a bootstrap's over the rows. NaN: there are too few."""
         from scipy import stats
 
         if self.metric.hits(made.outputs, made.targets) is not None:
             share = stats.binomtest(round(value * num_rows), num_rows).proportion_ci(method="wilson")
             return float(share.low), float(share.high)
         chosen = spread(len(made), _MAX_RESAMPLED)
-        few = len(chosen)
-        statistic = self.metric.of_subsets(made.outputs[chosen], made.targets[chosen])
-        found = stats.bootstrap(
-            (np.arange(few),), statistic, vectorized=False, n_resamples=_RESAMPLES, method="percentile", rng=0
-        ).confidence_interval
+        if (few := len(chosen)) < _MIN_RESAMPLED:
+            return math.nan, math.nan
+        statistic, random = self.metric.of_subsets(made.outputs[chosen], made.targets[chosen]), np.random.default_rng(0)
+        resampled = np.array([statistic(random.integers(few, size=few)) for _ in range(_RESAMPLES)])
+        # Without rows of a class, some metrics have no value.
+        known = resampled[np.isfinite(resampled)]
+        if len(known) < _RESAMPLES / 2:
+            return math.nan, math.nan
         center = statistic(np.arange(few))
+        # If none of the rows differs, three others may, by the rule of three.
+        width = 0.0 if known.min() < known.max() else abs(center) * 3.0 / few
         # The interval is of fewer rows than the score.
-        scale = math.sqrt(few / num_rows)
-        return value - scale * (center - float(found.low)), value + scale * (float(found.high) - center)
+        scale, (low, high) = math.sqrt(few / num_rows), np.quantile(known, [0.025, 0.975]).tolist()
+        return value - scale * (center - low + width), value + scale * (high - center + width)
 
-    def _trivial(self, learned: "_Rows", rows: "_Rows") -> Baseline | None:
+    def _trivial(self, split: LabelledDataset) -> Baseline | None:
         """Return the score of the constant answer that is best on training rows."""
-        if not isinstance(rows.targets, HasConstants):
+        if not isinstance(split.targets, HasConstants):
             return None
-        constants = rows.targets.constants(learned.values)
+        (learned, _), (values, num_rows) = _values_of(self.train), _values_of(split)
+        constants = {name: torch.from_numpy(row) for name, row in split.targets.constants(learned).items()}
 
-        def score(name: str, some: "_Rows") -> float:
-            return self._score(np.tile(constants[name], (len(some.values), 1)), some)
+        def cost(name: str) -> float:
+            return cost_of(self._score(constants[name].expand(len(learned), -1), learned), self.metric.mode)
 
-        best = min(constants, key=lambda name: cost_of(score(name, learned), self.metric.mode))
-        return Baseline(name=best, value=score(best, rows))
+        best = min(constants, key=cost)
+        return self._baseline(best, constants[best].expand(len(values), -1), values, num_rows)
 
     def _linear(self, learned: "_Rows", rows: "_Rows") -> Baseline | None:
         """Return the score of a linear model of character n-grams, or of a table's columns."""
 
-        def fit() -> float:
+        def fit() -> Baseline:
             few = learned.spread(max(1, _MAX_TARGETS // learned.targets.num_outputs))
             vectors, others = _VECTORS[self.task.processor.modality](few, rows)
-            return self._score(_fitted(_linear_model, vectors, few, others), rows)
+            outputs = _fitted(_linear_model, vectors, few, others)
+            return self._baseline("the linear baseline", outputs, rows.values, len(rows.dataset))
 
-        value = attempt(fit, "the linear baseline cannot be fitted", "the job")
-        return None if value is None else Baseline(name="the linear baseline", value=value)
+        return attempt(fit, "the linear baseline cannot be fitted", "the job")
+
+    def _baseline(self, name: str, outputs: Tensor, values: Sequence[Any], num_rows: int) -> Baseline:
+        """Return the score of outputs for the rows with ``values``, which are some of ``num_rows``."""
+        value = self._score(outputs, values)
+        if len(values) == num_rows:
+            return Baseline(name=name, value=value)
+        made = Predictions(outputs, torch.from_numpy(self.train.targets.batch(values)))
+        low, high = self._interval(value, made, len(values))
+        return Baseline(name=name, value=value, margin=high - value if self.metric.mode == "max" else value - low)
 
     def _leaking_columns(self, learned: "_Rows", rows: "_Rows", trivial: Baseline | None) -> list[str]:
         """Return a clause for each column of a table that determines the label alone."""
@@ -151,12 +175,15 @@ class Judge:
             return []
         perfect = 1.0 if self.metric.mode == "max" else 0.0
         few, others = learned.spread(_MAX_COLUMN_ROWS), rows.spread(_MAX_COLUMN_ROWS)
+        _, counts = np.unique(others.targets.batch(others.values), axis=0, return_counts=True)
+        if len(others.values) - counts.max() < _MIN_LEAK:
+            return []
         clauses = []
         table = _table(few, others)
         for name in list(table)[:_MAX_COLUMNS]:
             cells = table[[name]].to_numpy()
             outputs = _fitted(_tree, cells[: len(few.values)], few, cells[len(few.values) :])
-            gained = self._score(outputs, others) - trivial.value
+            gained = self._score(outputs, others.values) - trivial.value
             if perfect != trivial.value and gained / (perfect - trivial.value) >= _LEAK:
                 clauses.append(f"column {name!r} alone determines the label")
         return clauses
@@ -164,15 +191,12 @@ class Judge:
     def _repeated(self, name: str, learned: "_Rows", rows: "_Rows") -> list[str]:
         """Return a clause with the share of rows that nearly equal training rows. Preparation finds equal ones."""
         keys = _KEYS.get(self.task.processor.modality)
-        # If not all training rows were read, some of the repeated ones were missed.
-        read = len(learned.values) / len(self.train)
-        shares = (_share_repeated(*pair) / read for pair in keys(learned, rows)) if keys else ()
-        share = min(1.0, max(shares, default=0.0))
+        # It is a lower bound: training rows that were not read may repeat more of them.
+        share = max((_share_repeated(*pair) for pair in keys(learned, rows)), default=0.0) if keys else 0.0
         return [f"{share:.0%} of the {name} rows nearly equal training rows"] if share > _MAX_REPEATED else []
 
-    def _score(self, outputs: NDArray[Any], rows: "_Rows") -> float:
-        targets = torch.from_numpy(rows.targets.batch(rows.values))
-        return self.metric.of(torch.from_numpy(outputs.astype(np.float32)), targets)
+    def _score(self, outputs: Tensor, values: Sequence[Any]) -> float:
+        return self.metric.of(outputs, torch.from_numpy(self.train.targets.batch(values)))
 
 
 @dataclass(frozen=True)
@@ -200,12 +224,37 @@ def spread(num_rows: int, count: int) -> list[int]:
 
 
 def _rows_of(dataset: LabelledDataset) -> _Rows:
-    count = _MAX_ROWS.get(dataset.processor.modality, _MAX_FILES)
-    lengths, sample = dataset.lengths, spread(len(dataset), _SAMPLED)
-    if characters := sum(int(lengths[place]) for place in sample):
+    """Return the rows that checks of inputs read: none where there is no such check."""
+    if (count := _MAX_ROWS.get(dataset.processor.modality)) is None:
+        return _Rows([], [], dataset)
+    sample = _places_of(dataset, _SAMPLED)
+    if characters := sum(int(dataset.lengths[place]) for place in sample):
         count = max(1, min(count, _MAX_CHARACTERS * len(sample) // characters))
-    places = spread(len(dataset), count)
-    return _Rows(*dataset.split.take(places), dataset)
+    return _Rows(*dataset.split.take(_places_of(dataset, count)), dataset)
+
+
+def _values_of(dataset: LabelledDataset) -> tuple[Sequence[Any], int]:
+    """Return the values of some rows, and the number of rows that they are a sample of."""
+    split, num_outputs = dataset.split, dataset.targets.num_outputs
+    count = min(_MAX_CONSTANT_ROWS, max(1, _MAX_OUTPUTS // num_outputs))
+    is_counted = split.shards is None or split.shards.has_class_counts
+    if dataset.targets.rule.kept_as != "class" or not is_counted:
+        return split.values(_places_of(dataset, count)), len(dataset)
+    totals = np.cumsum(split.class_counts(num_outputs))
+    values: list[int] = totals.searchsorted(spread(len(dataset), count), side="right").tolist()
+    # It is no sample: each class has its share of the rows.
+    return values, len(values)
+
+
+def _places_of(dataset: LabelledDataset, count: int) -> list[int]:
+    """Return the numbers of at most ``count`` rows, spread over ``_MAX_SHARDS`` shards."""
+    if (shards := dataset.shards) is None:
+        return spread(len(dataset), count)
+    bounds = shards.first_rows
+    opened = spread(len(bounds) - 1, _MAX_SHARDS)
+    rows = np.concatenate([np.arange(bounds[number], bounds[number + 1]) for number in opened])
+    places: list[int] = rows[spread(len(rows), count)].tolist()
+    return places
 
 
 def _text_vectors(learned: _Rows, rows: _Rows) -> tuple[Any, Any]:
@@ -251,17 +300,18 @@ def _tree(kind: str) -> Any:
     return DecisionTreeRegressor(random_state=0) if kind == "number" else DecisionTreeClassifier(random_state=0)
 
 
-def _fitted(make: Callable[[str], Any], vectors: Any, learned: _Rows, others: Any) -> NDArray[Any]:
+def _fitted(make: Callable[[str], Any], vectors: Any, learned: _Rows, others: Any) -> Tensor:
     """Fit a model of scikit-learn to training rows. Return its outputs for others, in the task's layout."""
     kind, given = learned.targets.rule.kept_as, learned.targets.batch(learned.values)
     model = make(kind).fit(vectors, given)
     if kind == "number":
-        return np.asarray(model.predict(others)).reshape(-1, 1)
+        return torch.as_tensor(model.predict(others), dtype=torch.float32).reshape(-1, 1)
     if kind == "classes":
-        return 2.0 * np.asarray(model.predict(others)).reshape(-1, learned.targets.num_outputs) - 1.0
-    outputs = np.full((others.shape[0], learned.targets.num_outputs), np.log(1e-9))
+        chosen = torch.as_tensor(model.predict(others), dtype=torch.float32)
+        return 2.0 * chosen.reshape(-1, learned.targets.num_outputs) - 1.0
+    outputs = np.full((others.shape[0], learned.targets.num_outputs), np.log(1e-9), np.float32)
     outputs[:, model.classes_] = np.log(np.clip(model.predict_proba(others), 1e-9, 1.0))
-    return outputs
+    return torch.from_numpy(outputs)
 
 
 def _table(learned: _Rows, rows: _Rows) -> "pd.DataFrame":
@@ -285,7 +335,8 @@ def _text_keys(learned: _Rows, rows: _Rows) -> Iterator[Sequence[Keys]]:
 
 
 def _letters(text: str) -> str:
-    return "".join(filter(str.isalnum, text.casefold()))
+    # A text of emoji has no letters.
+    return "".join(filter(str.isalnum, text.casefold())) or text
 
 
 def _row_keys(learned: _Rows, rows: _Rows) -> Iterator[Sequence[Keys]]:
@@ -293,10 +344,17 @@ def _row_keys(learned: _Rows, rows: _Rows) -> Iterator[Sequence[Keys]]:
     import pandas as pd
 
     table = pd.DataFrame([dict(row) for row in (*learned.inputs, *rows.inputs)]).astype(str)
-    cells = [pd.util.hash_array(np.char.add(f"{name}=", table[name].to_numpy(str)).astype(object)) for name in table]
-    whole = np.sum(cells, axis=0, dtype=np.uint64)
-    for own in cells[:_MAX_COLUMNS]:
-        yield np.split(whole - own, [len(learned.values)])
+    cells = [
+        pd.util.hash_array(table[name].to_numpy(object), hash_key=f"{place:016}") for place, name in enumerate(table)
+    ]
+    whole, count = np.sum(cells, axis=0, dtype=np.uint64), len(learned.values)
+    different = np.array([len(np.unique(own[:count])) for own in cells])
+    for place, own in enumerate(cells[:_MAX_COLUMNS]):
+        first, second = np.split(whole - own, [count])
+        # Where columns tell rows apart only together, rows agree by chance.
+        are_telling = np.delete(different, place) >= _TELLING * len(np.unique(first))
+        if are_telling.sum() >= _MIN_TELLING:
+            yield first, second
 
 
 _KEYS: Mapping[str, Callable[[_Rows, _Rows], Iterator[Sequence[Keys]]]] = {"text": _text_keys, "row": _row_keys}
@@ -311,11 +369,14 @@ def _share_repeated(learned: Keys, rows: Keys) -> float:
 def _noise(made: Predictions) -> float:
     """Return the share of the rows whose label is likely wrong; 0 if that does not explain most errors.
 
-    The probabilities of an overconfident model do not show it.
+    The probabilities of an overconfident model do not show it. Neither do those that many rows share: in a group of
+    like rows, the rarer label is not wrong.
     """
     from app.data.label_noise import doubted, mean_probabilities
 
     probabilities, classes = softmax(made.outputs.numpy()), made.targets.numpy()
+    if len(np.unique(probabilities.max(-1).round(_DIGITS))) < _MIN_VARIED * len(classes):
+        return 0.0
     chosen = probabilities.argmax(-1)
     errors = chosen != classes
     if probabilities.max(-1).mean() - (1.0 - errors.mean()) > _MAX_OVERCONFIDENCE:

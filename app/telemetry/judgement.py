@@ -1,5 +1,6 @@
 """The judgement of a model: its score, baselines, and a verdict in one sentence."""
 
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field
@@ -19,6 +20,8 @@ class Baseline(BaseModel):
     name: str
     """Such as ``the majority class`` or ``the linear baseline``."""
     value: float
+    margin: float = 0.0
+    """How much better it may be on the whole split. 0: it was measured on all rows."""
 
     def __str__(self) -> str:
         return f"{self.name} {shortened(self.value)}"
@@ -35,7 +38,7 @@ class Judgement(BaseModel):
     rows: int
     value: float
     low: float
-    """The 95 % interval of the score, for other rows of the same kind."""
+    """The 95 % interval of the score, for other rows of the same kind. NaN: it is unknown."""
     high: float
     trivial: Baseline | None = None
     """The best constant answer. None: the task has none."""
@@ -54,6 +57,8 @@ class Judgement(BaseModel):
         """The problems of the model or its data, the worst first. Empty: none was found."""
         if self.leaks:
             return ["leak"]
+        if not self.has_interval:
+            return []
         if not self.is_above(self.trivial):
             return ["chance"]
         found: dict[Finding, bool] = {
@@ -71,18 +76,27 @@ class Judgement(BaseModel):
         if clauses := "; ".join(map(self._clause, self.findings)):
             beside = ", ".join(baseline for baseline in baselines if baseline not in clauses)
             return f"{self}{f' ({beside})' if beside else ''}, {clauses}"
+        if not self.has_interval:
+            return f"{self}, on too few rows to compare it with {' and '.join(baselines) or 'a baseline'}"
         return f"{self}, better than {' and '.join(baselines)}" if baselines else f"{self}, and no baseline is known"
 
     @property
     def basis(self) -> str:
         """The rows and the interval of the score, in words."""
+        if not self.has_interval:
+            return f"On {self.rows:,} {self.split} rows, too few for an interval."
         interval = f"{self.low:.4g} to {self.high:.4g}"
         return f"On {self.rows:,} {self.split} rows. The 95 % interval for other such rows is {interval}."
 
     @property
     def mood(self) -> Mood:
         """The colour of the verdict on a page."""
-        return "bad" if self.is_void else "busy" if self.findings else "good"
+        return "bad" if self.is_void else "busy" if self.findings or not self.has_interval else "good"
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether there were enough rows for an interval."""
+        return not math.isnan(self.high - self.low)
 
     @property
     def is_void(self) -> bool:
@@ -90,26 +104,32 @@ class Judgement(BaseModel):
         return bool({"leak", "chance"} & set(self.findings))
 
     def __str__(self) -> str:
+        if not self.has_interval:
+            return f"{self.metric.replace('_', ' ')} {shortened(self.value)}"
         margin = max(self.high - self.value, self.value - self.low)
         return f"{self.metric.replace('_', ' ')} {shortened(self.value)} ± {shortened(margin)}"
 
     @property
     def is_above_baselines(self) -> bool:
         """Whether the whole interval is better than every baseline, and no leak was found."""
-        return self.trivial is not None and not {"leak", "chance", "linear"} & set(self.findings)
+        has_none = {"leak", "chance", "linear"}.isdisjoint(self.findings)
+        return self.trivial is not None and self.has_interval and has_none
 
     def is_above(self, baseline: Baseline | None) -> bool:
         """Return whether the whole interval is better than a baseline, or there is none."""
         if baseline is None:
             return True
-        return self.low > baseline.value if self.mode == "max" else self.high < baseline.value
+        if self.mode == "max":
+            return self.low > baseline.value + baseline.margin
+        return self.high < baseline.value - baseline.margin
 
     @property
     def _is_overfitted(self) -> bool:
         if self.trained is None or self.trivial is None or self.low <= self.trained <= self.high:
             return False
-        gained = self.trained - self.trivial.value
-        return gained != 0.0 and (self.trained - self.value) / gained > _MAX_LOST
+        sign = 1.0 if self.mode == "max" else -1.0
+        gained, lost = sign * (self.trained - self.trivial.value), sign * (self.trained - self.value)
+        return gained > 0.0 and lost > _MAX_LOST * gained
 
     def _clause(self, finding: Finding) -> str:
         match finding:
