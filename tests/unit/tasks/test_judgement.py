@@ -16,6 +16,7 @@ from sklearn.datasets import load_iris
 from app.config import load_recipe
 from app.data.labelled import LabelledDataset, Split
 from app.data.processor import Processor
+from app.data.shard_cache import ShardCache
 from app.data.targets import Classes, LabelSets, Targets
 from app.tasks import ServedTask, find_task, prepare
 from app.tasks.judgement import Judge, Predictions
@@ -149,6 +150,32 @@ def test_the_constant_baseline_of_sets_has_as_many_labels_as_score_best() -> Non
     sure = judge.judge("validation", rows, 1.0, right)
     assert sure.low == pytest.approx(1.0 - 3.0 / 1000)
     assert sure.is_above_baselines
+
+
+def test_a_judgement_opens_few_shards_of_each_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [f"text number {number} {'again ' * 20},{number % 2}" for number in range(4000)]
+    (tmp_path / "rows.csv").write_text("\n".join(["text,label", *rows]))
+    keys = [f"data.source={tmp_path / 'rows.csv'}", f"storage={tmp_path}", "data.shards={size: 8KB, window: 16KB}"]
+    recipe = load_recipe(str(ROOT / "recipes/reviews.yaml"), [*KEYS, *keys])
+    data: Any = prepare(recipe)
+    assert len(data.train.shards.shard_rows) > 40
+    judge = Judge.of(recipe, find_task(recipe.task), data.train)  # type: ignore[arg-type]
+    assert judge
+    opened: set[tuple[int, int]] = set()
+    open_shard = ShardCache.open
+
+    def count(cache: ShardCache, number: int) -> Any:
+        opened.add((id(cache), number))
+        return open_shard(cache, number)
+
+    monkeypatch.setattr(ShardCache, "open", count)
+    made = Predictions(torch.zeros(9, 2), torch.zeros(9, dtype=torch.int64))
+    found = judge.judge("validation", data.validation, 0.5, made)
+    assert len(opened) <= 32
+    # All rows are counted, by the index.
+    learned, held = (split.split.class_counts(2) for split in (data.train, data.validation))
+    assert found.trivial
+    assert found.trivial.value == pytest.approx(held[learned.argmax()] / held.sum())
 
 
 def test_a_model_that_is_better_on_new_rows_is_not_overfitted() -> None:
