@@ -310,6 +310,15 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _baseline_has_samples(self, info: ValidationInfo) -> Self:
+        if self.linear_baseline and not self.report_samples and not is_stored(info):
+            raise RecipeError(
+                "linear_baseline is true, and report_samples 0 leaves out the verdict that it is for: raise "
+                "report_samples, or leave linear_baseline out"
+            ).of("keys.contradict")
+        return self
+
+    @model_validator(mode="after")
     def _nodes_can_be_chosen(self) -> Self:
         if self.accelerator_type and self.device != "gpu":
             raise RecipeError(

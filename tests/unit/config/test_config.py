@@ -95,6 +95,7 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("serve.token_file=token", "path.relative", "serve.token_file"),
         ("serve={auth: none, token_file: /token}", "keys.contradict", "serve"),
         ("serve.tls={certificate: /c.pem}", "recipe.missing", "serve.tls.key"),
+        ("train={linear_baseline: true, report_samples: 0}", "keys.contradict", "train"),
     ],
 )
 def test_what_cannot_work_is_refused_with_key_value_and_way_out(override: str, rule: str, key: str | None) -> None:
