@@ -1,7 +1,8 @@
 """Tables for a terminal, and JSON."""
 
-import json
 from collections.abc import Iterator, Sequence
+
+from pydantic_core import to_json
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -12,5 +13,5 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def print_json(value: object) -> None:
-    """Print a value of plain types. Other types, such as paths and times, are written as texts."""
-    print(json.dumps(value, ensure_ascii=False, default=str))
+    """Print a value as JSON. NaN and infinite numbers, which JSON does not know, are null."""
+    print(to_json(value, inf_nan_mode="null", fallback=str).decode())

@@ -61,7 +61,7 @@ class JobView:
             self._last = None
 
     def _print(self, line: str) -> None:
-        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._bar.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -83,5 +83,5 @@ def _is_terminal(stream: Any) -> bool:
 def _progress() -> AbstractContextManager[Any]:
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[rest]}")
-    return Progress(*columns, TimeElapsedColumn(), transient=True)
+    what, rest = (TextColumn(f"{{task.{text}}}", markup=False) for text in ("description", "fields[rest]"))
+    return Progress(SpinnerColumn(), what, BarColumn(20), rest, TimeElapsedColumn(), transient=True)

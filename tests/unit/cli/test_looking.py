@@ -57,6 +57,16 @@ def test_a_paused_run_is_not_shown_as_stopped(tmp_path: Path) -> None:
         assert json.loads(shown("runs", "show", run.run_id, f"--storage={tmp_path}", "--json"))["status"] == word
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity"])
+def test_a_number_that_json_does_not_know_is_null(number: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, "train")
+    run.end(Outcome(StoppedTrainMetrics(steps=3, epochs=1, paused=True), {}, status="stopped"))
+    file = run.folder / "result.json"
+    file.write_text(file.read_text(encoding="utf-8").replace('"steps": 3', f'"steps": {number}'), encoding="utf-8")
+    said = shown("runs", "show", run.run_id, f"--storage={tmp_path}", "--json")
+    assert json.loads(said)["metrics"]["steps"] is None
+
+
 def test_a_part_that_never_began_is_refused_and_leads_nowhere(tmp_path: Path) -> None:
     run = run_of(tmp_path, "lifecycle")
     note_part(run.folder, "train", "20260101-000000-digits-abcd")

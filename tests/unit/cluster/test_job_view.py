@@ -17,11 +17,11 @@ from app.cluster.job_view import JobView, spinner
 with spinner("sending"):
     pass
 with JobView() as view:
-    view.show("reading: 3 of 4 parts, 5 of 8 MB, about 2 s left")
+    view.show("reading [/tmp/a]: 3 of 4 parts, 5 of 8 MB, about 2 s left")
     view.show("── train ──")
     for epoch in range(1, {EPOCHS} + 1):
         view.show(f"epoch {{epoch}}/{EPOCHS}  loss 0.5  val_accuracy 0.9 [best]  3 samples/s  0:00 left")
-    view.show('RESULT {{"status": "succeeded"}}')
+    view.show('RESULT {{"status": "succeeded", "place": "host:100:"}}')
 """
 
 
@@ -59,10 +59,10 @@ def test_a_terminal_shows_progress_in_place_and_keeps_its_last_state() -> None:
     lines = without_control(shown).replace("\r", "\n").splitlines()
     kept = [line.strip() for line in lines if line.startswith(("reading", "──", "epoch", "RESULT"))]
     assert kept == [
-        "reading: 3 of 4 parts, 5 of 8 MB, about 2 s left",
+        "reading [/tmp/a]: 3 of 4 parts, 5 of 8 MB, about 2 s left",
         "── train ──",
         f"epoch {EPOCHS}/{EPOCHS}  loss 0.5  val_accuracy 0.9 [best]  3 samples/s  0:00 left",
-        'RESULT {"status": "succeeded"}',
+        'RESULT {"status": "succeeded", "place": "host:100:"}',
     ]
     assert len(lines) < EPOCHS / 10
     assert "\x1b[?25h" in shown  # the cursor is back
