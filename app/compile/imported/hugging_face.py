@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,11 @@ _LOGITS, _POOLED = "logits", "pooler_output"
 _PROCESSORS = (TOKENIZER_FILE, IMAGE_FILE)
 _OPTIONAL_PREFIXES, _OPTIONAL_SUFFIXES = ("decoder_", "encoder_", "output_"), ("label", "labels", "_positions")
 _OPTIONAL = (
-    "args", "kwargs", "position_ids", "inputs_embeds", "head_mask", "past_key_values", "use_cache", "cache_position",
+    "position_ids", "inputs_embeds", "head_mask", "past_key_values", "use_cache", "cache_position",
     "cache_params", "cache", "return_dict", "return_loss", "logits_to_keep", "global_attention_mask", "lengths",
-    "num_hashes", "mems", "use_mems", "perm_mask", "target_mapping", "input_mask",
+    "num_hashes", "mems", "use_mems", "perm_mask", "target_mapping", "input_mask", "question_lengths",
 )  # fmt: skip
-"""Arguments that a model of texts makes itself, or that only training and generation need."""
+"""Arguments that a model of texts makes itself or answers without, or that only training and generation need."""
 _SAMPLE_LENGTH = 8
 _IMAGE_SIZE = 224
 """Pixels of an image if neither the model nor its image processor says so."""
@@ -190,7 +190,8 @@ def _head_of(model: nn.Module, given: Path) -> Head | None:
 
 def _tell_of_labels(model: nn.Module, given: Path) -> None:
     """Say that the labels of a head are left out if it is answered with tensors only."""
-    if any(not label.startswith("LABEL_") for label in _labels_of(model, given)):
+    configuration: Any = model.config
+    if any(not str(label).startswith("LABEL_") for label in configuration.id2label.values()):
         warn(
             f"{str(given)!r} is a {type(model).__name__}, which takes and gives tensors only: its labels are left out, "
             "and their order is that of the outputs"
@@ -267,7 +268,7 @@ def _inputs(model: nn.Module, given: Path, natural: Natural | None) -> tuple[Ten
         )
     if "pixel_values" in takes:
         return (TensorSpec("pixel_values", np.dtype(np.float32), _image_shape(configuration, natural)),)
-    if other := next((name for name in takes if not _is_given(name, configuration)), None):
+    if other := next((name for name, taken in takes.items() if not _is_given(name, taken, configuration)), None):
         raise CompileError(
             f"{str(given)!r} is a {type(model).__name__}, which also takes {other}, and Rayloom "
             "cannot make that from a text: export it to ONNX with all its inputs, and import that file"
@@ -288,14 +289,17 @@ def _inputs(model: nn.Module, given: Path, natural: Natural | None) -> tuple[Ten
     )
 
 
-def _is_given(name: str, configuration: Any) -> bool:
+def _is_given(name: str, taken: Parameter, configuration: Any) -> bool:
     """Return whether a text model gets an argument from Rayloom, or does not need it."""
     if name == SEGMENTS:  # TAPAS has seven kinds of them
         return not hasattr(configuration, "type_vocab_sizes")
     if name == "langs":
         return bool(configuration.n_langs == 1)
+    if name == "task_type_ids":
+        return not configuration.use_task_id
     return (
-        name in ("input_ids", "attention_mask", *_OPTIONAL)
+        taken.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        or name in ("input_ids", "attention_mask", *_OPTIONAL)
         or name.startswith(_OPTIONAL_PREFIXES)
         or name.endswith(_OPTIONAL_SUFFIXES)
     )

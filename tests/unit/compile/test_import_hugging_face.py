@@ -20,6 +20,11 @@ from tests.importing import EXACT, imported
 from tests.pretrained import BERT, TEXTS, write_tokenizer
 
 SMALL = {**BERT, "max_position_embeddings": 64}
+SIZES: dict[str, dict[str, Any]] = {
+    "DistilBertForTokenClassification": {"dim": 32, "n_heads": 4, "n_layers": 1},
+    "BigBirdForQuestionAnswering": {"attention_type": "original_full"},
+    "MptForTokenClassification": {"d_model": 32, "n_heads": 4, "n_layers": 1},
+}
 
 
 def written(folder: Path, name: str, **config: Any) -> Any:
@@ -66,13 +71,17 @@ def logits_of(model: Any, folder: Path) -> torch.Tensor:
         ("BertForPreTraining", ["prediction_logits", "seq_relationship_logits"]),
         ("DistilBertForTokenClassification", ["logits"]),
         ("BertModel", ["last_hidden_state", "pooler_output"]),
+        # Each of these has inputs that the model makes itself.
+        ("ErnieForTokenClassification", ["logits"]),
+        ("BigBirdForQuestionAnswering", ["start_logits", "end_logits"]),
+        ("MptForTokenClassification", ["logits"]),
     ],
 )
 def test_a_head_is_kept_as_its_class_has_it(name: str, outputs: list[str], tmp_path: Path) -> None:
-    model = written(tmp_path / "model", name, **{"dim": 32, "n_heads": 4, "n_layers": 1} if "Distil" in name else {})
+    model = written(tmp_path / "model", name, **SIZES.get(name, {}))
     loaded = published(tmp_path / "storage", tmp_path / "model")
     inputs = {"input_ids": np.arange(14).reshape(2, 7), "attention_mask": np.ones((2, 7), np.int64)}
-    if "Distil" not in name:
+    if getattr(model.config, "type_vocab_size", 0) > 1:
         inputs["token_type_ids"] = np.array([[0, 0, 0, 1, 1, 1, 1]] * 2)  # of a pair
     given = loaded.engine.run(inputs)
     loaded.engine.close()
@@ -87,6 +96,14 @@ def test_labels_that_predict_does_not_answer_are_left_out_with_a_warning(tmp_pat
     written(tmp_path / "model", "BertForTokenClassification", id2label={0: "O", 1: "B-PER"})
     told = imported(tmp_path / "storage", "model", tmp_path / "model", *EXACT)
     assert "is a BertForTokenClassification, which takes and gives tensors only: its labels are left out" in told
+
+
+@pytest.mark.parametrize("name", ["BertForTokenClassification", "BertModel"])
+def test_labels_that_are_left_out_may_have_any_numbers(name: str, tmp_path: Path) -> None:
+    written(tmp_path / "model", name)
+    _config(id2label={"1": "B", "2": "I"})(tmp_path / "model")
+    told = imported(tmp_path / "storage", "model", tmp_path / "model", *EXACT)
+    assert f"is a {name}, which takes and gives tensors only: its labels are left out" in told
 
 
 def test_weights_of_a_pooler_are_not_made_up(tmp_path: Path) -> None:
@@ -331,6 +348,7 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4, "de
         ("MarkupLMForTokenClassification", {}, _nothing, "also takes xpath_tags_seq, and Rayloom cannot make that"),
         ("TapasForSequenceClassification", {}, _nothing, "also takes token_type_ids, and Rayloom cannot make that"),
         ("TapasForQuestionAnswering", {}, _nothing, "also takes token_type_ids, and Rayloom cannot make that"),
+        ("ErnieForTokenClassification", {"use_task_id": True}, _nothing, "also takes task_type_ids, and Rayloom"),
         ("XLMForSequenceClassification", XLM, _nothing, "also takes langs, and Rayloom cannot make that"),
         ("BertForMultipleChoice", {}, _nothing, "cannot be run on input_ids and attention_mask"),
         ("CLIPModel", TOWERS, _nothing, "is a CLIPModel, which takes texts and images together"),
