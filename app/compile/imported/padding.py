@@ -3,6 +3,7 @@
 from contextlib import closing
 
 import numpy as np
+from numpy.typing import NDArray
 
 from app.data.processor import Processor
 from app.data.text import PROBES, TextProcessor
@@ -19,8 +20,8 @@ def choose_padding_side(
 ) -> TextProcessor:
     """Return the processor, which pads on the side that does not change the model's answer.
 
-    A short text is run alone, and padded as beside the longest text. ``max_difference`` is relative. The engine is
-    closed.
+    A short text is run alone, and padded as beside the longest text. ``max_difference`` is relative to
+    the larger scores of the two. The engine is closed.
 
     Raises:
         CompileError: padding changes the answer on either side, or the model cannot run the longest text.
@@ -31,14 +32,16 @@ def choose_padding_side(
             padded, longest = slice_rows(rows, 0, 1), slice_rows(rows, 1, 2)
             alone = {name: tensor[:, padded["attention_mask"][0] > 0] for name, tensor in padded.items()}
             try:
-                engine.run(longest)
-                expected, given = (engine.run(tensors)[scores].astype(np.float64) for tensors in (alone, padded))
+                expected, given, others = (
+                    engine.run(tensors)[scores].astype(np.float64) for tensors in (alone, padded, longest)
+                )
             except EngineError as error:
                 raise CompileError(
                     f"the model cannot run texts of {longest['input_ids'].shape[1]} tokens, which the tokenizer of "
                     f"{folder!r} makes ({first_line(error)}): give the model's own, or lower its model_max_length"
                 ) from error
-            if np.linalg.norm(given - expected) <= max_difference * np.linalg.norm(expected):
+            # The score of one text may be 0 by chance.
+            if _rms(given - expected) <= max_difference * max(_rms(expected), _rms(others)):
                 return candidate
     raise CompileError(
         "the model reads the padding of a text, whichever side it is on, so longer texts beside it would change its "
@@ -58,6 +61,10 @@ def require_same_inputs(own: Processor, given: Processor, folder: str) -> None:
                 f"the tokenizer of {folder!r} makes {_tokens(ours)} of {text!r}, and the model's own "
                 f"{_tokens(theirs)}: leave out --processor, or remove the model's own tokenizer from its folder"
             )
+
+
+def _rms(scores: NDArray[np.float64]) -> float:
+    return float(np.sqrt(np.mean(np.square(scores))))
 
 
 def _tokens(tensors: Tensors) -> str:

@@ -82,6 +82,28 @@ def test_a_model_that_reads_padding_on_either_side_is_refused(tmp_path: Path) ->
     assert "the model reads the padding of a text, whichever side it is on" in told
 
 
+def test_an_answer_near_0_may_be_rounded_like_the_others(tmp_path: Path) -> None:
+    """The model counts tokens, less those of the short text; each position rounds it by 1e-8."""
+    folder = tokenizer_in(tmp_path / "tokenizer")
+    count = len(Tokenizer.from_file(str(folder / "tokenizer.json")).encode("film").ids)
+    ids, scores = (Type.INT64, ["n", "length"]), (Type.FLOAT, ["n", 2])
+    nodes = [
+        helper.make_node("Cast", ["attention_mask"], ["mask"], to=Type.FLOAT),
+        helper.make_node("ReduceSum", ["mask", "one"], ["counted"]),
+        helper.make_node("Gather", ["rounding", "input_ids"], ["errors"]),
+        helper.make_node("ReduceSum", ["errors", "one"], ["error"], keepdims=0),
+        helper.make_node("Sub", ["counted", "count"], ["less"]),
+        helper.make_node("Add", ["less", "error"], ["logits"]),
+    ]
+    constants = {
+        "one": np.array([1]),
+        "count": np.array([count], np.float32),
+        "rounding": np.full((len(VECTORS), 2), 1e-8, np.float32),
+    }
+    inputs = {"input_ids": ids, "attention_mask": ids}
+    import_with(tmp_path, write(tmp_path / "model.onnx", nodes, inputs, {"logits": scores}, constants), folder)
+
+
 def test_a_convolution_over_padding_is_found(tmp_path: Path) -> None:
     """Attention hides padding in this model, and its convolutions do not."""
     small = {"embedding_size": 32, "num_hidden_layers": 1}
