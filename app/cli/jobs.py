@@ -62,7 +62,7 @@ def _print_example(job: str, recipe: str, overrides: list[str]) -> None:
         for command in commands_for(
             local_endpoint(cluster), open_storage(loaded.storage or cluster.storage), loaded.name
         ):
-            print(f"try: {command}")
+            print(f"ask it: {command}")
 
 
 def follow(

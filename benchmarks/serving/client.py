@@ -10,7 +10,8 @@ def connect(url: str, timeout_s: float = 30.0) -> httpx.Client:
     """Return a client of the server at ``url``: ``http://…`` or ``grpc://…``."""
     address = urlsplit(url)
     mounts = {"grpc://": GrpcTransport(address.netloc)} if address.scheme == "grpc" else None
-    return httpx.Client(base_url=url, timeout=timeout_s, mounts=mounts)
+    # No proxy is between the two, and with NO_PROXY httpx would not look for the transport of gRPC.
+    return httpx.Client(base_url=url, timeout=timeout_s, mounts=mounts, trust_env=False)
 
 
 class GrpcTransport(httpx.BaseTransport):

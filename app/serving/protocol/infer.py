@@ -97,7 +97,7 @@ class RequestParameters:
             RequestError: a parameter is not valid, or makes the request part of a sequence.
         """
         priority, timeout_s, binary = 0, None, False
-        for name, value in given.items():
+        for name, value in sorted(given.items()):  # a map of protobuf has no order
             if name == "binary_data_output":
                 binary = parse_bool(name, value)
             elif name == "priority":
