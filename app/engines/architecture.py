@@ -23,9 +23,8 @@ _VNNI = {"avx512_vnni", "avx_vnni"}
 def architecture_of(device: Device, precision: ComputePrecision) -> str:
     """Return those properties of the processor that a model's numbers in ``precision`` depend on.
 
-    For a GPU this is its compute capability, such as ``SM90``. For a CPU it is ``platform.machine()``, and for int8 on
-    x86 also whether it has VNNI. Without VNNI, the sum of two 8-bit products saturates at 16 bits, so the same file
-    gives other answers (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html, on VPMADDUBSW).
+    For a GPU this is its compute capability, such as ``SM90``. For a CPU it is ``platform.machine()``, and for int8 and
+    int4 on x86 also whether it has VNNI: see ``adds_products_in_16_bits``.
 
     Raises:
         EngineError: ``device`` is the GPU, and this machine has none.
@@ -35,9 +34,18 @@ def architecture_of(device: Device, precision: ComputePrecision) -> str:
             raise EngineError("this machine has no GPU that PyTorch finds: choose the device cpu, or another machine")
         return capability
     machine = platform.machine()
-    if precision == "int8" and machine in _X86:
-        return f"{machine} {'without' if _VNNI.isdisjoint(cpu_flags()) else 'with'} VNNI"
+    if precision in ("int8", "int4") and machine in _X86:
+        return f"{machine} {'without' if adds_products_in_16_bits() else 'with'} VNNI"
     return machine
+
+
+def adds_products_in_16_bits() -> bool:
+    """Return whether sums of two 8-bit products saturate at 16 bits on this machine: on x86 without VNNI.
+
+    There, weights of 8 bits give other answers than elsewhere
+    (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html, on VPMADDUBSW).
+    """
+    return platform.machine() in _X86 and _VNNI.isdisjoint(cpu_flags())
 
 
 def compute_capability() -> str | None:

@@ -86,7 +86,7 @@ class EngineSettings:
     cache: Path | None = None
     """A local folder for results of compilation on loading, so that the next load is faster."""
     sha256: str | None = None
-    """The file's sha256, the key in the cache. If not given, it is computed."""
+    """The file's sha256, the key in the cache. If not given, it is computed. It stands for shards beside it, too."""
 
     def __post_init__(self) -> None:
         if self.streams < 1 or self.threads < 1:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.backends import mha
 
+from app.engines.architecture import Device
 from app.engines.base import EngineSettings, PooledEngine, Signature
 from app.errors import EngineError
 from app.models.factory import logits_of
@@ -38,8 +39,7 @@ class TorchEngine(PooledEngine[nn.Module]):
         """
         if settings.precision not in TORCH_DTYPES:
             raise EngineError(f"PyTorch runs in {', '.join(TORCH_DTYPES)}: not in {settings.precision}")
-        if settings.device == "gpu" and not torch.cuda.is_available():
-            raise EngineError("PyTorch finds no GPU: choose the device cpu, or install a torch for this GPU")
+        require_device(settings.device)
         self._device = torch.device("cuda" if settings.device == "gpu" else "cpu")
         self._dtype = TORCH_DTYPES[settings.precision]
         torch.set_num_threads(settings.threads)
@@ -57,6 +57,12 @@ class TorchEngine(PooledEngine[nn.Module]):
 
     def _autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self._device.type, self._dtype) if self._dtype != torch.float32 else nullcontext()
+
+
+def require_device(device: Device) -> None:
+    """Raise EngineError if PyTorch does not find a device."""
+    if device == "gpu" and not torch.cuda.is_available():
+        raise EngineError("PyTorch finds no GPU: choose the device cpu, or install a torch for this GPU")
 
 
 class CompiledTorchEngine(TorchEngine):

@@ -1,0 +1,1 @@
+"""Engines of language models: a prompt in, a stream of tokens out."""
