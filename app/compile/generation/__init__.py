@@ -1,0 +1,1 @@
+"""Compilation of a language model into a published version that generates tokens."""
