@@ -1,7 +1,6 @@
 """Export to ONNX with a dynamic batch size, and a dynamic length if the model has one."""
 
 import contextlib
-import copy
 import io
 import logging
 import warnings
@@ -14,33 +13,36 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from app.config import Precision
+from app.compile.onnx_files import save_onnx
+from app.config import MAX_SHARD_MB, Precision
 from app.errors import CompileError, first_line
 from app.models.factory import logits_of
-from app.models.precision import TORCH_DTYPES
+from app.models.precision import TORCH_DTYPES, converted_copy
 from app.tensors import OUTPUT, Tensors, TensorSpec
 
 OPSET = 20
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm")
 """Operators with weights into which the exporter folds batch norms."""
 
-MAX_GIB = 1.5
-"""Size of the weights above which PyTorch writes them to a second file. Protobuf limits one file to 2 GiB."""
-
 
 def export_onnx(
-    model: nn.Module, specs: tuple[TensorSpec, ...], sample: Tensors, path: Path, precision: Precision = "fp32"
+    model: nn.Module,
+    specs: tuple[TensorSpec, ...],
+    sample: Tensors,
+    path: Path,
+    precision: Precision = "fp32",
+    shard_mb: int = MAX_SHARD_MB,
 ) -> None:
-    """Write ``model`` as one ONNX file with inputs ``specs`` and the output ``logits``.
+    """Write ``model`` as an ONNX file with inputs ``specs`` and the output ``logits``.
 
     Args:
         sample: a batch of two rows or more. The exporter takes a size of 1 for a constant.
         precision: the type of the weights and of the graph, for engines that take types from the file. The inputs and
             ``logits`` have the same types in each precision.
+        shard_mb: the weights above which they are in shards beside the file.
 
     Raises:
-        CompileError: the model cannot be exported, with the exporter's reason, or its weights are too large for one
-            ONNX file. No file is left.
+        CompileError: the model cannot be exported, with the exporter's reason. No file is left.
     """
     if precision != "fp32":
         model = _lowered(model, precision)
@@ -50,8 +52,7 @@ def export_onnx(
         _lower_folded_weights(program.model.graph)
         if (count := len(program.model.graph.outputs)) != 1:
             raise CompileError(f"the model has {count} outputs: expected only logits")
-        program.save(path, external_data=False)
-    _require_one_file(path)
+        save_onnx(program.model, path, shard_mb)
 
 
 def trace(model: nn.Module, specs: Sequence[TensorSpec], sample: Tensors) -> ExportedProgram:
@@ -67,20 +68,19 @@ def trace(model: nn.Module, specs: Sequence[TensorSpec], sample: Tensors) -> Exp
 def export_outputs(
     model: nn.Module, specs: Sequence[TensorSpec], sample: Tensors, outputs: Sequence[str], path: Path
 ) -> None:
-    """Write a model with several outputs as one float32 ONNX file. Arguments and errors as for ``export_onnx``."""
+    """Write a model with several outputs as a float32 ONNX file. Arguments and errors as for ``export_onnx``."""
     program = trace(model, specs, sample)
     program_to_onnx(program, [spec.name for spec in specs], outputs, path)
 
 
 def program_to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], path: Path) -> None:
-    """Write a traced program as one ONNX file with these names, in its own types.
+    """Write a traced program as an ONNX file with these names, in its own types.
 
     Raises:
-        CompileError: an operator has no counterpart in ONNX, or the weights are too large for one file.
+        CompileError: an operator has no counterpart in ONNX.
     """
     with _quiet():
-        _to_onnx(program, outputs, inputs).save(path, external_data=False)
-    _require_one_file(path)
+        save_onnx(_to_onnx(program, outputs, inputs).model, path)
 
 
 def _dynamic(specs: Sequence[TensorSpec]) -> dict[str, Any]:
@@ -150,21 +150,6 @@ def _where(traced: ExportedProgram, message: str) -> str:
     return ""
 
 
-def _require_one_file(path: Path) -> None:
-    """Refuse weights in a second file, because only the ONNX file is evaluated, hashed and published."""
-    weights = path.with_name(f"{path.name}.data")
-    if not weights.exists():
-        return
-    size_gib = weights.stat().st_size / 2**30
-    # A partial model must not be mistaken for a whole one.
-    weights.unlink()
-    path.unlink()
-    raise CompileError(
-        f"the model has {size_gib:.2f} GiB of weights, and one ONNX file takes {MAX_GIB} GiB: give a smaller model "
-        "(model.args)"
-    )
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the exporter's notes on operators of packages that are not installed."""
@@ -192,7 +177,9 @@ def _lowered(model: nn.Module, precision: Precision) -> nn.Module:
         return logits_of(output).float()
 
     # A copy, because the model itself is the reference and stays in float32.
-    copied = copy.deepcopy(model).to(dtype)
+    copied = converted_copy(
+        model, lambda tensor: tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+    )
     copied.register_forward_pre_hook(convert_inputs, with_kwargs=True)
     copied.register_forward_hook(convert_output)
     return copied

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from app.checksums import sha256_of_file
 from app.compile.evaluator import Evaluator
+from app.compile.onnx_files import size_of
 from app.compile.parity import Parity
 from app.compile.quantization.search import find_quantization, quantize_fp8
 from app.compile.source import Source
@@ -21,7 +22,7 @@ from app.engines.tensorrt.build import build_plan
 from app.engines.tensorrt.library import Flavour
 from app.engines.tensorrt.manifest import BuildSettings
 from app.errors import CompileError, EngineError
-from app.repository.manifest import PLAN_FILE, Quantization
+from app.repository.manifest import MODEL_FILE, PLAN_FILE, Quantization
 
 _FLOATS: dict[ComputePrecision, Precision] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
@@ -120,6 +121,10 @@ class ModelFiles:
         self.get(precision)
         return self._onnx_path(precision)
 
+    def size_bytes(self, variant: Variant) -> int:
+        """Return the size of what the variant's engine opens: of an ONNX file with its shards, a plan or a module."""
+        return self.source_model.size_bytes if variant.runs_module else size_of(self.engine_path(variant))
+
     def engine_path(self, variant: Variant) -> Path:
         """Return the path of what the variant's engine opens: an ONNX file, or a TensorRT plan."""
         if runs_plans(variant.engine):
@@ -159,12 +164,14 @@ class ModelFiles:
         return plan
 
     def _onnx_path(self, precision: ComputePrecision) -> Path:
-        return self._folder / f"{precision}.onnx"
+        # A folder for each, because shards belong to the one ONNX file beside them.
+        return self._folder / precision / MODEL_FILE
 
     def _make(self, precision: ComputePrecision) -> ModelFile:
         path, source = self._onnx_path(precision), self.source_model
+        path.parent.mkdir(exist_ok=True)
         if precision in _FLOATS:
-            source.export(path, _FLOATS[precision])
+            source.export(path, _FLOATS[precision], self._config.shard_mb)
             quantization = None
         else:
             quantization = self._quantize(precision, path)
@@ -172,7 +179,7 @@ class ModelFiles:
         return ModelFile(
             precision=precision,
             sparse=source.sparse,
-            size_bytes=path.stat().st_size,
+            size_bytes=size_of(path),
             sha256=sha256_of_file(path),
             parity=parity,
             failures=self._failures(precision, path, parity),
@@ -186,13 +193,14 @@ class ModelFiles:
             raise CompileError(f"it is made from the fp32 file, in which {'; '.join(fp32.failures)}")
         fp32_path, samples = self._onnx_path("fp32"), self.source_model.calibration_batches(calibration.samples)
         if precision == "fp8":
-            return quantize_fp8(fp32_path, samples, path, self._log)
+            return quantize_fp8(fp32_path, samples, path, self._log, self._config.shard_mb)
         self.evaluator.leave_out_engines(fp32_path)
         # Only int8 is searched for: fp8 has no clipping to choose, and no fine-tuning.
         finetune = None
         if (given := self._config.int8.finetune) is not None:
             finetune = partial(self.source_model.write_finetuned, config=given, log=self._log)
-        return find_quantization(fp32_path, samples, calibration, self.evaluator.verdict, path, self._log, finetune)
+        evaluate, shard_mb = self.evaluator.verdict, self._config.shard_mb
+        return find_quantization(fp32_path, samples, calibration, evaluate, path, self._log, finetune, shard_mb)
 
     def _failures(self, precision: ComputePrecision, path: Path, parity: Parity | None) -> tuple[str, ...]:
         """Return the failed gates. An int8 file is evaluated on several engines, the others on one at most."""

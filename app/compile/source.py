@@ -11,13 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 from upath import UPath
 
+from app.artifacts import DATA, WEIGHTS
+from app.checksums import code_revision, sha256_of, verify_checksums
 from app.compile.quantization.finetune import Rounding
 from app.compile.reference import BATCH, Reference, chunks
-from app.config import Int8FinetuneConfig, Precision
-from app.data.prepared import Dataset
+from app.config import Int8FinetuneConfig, Precision, Recipe
+from app.data.prepared import Dataset, PreparedData
 from app.engines.base import Engine, EngineSettings, ShapeProfile, Signature
+from app.errors import StorageError
 from app.repository.manifest import Lineage, Split
 from app.repository.score import Score
+from app.tasks import Task
 from app.tasks.judgement import spread
 from app.telemetry.judgement import Judgement
 from app.tensors import Tensors
@@ -72,8 +76,11 @@ class Source(ABC):
         return False
 
     @abstractmethod
-    def export(self, path: Path, precision: Precision) -> None:
-        """Write an ONNX file in this precision. Raises CompileError."""
+    def export(self, path: Path, precision: Precision, shard_mb: int) -> None:
+        """Write an ONNX file in this precision, with more MiB of weights than ``shard_mb`` in shards beside it.
+
+        Raises CompileError.
+        """
 
     @abstractmethod
     def open_module(self, settings: EngineSettings) -> Engine:
@@ -169,3 +176,33 @@ def _length_of(batch: Tensors, signature: Signature) -> int | None:
 
 def _num_rows(batch: Tensors) -> int:
     return len(next(iter(batch.values())))
+
+
+def prepared_data(weights: UPath, recipe: Recipe, task: Task) -> PreparedData:
+    """Return the data of the run that has trained a weights folder, without the test split.
+
+    Raises:
+        StorageError: they are not beside the weights, or were changed.
+    """
+    folder = weights.parent / DATA
+    # A folder that was copied elsewhere has lost the data by which it is judged.
+    if weights.name != WEIGHTS or not folder.exists():
+        raise StorageError(
+            f"{str(weights)!r} has no prepared data beside it: give the {WEIGHTS} folder inside a train run's folder"
+        )
+    verify_checksums(folder)
+    return task.load(recipe, folder)
+
+
+def trained_lineage(recipe: Recipe, weights: UPath, data: PreparedData, compile_run: str) -> Lineage:
+    """Return where a model that Rayloom trained came from."""
+    return Lineage(
+        train_run=str(weights.parent),
+        trial=str(recipe.tuned_from) if recipe.tuned_from else None,
+        teacher=recipe.train.teacher.model if recipe.train.teacher else None,
+        pretrained=recipe.model.origin,
+        compile_run=compile_run,
+        recipe=sha256_of(recipe.model_dump_json().encode()),
+        data_fingerprint=data.fingerprint,
+        code=code_revision(),
+    )

@@ -9,23 +9,21 @@ from pathlib import Path
 import numpy as np
 from upath import UPath
 
-from app.artifacts import ARCHITECTURE_FILE, DATA, RECIPE_FILE, WEIGHTS, WEIGHTS_FILE
-from app.checksums import code_revision, sha256_of, verify_checksums
+from app.artifacts import ARCHITECTURE_FILE, DATA, RECIPE_FILE, WEIGHTS_FILE
 from app.compile.export import export_onnx, trace
 from app.compile.quantization.finetune import Rounding, train_rounded
 from app.compile.reference import EncodedBatches, Judge, Reference, Rows, chunks
-from app.compile.source import Source, calibration_indices
+from app.compile.source import Source, calibration_indices, prepared_data, trained_lineage
 from app.config import Int8FinetuneConfig, Precision, Recipe
-from app.data.labelled import CollatingTargets, LabelledDataset
 from app.data.prepared import Dataset, PreparedData
 from app.engines.base import Engine, EngineSettings, Signature
-from app.engines.torch import TorchEngine
-from app.errors import CompileError, StorageError
+from app.engines.torch import TorchEngine, require_device
+from app.errors import CompileError
+from app.models.precision import converted_copy
 from app.models.sparsity import prune_2_to_4
 from app.published.loaded import check_answers
 from app.published.weights import TrainedModel, load_weights
 from app.repository.manifest import Lineage
-from app.tasks.judgement import Judge as RecipeJudge
 from app.telemetry.judgement import Judgement
 from app.tensors import OUTPUT, Tensors
 
@@ -60,11 +58,14 @@ class SourceModel(Source):
     def sparse(self) -> bool:
         return self.is_pruned
 
-    def export(self, path: Path, precision: Precision) -> None:
-        export_onnx(self.trained.model, self.signature.inputs, self.sample, path, precision)
+    def export(self, path: Path, precision: Precision, shard_mb: int) -> None:
+        export_onnx(self.trained.model, self.signature.inputs, self.sample, path, precision, shard_mb)
 
     def open_module(self, settings: EngineSettings) -> Engine:
-        model = copy.deepcopy(self.trained.model)  # the engine moves it to its device
+        require_device(settings.device)
+        # On the CPU the engine leaves the model as it is. A GPU gets a copy.
+        on_cpu = settings.device == "cpu"
+        model = self.trained.model if on_cpu else converted_copy(self.trained.model, lambda tensor: tensor.cuda())
         return TorchEngine(model, self.signature, settings)
 
     def module_files(self) -> dict[str, UPath]:
@@ -103,13 +104,10 @@ class SourceModel(Source):
         return self.trained.task.load_test(self.trained.recipe, self.weights.parent / DATA)
 
     def judge(self, name: str, answers: Reference) -> Judgement | None:
-        split, train = answers.rows.split, self.data.train
-        if not isinstance(split, LabelledDataset) or not isinstance(train, LabelledDataset):
+        judge = self.trained.task.judge(self.trained.recipe, self.data)
+        if judge is None or answers.score is None:
             return None
-        if isinstance(split.targets, CollatingTargets) or answers.score is None:
-            return None
-        judge = RecipeJudge.of(self.trained.recipe, self.trained.task, train)
-        return judge.judge(name, split, answers.score.value, answers.predictions) if judge else None
+        return judge.judge(name, answers.rows.split, answers.score.value, answers.predictions)
 
     def require_samples(self, count: int | None) -> None:
         """Raise CompileError if the training split has fewer than ``count`` samples."""
@@ -133,17 +131,7 @@ class SourceModel(Source):
             configuration.copy(folder / ARCHITECTURE_FILE)
 
     def lineage(self, compile_run: str) -> Lineage:
-        recipe = self.trained.recipe
-        return Lineage(
-            train_run=str(self.weights.parent),
-            trial=str(recipe.tuned_from) if recipe.tuned_from else None,
-            teacher=recipe.train.teacher.model if recipe.train.teacher else None,
-            pretrained=recipe.model.origin,
-            compile_run=compile_run,
-            recipe=sha256_of(recipe.model_dump_json().encode()),
-            data_fingerprint=self.data.fingerprint,
-            code=code_revision(),
-        )
+        return trained_lineage(self.trained.recipe, self.weights, self.data, compile_run)
 
 
 def load_source_model(weights: UPath, recipe: Recipe, threads: int) -> SourceModel:
@@ -154,14 +142,15 @@ def load_source_model(weights: UPath, recipe: Recipe, threads: int) -> SourceMod
         CompileError: the weights are of another task, or the model takes other inputs than its processor makes.
         EngineError: the task cannot answer the model's outputs.
     """
-    trained = load_weights(weights)
+    # A large model and an engine of it would not fit into memory together.
+    trained = load_weights(weights, max_bytes=recipe.compile.shard_mb * 2**20)
     if trained.recipe.task != recipe.task:
         raise CompileError(
             f"the weights {str(weights)!r} are of task {trained.recipe.task}, the recipe {recipe.name!r} is of "
             f"{recipe.task}: give weights of this recipe"
         )
     _check_inputs(trained, weights)
-    data = _prepared_data(weights, trained)
+    data = prepared_data(weights, trained.recipe, trained.task)
     source_model = _evaluated(trained, weights, data, threads)
     # An error in the task's own code is found before anything is measured.
     _, outputs = next(source_model.reference.batches(_ANSWERED_ROWS))
@@ -189,14 +178,3 @@ def _check_inputs(trained: TrainedModel, weights: UPath) -> None:
             f"the model in {str(weights)!r}, {type(trained.model).__name__}, does not take its processor's outputs "
             f"{', '.join(given)}: {error}; change model.factory or task"
         ) from error
-
-
-def _prepared_data(weights: UPath, trained: TrainedModel) -> PreparedData:
-    folder = weights.parent / DATA
-    # A folder that was copied elsewhere has lost the data by which it is judged.
-    if weights.name != WEIGHTS or not folder.exists():
-        raise StorageError(
-            f"{str(weights)!r} has no prepared data beside it: give the {WEIGHTS} folder inside a train run's folder"
-        )
-    verify_checksums(folder)
-    return trained.task.load(trained.recipe, folder)

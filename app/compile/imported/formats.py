@@ -1,5 +1,6 @@
 """What people bring: an ONNX file, a program of torch.export, a Triton repository, a folder of Hugging Face's."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from app.checksums import sha256_of_file
 from app.compile.imported.model import ImportedModel, import_onnx, lines_of
 from app.compile.imported.onnx_file import file_in
 from app.errors import CompileError
+from app.pretrained import unmerged_adapter
 from app.repository.manifest import ImportedFrom
 from app.repository.triton import CONFIG_FILE
 
@@ -18,11 +20,19 @@ _EXPECTED = (
     "a .onnx file, a .pt2 file of torch.export, the folder of a model in a Triton repository, or one in Hugging Face's "
     "layout, with config.json and safetensors"
 )
+_GENERATORS = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes of transformers that predict the next token."""
 _ONNX_BACKENDS = ("onnxruntime", "openvino", "onnxruntime_onnx")
 
 
+def require_merged(given: Path) -> None:
+    """Raise CompileError if a folder has an unmerged adapter: its answers would depend on the installed packages."""
+    if reason := unmerged_adapter(given):
+        raise CompileError(f"{str(given)!r} {reason}").of("import.adapter")
+
+
 def open_model(given: Path, folder: Path) -> ImportedModel:
-    """Read a model of any kind, and write it into ``folder`` as one ONNX file.
+    """Read a model of any kind, and write it into ``folder`` as an ONNX file.
 
     Raises:
         CompileError: there is no model, there are several, or it cannot be imported.
@@ -67,6 +77,17 @@ def _open_folder(given: Path, folder: Path) -> ImportedModel:
 def is_hugging_face_folder(folder: Path) -> bool:
     """Return whether a folder has a configuration and weights as transformers writes them."""
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def generates_text(given: Path) -> bool:
+    """Return whether a path is a folder of a causal language model, as transformers writes it."""
+    if not (given.is_dir() and is_hugging_face_folder(given)):
+        return False
+    try:
+        names = json.loads((given / "config.json").read_bytes()).get("architectures") or []
+    except (ValueError, AttributeError):  # it is refused when it is read
+        return False
+    return any(str(name).endswith(_GENERATORS) for name in names)
 
 
 def _is_triton_model(path: Path) -> bool:

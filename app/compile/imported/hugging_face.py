@@ -56,6 +56,7 @@ def import_hugging_face(given: Path, folder: Path) -> ImportedModel:
     model, lost = _load(given)
     head = _head_of(model, given)
     natural = _natural_of(given) if head else None
+    labels = _labels_of(model, given) if head not in (None, "regression") else []  # before the export, which is slow
     _set_padding(model, natural)
     specs = _inputs(model, given, natural)
     # Two rows, because the exporter treats a size of 1 as a constant.
@@ -86,7 +87,7 @@ def import_hugging_face(given: Path, folder: Path) -> ImportedModel:
     headed = replace(imported, head=head, scores=_LOGITS)
     if natural is not None and natural.processor.modality == "text":
         _tell_of_pairs(model, head, given)
-    labelled = headed if head == "regression" else headed.labelled(_labels_of(model, given), _LOGITS)
+    labelled = headed if head == "regression" else headed.labelled(labels, _LOGITS)
     return labelled if natural is None else labelled.answering(natural.processor, natural.lengths, str(given))
 
 

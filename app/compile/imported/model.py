@@ -1,4 +1,4 @@
-"""A model that was trained elsewhere, as one ONNX file with what is known of it."""
+"""A model that was trained elsewhere, as an ONNX file with what is known of it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,9 +12,9 @@ from app.compile.imported.onnx_file import (
     is_rounded,
     probabilities,
     read_onnx,
+    take_over,
     values_below,
     with_sizes,
-    write_one_file,
 )
 from app.compile.imported.padding import choose_padding_side, require_same_inputs
 from app.config import BUILT_IN_TASKS
@@ -25,7 +25,7 @@ from app.engines.architecture import usable_cores
 from app.engines.base import Engine, EngineSettings, Signature
 from app.engines.onnxruntime import OnnxRuntimeEngine, open_oracle
 from app.errors import CompileError, EngineError
-from app.repository.manifest import ImportedFrom
+from app.repository.manifest import MODEL_FILE, ImportedFrom
 from app.tasks import ServedTask, find_served_task
 from app.tensors import Tensor
 
@@ -53,7 +53,7 @@ class ImportedModel:
 
     source: ImportedFrom
     onnx: Path
-    """One file, with all weights inside."""
+    """In a folder of its own, with its shards if it is large."""
 
     signature: Signature
     open_reference: OpenReference
@@ -188,7 +188,7 @@ def import_onnx(
     open_reference: OpenReference | None = None,
     max_length: int | None = None,
 ) -> ImportedModel:
-    """Check an ONNX file, and write it into ``folder`` as one file.
+    """Check an ONNX file, and write it into ``folder``.
 
     Args:
         source: where it came from. The sums of the file are added, unless it has some.
@@ -200,9 +200,9 @@ def import_onnx(
         EngineError: ONNX Runtime cannot load it.
     """
     model = read_onnx(path)
-    target = folder / "imported.onnx"
-    # One file, because only that is evaluated, hashed and published.
-    write_one_file(path, target)
+    target = folder / "imported" / MODEL_FILE
+    target.parent.mkdir()
+    take_over(path, target)
     try:
         engine = open_oracle(target, 1)
     except EngineError as error:

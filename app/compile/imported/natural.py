@@ -10,7 +10,9 @@ from app.config import DataConfig
 from app.data.images import ImageProcessor
 from app.data.labelled import LabelledDataset, Split
 from app.data.processor import Processor
-from app.data.sources.labelled import load_examples
+from app.data.sources.labelled import LABEL, inputs_of, labelled_columns
+from app.data.sources.source import Source
+from app.data.sources.units import read_source
 from app.data.targets import Targets
 from app.data.text import TextProcessor
 from app.errors import CompileError, DataError, RecipeError
@@ -58,19 +60,19 @@ def read_natural(path: Path, processor: Processor, targets: Targets) -> Labelled
     Raises:
         DataError: a row cannot be read, is of another kind than the processor's, or has a label that the model lacks.
     """
-    config = DataConfig(source=str(path))
-    examples = load_examples(config, processor.modality, label_kind=targets.rule.cell)
-    if examples.modality != processor.modality:
-        raise DataError(f"--samples {str(path)!r} holds {examples.modality}s, the model takes {processor.modality}s")
-    if examples.left_out:
-        reason, places = next(iter(examples.left_out.items()))
-        raise DataError(
-            f"--samples {str(path)!r} has rows that cannot be compared: {places[0]} is {reason}; correct or remove them"
-        )
-    if unlabelled := [number for number, label in enumerate(examples.labels, start=1) if not label]:
-        raise DataError(f"--samples {str(path)!r} has no label in row {unlabelled[0]}: add it, or leave out the row")
-    values = {label: _value_of(label, targets, config, path) for label in set(examples.labels)}
-    split = Split(examples.inputs, [values[label] for label in examples.labels])
+    config, split = DataConfig(source=str(path)), Split([], [])
+    columns = labelled_columns(config.columns, processor.modality, label_kind=targets.rule.cell)
+    for rows in read_source(Source(config.source), columns):
+        labels = rows.cells[LABEL].to_pylist()
+        for number, (item, label) in enumerate(zip(inputs_of(rows, columns, config.columns), labels, strict=True)):
+            if item is None:
+                raise DataError(f"--samples: {rows.place(number)} is no readable {processor.modality}: correct it")
+            if not label:
+                raise DataError(f"--samples: {rows.place(number)} has no label: add it, or leave out the row")
+            split.inputs.append(item)
+            split.classes.append(_value_of(label, targets, config, path))
+    if not split.inputs:
+        raise DataError(f"--samples {str(path)!r} has no rows: give some").of("source.empty")
     return LabelledDataset(split, processor, targets)
 
 

@@ -1,5 +1,6 @@
 """An ONNX file that another exporter wrote: checks of what it holds, and the names of its sizes."""
 
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -7,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 from google.protobuf.message import DecodeError
-from onnx.checker import ValidationError
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
-from app.compile.export import MAX_GIB
+from app.compile.onnx_files import save_onnx
 from app.engines.base import Signature
 from app.errors import CompileError
 from app.tensors import Tensor, TensorSpec
@@ -48,9 +50,37 @@ def read_onnx(path: Path) -> onnx.ModelProto:
 
 
 def external_files(model: onnx.ModelProto, path: Path) -> list[Path]:
-    """Return the files beside ``path`` that hold weights. Raises CompileError if one is missing or not beside it."""
-    names = {ExternalDataInfo(tensor).location for tensor in _constants(model) if uses_external_data(tensor)}
-    return [file_in(path.parent, name, f"{str(path)!r} has weights") for name in sorted(names)]
+    """Return the files beside ``path`` that hold weights.
+
+    Raises:
+        CompileError: one is missing or too short, is not beside ``path``, or is a link.
+    """
+    purpose, files = f"{str(path)!r} has weights", dict[str, Path]()
+    for tensor in filter(uses_external_data, _constants(model)):
+        try:
+            stored, bits = ExternalDataInfo(tensor), ir.DataType(tensor.data_type).bitwidth
+        except (TypeError, ValueError) as error:  # an unknown type, or a place that is no number
+            raise _unreadable(path, f"tensor {tensor.name!r}: {error}") from error
+        name, start, needed = stored.location, stored.offset or 0, -(-math.prod(tensor.dims) * bits // 8)
+        files[name] = files.get(name) or _unlinked(file_in(path.parent, name, purpose), purpose)
+        size = files[name].stat().st_size
+        if start + needed > size or stored.length not in (None, needed):
+            given = f"{stored.length} bytes" if stored.length not in (None, needed) else f"a file of {size} bytes"
+            raise _unreadable(path, f"tensor {tensor.name!r} takes {needed} bytes from {start} on, and has {given}")
+    return [files[name] for name in sorted(files)]
+
+
+def _unreadable(path: Path, reason: str) -> CompileError:
+    return CompileError(
+        f"{str(path)!r} has weights that cannot be read ({reason}): copy the file and those beside it again"
+    )
+
+
+def _unlinked(file: Path, purpose: str) -> Path:
+    """Return the file. Raise CompileError if it has other names, which may be those of a file outside the folder."""
+    if (links := file.stat().st_nlink) > 1:
+        raise CompileError(f"{purpose} in {file.name!r}, a hard link, as one of {links}: put a copy in its place")
+    return file
 
 
 def file_in(folder: Path, name: str, purpose: str) -> Path:
@@ -60,33 +90,42 @@ def file_in(folder: Path, name: str, purpose: str) -> Path:
     file = Path(os.path.normpath(folder / name))
     if not file.is_relative_to(folder):
         raise CompileError(f"{purpose} in {name!r}, outside its folder: put that file beside it")
+    if not file.resolve().is_relative_to(folder):
+        raise CompileError(f"{purpose} in {name!r}, a link that leads outside its folder: put the file in its place")
     if not file.is_file():
         raise CompileError(f"{purpose} in {name!r}, which is missing: put that file into {str(folder)!r}")
     return file
 
 
-def write_one_file(path: Path, target: Path) -> None:
-    """Copy an ONNX file byte by byte; if it has external data, write it anew with all weights inside.
+def take_over(path: Path, target: Path) -> None:
+    """Copy an ONNX file byte by byte; if it has external data, write it anew, with shards if it is large.
 
     Raises:
-        CompileError: the weights do not fit into one file, or some are missing.
+        CompileError: some weights are missing, or are where only a few tools look for them.
     """
-    files = external_files(read_onnx(path), path)
-    if not files:
+    if not external_files(read_onnx(path), path):
         # Unchanged, so its checksum stays that of the file that was given.
         shutil.copyfile(path, target)
         return
-    if (size_gib := sum(file.stat().st_size for file in files) / 2**30) > MAX_GIB:
-        raise CompileError(
-            f"{str(path)!r} has {size_gib:.2f} GiB of weights, and one ONNX file takes {MAX_GIB} GiB: import a smaller "
-            "model"
-        )
     try:
-        onnx.save_model(onnx.load(path), target)
-    except (OSError, ValueError, ValidationError) as error:
-        raise CompileError(
-            f"{str(path)!r} has weights that cannot be read ({error}): copy the file and those beside it again"
-        ) from error
+        model = ir.load(path)
+        LiftConstantsToInitializersPass(size_limit=0)(model)
+        _require_initializers(model, path)
+        save_onnx(model, target)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, str(error)) from error
+
+
+def _require_initializers(model: ir.Model, path: Path) -> None:
+    """Raise CompileError if the weights of a node itself, or of a function, are in another file."""
+    parts: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for part in parts:
+        for node in ir.traversal.RecursiveGraphIterator(part):
+            if any(isinstance(attribute.value, ir.ExternalTensor) for attribute in node.attributes.values()):
+                raise CompileError(
+                    f"{str(path)!r} has weights of node {node.name!r}, {node.op_type}, in another file: export them as "
+                    "initializers of the graph"
+                )
 
 
 def with_sizes(signature: Signature, model: onnx.ModelProto, path: Path) -> Signature:
@@ -216,7 +255,7 @@ def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 def _constants(model: onnx.ModelProto) -> Iterable[onnx.TensorProto]:
     yield from model.graph.initializer
-    for node in nodes_of(model.graph):
+    for node in (*nodes_of(model.graph), *(node for function in model.functions for node in function.node)):
         for attribute in node.attribute:
             yield from (*attribute.tensors, *([attribute.t] if attribute.HasField("t") else []))
             yield from (tensor for inner in attribute.graphs for tensor in inner.initializer)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from app.compile.compilation import Compilation
 from app.compile.files import Log
-from app.compile.imported.formats import open_model
+from app.compile.generation.variants import require_rows
+from app.compile.imported.formats import generates_text, open_model, require_merged
 from app.compile.imported.model import ImportedModel, lines_of
 from app.compile.imported.natural import read_processor
 from app.compile.imported.source import ImportRows, imported_source, made_up_rows, own_rows
@@ -55,6 +56,13 @@ def import_model(run: Run, given: Given, log: Log = print_line) -> Outcome:
         RayloomError: the model or the rows are refused, before a run is opened. Or no variant passes the gates, and the
             report says why.
     """
+    require_merged(given.model)
+    if generates_text(given.model):
+        _refuse_for_tokens(given)
+        from app.compile.generation.run import compile_imported  # imports the engines of language models
+
+        return compile_imported(run, given.model.absolute(), given.samples and given.samples.absolute(), log)
+    require_rows(run.recipe)
     with tempfile.TemporaryDirectory(prefix="rayloom-import-") as temporary:
         folder = Path(temporary)
         model = _labelled(open_model(given.model, folder), given)
@@ -72,6 +80,21 @@ def import_model(run: Run, given: Given, log: Log = print_line) -> Outcome:
         log(f"{model.source}: {source.baseline} on {len(rows.compared):,} {rows.kind} rows{score}")
         with run_lock(run.folder):
             return choose_and_publish(run, Compilation(source, config, requested, folder / "files", log), log)
+
+
+def _refuse_for_tokens(given: Given) -> None:
+    """Raise CompileError for an option that a language model does not have."""
+    options = {
+        "--labels": given.labels,
+        "--processor": given.processor,
+        "--scores": given.scores,
+        "--size": given.sizes,
+    }
+    if named := [name for name, value in options.items() if value]:
+        raise CompileError(
+            f"{str(given.model)!r} is a language model, which has no {named[0]}: leave it out, and give texts with "
+            "--samples"
+        )
 
 
 def _labelled(model: ImportedModel, given: Given) -> ImportedModel:

@@ -1,6 +1,5 @@
-"""An imported model as it is compiled: its one ONNX file, its rows, and the right answers."""
+"""An imported model as it is compiled: its ONNX file, its rows, and the right answers."""
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 from upath import UPath
 
@@ -16,6 +16,7 @@ from app.checksums import code_revision, sha256_of
 from app.compile.imported.model import MAX_INFLUENCE, Head, ImportedModel
 from app.compile.imported.natural import fingerprint_of, read_natural, select
 from app.compile.imported.samples import TensorRows, random_rows, read_rows, varying_sizes
+from app.compile.onnx_files import copy_onnx, save_onnx, size_of
 from app.compile.quantization.finetune import Rounding
 from app.compile.reference import EncodedBatches, Judge, Reference, Rows
 from app.compile.source import CALIBRATION_BATCH, CALIBRATION_SAMPLES, Source
@@ -76,7 +77,7 @@ class ImportedSource(Source):
 
     @property
     def size_bytes(self) -> int:
-        return self.model.onnx.stat().st_size
+        return size_of(self.model.onnx)
 
     @property
     def task(self) -> str:
@@ -90,13 +91,17 @@ class ImportedSource(Source):
     def scores(self) -> str | None:
         return self.model.scores if self.model.targets else None
 
-    def export(self, path: Path, precision: Precision) -> None:
+    def export(self, path: Path, precision: Precision, shard_mb: int) -> None:
         if precision != "fp32":
             raise CompileError(
                 f"an imported model keeps the types of its file, so there is no {precision} file: leave it out of "
                 "compile.precisions, or import a file in it"
             )
-        shutil.copyfile(self.model.onnx, path)
+        if self.size_bytes > shard_mb * 2**20:
+            save_onnx(ir.load(self.model.onnx), path, shard_mb)
+        else:
+            # Unchanged, so its checksum stays that of the file that was given.
+            copy_onnx(self.model.onnx, path)
 
     def open_module(self, settings: EngineSettings) -> Engine:  # noqa: ARG002
         raise EngineError("an imported model has no recipe from which PyTorch could build it: name another engine")
