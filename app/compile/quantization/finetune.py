@@ -17,13 +17,12 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node
 from torch.nn import functional
 
-from app.compile.quantization.qdq import INT8
+from app.compile.quantization.qdq import int8
 from app.compile.quantization.scheme import Layer, load_model
 from app.config import Int8FinetuneConfig
 from app.models.factory import logits_of
 from app.tensors import Tensors
 
-_LIMIT = int(INT8.largest)
 _SCOPES = "pkg.torch.onnx.name_scopes"
 """The exporter's note in a node: the path of modules, and the operation's name in the traced program."""
 _FOLDED, _BATCH_NORM = "_native_batch_norm_legit_no_training", "batch_norm"
@@ -49,17 +48,19 @@ class Rounding:
             return _rounded_weight(first), second, *others
         if self.factors is not None:
             first, second = first * self.factors, second / self.factors
-        scale = self.threshold / _LIMIT
-        return torch.fake_quantize_per_tensor_affine(first, scale, 0, -_LIMIT, _LIMIT), _rounded_weight(second), *others
+        largest = int(int8().largest)
+        scale = self.threshold / largest
+        rounded = torch.fake_quantize_per_tensor_affine(first, scale, 0, -largest, largest)
+        return rounded, _rounded_weight(second), *others
 
 
 def _rounded_weight(weight: Tensor) -> Tensor:
     """Round each channel, which is the first axis. A batch norm after a convolution only scales whole channels."""
-    largest = weight.detach().flatten(1).abs().amax(1)
+    largest = int(int8().largest_weight)
     # A channel of zeros would divide by 0.
-    scales = (largest / _LIMIT).clamp_min(torch.finfo(torch.float32).tiny)
+    scales = (weight.detach().flatten(1).abs().amax(1) / largest).clamp_min(torch.finfo(torch.float32).tiny)
     zeros = torch.zeros(len(scales), dtype=torch.int32)
-    return torch.fake_quantize_per_channel_affine(weight, scales, zeros, 0, -_LIMIT, _LIMIT)
+    return torch.fake_quantize_per_channel_affine(weight, scales, zeros, 0, -largest, largest)
 
 
 def roundings_of(file: Path, layers: Iterable[Layer], thresholds: Mapping[str, float]) -> dict[str, Rounding]:

@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from app.compile.onnx_files import save_onnx
 from app.compile.quantization.ranges import Histogram
 from app.compile.quantization.scheme import Layer, load_model
 from app.engines.onnxruntime import open_oracle
@@ -93,9 +94,9 @@ def _runs(
     source: Path, names: Sequence[str], samples: Iterable[Tensors]
 ) -> Iterator[Mapping[str, NDArray[np.float32]]]:
     """Run the model, and yield these values for each batch of samples."""
-    with TemporaryDirectory(prefix="rayloom-") as folder:
-        observed = Path(folder) / "observed.onnx"
-        inputs = _with_outputs(source, names, observed)
+    # Beside the source, whose shards it shares.
+    with NamedTemporaryFile(prefix=".observed-", suffix=".onnx", dir=source.parent) as file:
+        inputs = _with_outputs(source, names, observed := Path(file.name))
         with closing(open_oracle(observed)) as engine:
             for batch in samples:
                 outputs = engine.run(batch)
@@ -113,5 +114,5 @@ def _with_outputs(source: Path, names: Sequence[str], target: Path) -> set[str]:
     for output in graph.outputs:
         # A graph's output needs a type, which an inner value may lack.
         output.dtype = output.dtype or ir.DataType.FLOAT
-    ir.save(model, target)
+    save_onnx(model, target)
     return inputs

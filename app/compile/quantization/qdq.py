@@ -6,6 +6,7 @@ DequantizeLinear, and float32 biases. OpenVINO fuses it into int8 kernels.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,36 +14,55 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass
 
+from app.compile.onnx_files import save_onnx
 from app.compile.quantization.scheme import Layer, Port, Weight, add_initializer, float_weight, load_model
+from app.config import MAX_SHARD_MB
+from app.engines.architecture import adds_products_in_16_bits
 from app.errors import CompileError
 
 
 @dataclass(frozen=True)
 class Format:
-    """An 8-bit type, symmetric about 0. A scale maps ``largest`` to a tensor's largest magnitude."""
+    """An 8-bit type, symmetric about 0. A scale maps a largest value of the type to a tensor's largest magnitude."""
 
     dtype: ir.DataType
     largest: float
+    """Of an activation."""
+    largest_weight: float
 
-    def round(self, scaled: NDArray[np.floating]) -> NDArray[np.generic]:
+    def round_weight(self, scaled: NDArray[np.floating]) -> NDArray[np.generic]:
         """Round to the nearest value of the type, ties to even."""
         whole = np.rint(scaled) if self.dtype.is_integer() else scaled
-        rounded: NDArray[np.generic] = np.clip(whole, -self.largest, self.largest).astype(self.dtype.numpy())
-        return rounded
+        rounded: NDArray[np.generic] = np.clip(whole, -self.largest_weight, self.largest_weight)
+        return rounded.astype(self.dtype.numpy(), copy=False)
 
 
-INT8 = Format(ir.DataType.INT8, 127.0)
-FP8 = Format(ir.DataType.FLOAT8E4M3FN, 448.0)
+INT8 = Format(ir.DataType.INT8, 127.0, 127.0)
+INT8_OF_7_BITS = Format(ir.DataType.INT8, 127.0, 64.0)
+"""For processors that add two products of 8 bits in 16 bits: 2 * 255 * 64 fits, and larger weights saturate."""
+FP8 = Format(ir.DataType.FLOAT8E4M3FN, 448.0, 448.0)
 """4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022, arXiv:2209.05433)."""
 
 
+@cache
+def int8() -> Format:
+    """Return the format whose products this machine adds exactly."""
+    return INT8_OF_7_BITS if adds_products_in_16_bits() else INT8
+
+
 def write_quantized(
-    source: Path, layers: Iterable[Layer], thresholds: Mapping[str, float], kind: Format, target: Path
+    source: Path,
+    layers: Iterable[Layer],
+    thresholds: Mapping[str, float],
+    kind: Format,
+    target: Path,
+    shard_mb: int = MAX_SHARD_MB,
 ) -> None:
     """Write ``source`` with these layers quantized.
 
     Args:
         thresholds: the magnitude that becomes the type's largest value, by name of each quantized value.
+        shard_mb: the weights above which they are in shards beside the file.
 
     Raises:
         CompileError: a weight is not finite. The message names it and its node.
@@ -55,7 +75,7 @@ def write_quantized(
             writer.quantize_weight(layer.weight)
     # Remove the float constants that are quantized now, and the exporter's notes, which can outgrow a small model.
     ir.passes.Sequential(RemoveUnusedNodesPass(), ClearMetadataAndDocStringPass())(writer.model)
-    ir.save(writer.model, target)
+    save_onnx(writer.model, target, shard_mb)
 
 
 class _QdqWriter:
@@ -102,7 +122,7 @@ class _QdqWriter:
             if not np.isfinite(scale).all():
                 raise CompileError(f"the weights {value.name!r} of node {weight.port.node!r} are not all finite")
             broadcast = [-1 if axis == weight.axis else 1 for axis in range(array.ndim)]
-            rounded = self._kind.round(array / scale.reshape(broadcast))
+            rounded = self._kind.round_weight(array / scale.reshape(broadcast))
             quantized = add_initializer(graph, f"{name}_quantized", rounded)
             dequantize = self._dequantize(name, quantized, self._constants(name, scale), {"axis": weight.axis})
             graph.insert_before(graph[0], dequantize)
@@ -132,5 +152,5 @@ def _scales(array: NDArray[np.float32], axis: int, kind: Format) -> NDArray[np.f
     """Return the scale of each channel; 1 for a channel of zeros, or if its scale would underflow to 0."""
     others = tuple(other for other in range(array.ndim) if other != axis)
     largest = np.abs(array).max(axis=others)
-    scales = largest / np.float32(kind.largest)
+    scales = largest / np.float32(kind.largest_weight)
     return np.where(scales < np.finfo(np.float32).tiny, np.float32(1.0), scales).astype(np.float32)

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveInitializersFromInputsPass
 from onnxscript.optimizer import fold_constants
 
+from app.compile.onnx_files import save_onnx
+from app.config import MAX_SHARD_MB
 from app.errors import CompileError
 
 MIN_OPSET = 13
@@ -81,8 +83,8 @@ def load_model(source: Path) -> ir.Model:
     return model
 
 
-def fold_weights(source: Path, target: Path) -> None:
-    """Write a model whose constant weights are all initializers.
+def fold_weights(source: Path, target: Path, shard_mb: int = MAX_SHARD_MB) -> None:
+    """Write a model whose constant weights are all initializers, with more MiB than ``shard_mb`` in shards.
 
     Exporters also write a weight as a Constant, behind an Identity or a Transpose, and in old files as an input.
     """
@@ -97,7 +99,7 @@ def fold_weights(source: Path, target: Path) -> None:
     )
     lift(model)
     model.ir_version = max(model.ir_version, _MIN_IR_VERSION)
-    ir.save(model, target)
+    save_onnx(model, target, shard_mb)
 
 
 def find_layers(model: ir.Model) -> list[Layer]:

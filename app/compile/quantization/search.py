@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from app.compile.quantization.finetune import Finetune, roundings_of
 from app.compile.quantization.observe import observe, values_of, with_range
-from app.compile.quantization.qdq import FP8, INT8, write_quantized
+from app.compile.quantization.qdq import FP8, int8, write_quantized
 from app.compile.quantization.ranges import Histogram, threshold
 from app.compile.quantization.scheme import Layer, find_layers, fold_weights, load_model
 from app.compile.quantization.smoothing import STRENGTH, Factors, find_factors, smooth
-from app.config import CalibrationConfig, CalibrationMethod
+from app.config import MAX_SHARD_MB, CalibrationConfig, CalibrationMethod
 from app.engines.onnxruntime import open_oracle
 from app.errors import CompileError
 from app.repository.manifest import Quantization
@@ -64,6 +64,7 @@ def find_quantization(
     target: Path,
     log: Callable[[str], None],
     finetune: Finetune | None = None,
+    shard_mb: int = MAX_SHARD_MB,
 ) -> Quantization:
     """Write ``source`` in int8 to ``target``: an attempt that passes, or if none does, the closest one.
 
@@ -77,12 +78,13 @@ def find_quantization(
         evaluate: compares a file with PyTorch. Calls may be slow, so there are few.
         log: called with a line for each attempt.
         finetune: writes the float model trained with the rounding of an attempt.
+        shard_mb: the weights above which they are in shards beside ``target``.
 
     Raises:
         CompileError: there are too few samples, the model has nothing to quantize, a value is not finite, or all are
             always 0. Then there is no file at ``target``.
     """
-    with _prepared(source, samples, target, log) as prepared:
+    with _prepared(source, samples, target, log, shard_mb) as prepared:
         search = _Search(prepared, evaluate, log)
         # In this order, because only the last step gives up layers in int8.
         methods = _AUTO if config.method == "auto" else (config.method,)
@@ -91,8 +93,7 @@ def find_quantization(
             or (search.by_finetuning(finetune) if finetune else None)
             or search.by_exemption(_ranking_rows(samples))
         )
-        # Renamed, so that ``target`` is either complete or absent.
-        attempt.write(prepared.file.with_name("passed.onnx")).replace(target)
+        attempt.write(target)
     return Quantization(
         method=attempt.method,
         smoothing=prepared.smoothing,
@@ -102,7 +103,13 @@ def find_quantization(
     )
 
 
-def quantize_fp8(source: Path, samples: Iterable[Tensors], target: Path, log: Callable[[str], None]) -> Quantization:
+def quantize_fp8(
+    source: Path,
+    samples: Iterable[Tensors],
+    target: Path,
+    log: Callable[[str], None],
+    shard_mb: int = MAX_SHARD_MB,
+) -> Quantization:
     """Write ``source`` in float8 (e4m3) for TensorRT, without clipping.
 
     Clipping gains nothing in a floating-point type: small values have as many bits of mantissa as large ones.
@@ -110,10 +117,8 @@ def quantize_fp8(source: Path, samples: Iterable[Tensors], target: Path, log: Ca
     Raises:
         CompileError: as for ``find_quantization``.
     """
-    with _prepared(source, samples, target, log) as prepared:
-        whole = prepared.file.with_name("whole.onnx")
-        write_quantized(prepared.file, prepared.layers, prepared.thresholds("minmax"), FP8, whole)
-        whole.replace(target)
+    with _prepared(source, samples, target, log, shard_mb) as prepared:
+        write_quantized(prepared.file, prepared.layers, prepared.thresholds("minmax"), FP8, target, shard_mb)
     return Quantization(method="minmax", smoothing=prepared.smoothing, exempt=())
 
 
@@ -126,6 +131,8 @@ class _Prepared:
     histograms: Mapping[str, Histogram]
     factors: Factors
     """Of smoothing."""
+    shard_mb: int
+    """The weights above which a file has them in shards."""
 
     @property
     def smoothing(self) -> float:
@@ -139,20 +146,20 @@ class _Prepared:
 
 @contextmanager
 def _prepared(
-    source: Path, samples: Iterable[Tensors], target: Path, log: Callable[[str], None]
+    source: Path, samples: Iterable[Tensors], target: Path, log: Callable[[str], None], shard_mb: int
 ) -> Iterator[_Prepared]:
-    """Smooth and observe the model, in a folder beside ``target``, from which a rename is atomic."""
+    """Smooth and observe the model, in a folder beside ``target``. All files there share their shards."""
     _check_samples(samples)
     with TemporaryDirectory(prefix=".quantization-", dir=target.parent) as folder:
         file, folded = Path(folder) / "float.onnx", Path(folder) / "folded.onnx"
-        fold_weights(source, folded)
+        fold_weights(source, folded, shard_mb)
         if not find_layers(load_model(folded)):
             raise CompileError(
                 "the model has no Conv, Gemm or MatMul with constant weights in float32, so nothing can be quantized: "
                 "leave int8 and fp8 out of compile.precisions"
             )
         factors = find_factors(folded, samples)
-        smooth(folded, factors, file)
+        smooth(folded, factors, file, shard_mb)
         # Smoothing renames weights, so the layers are found anew.
         layers = tuple(find_layers(load_model(file)))
         histograms = observe(file, layers, samples)
@@ -162,7 +169,7 @@ def _prepared(
                 f"{len(lost)} of {len(layers)} layers stay in float, {_shortened(lost)}: their inputs are 0 in all "
                 "calibration samples"
             )
-        yield _Prepared(file, alive, histograms, factors)
+        yield _Prepared(file, alive, histograms, factors, shard_mb)
 
 
 def _shortened(names: Sequence[str]) -> str:
@@ -203,9 +210,9 @@ class _Attempt:
         before, smoothed = self.prepared, self.prepared.file.with_name("finetuned.onnx")
         trained, folded = smoothed.with_name("trained.onnx"), smoothed.with_name("trained_folded.onnx")
         finetune(roundings_of(before.file, before.layers, self.thresholds), trained)
-        fold_weights(trained, folded)
+        fold_weights(trained, folded, before.shard_mb)
         # Training began from the unsmoothed model, and the thresholds are those of the smoothed one.
-        smooth(folded, before.factors, smoothed)
+        smooth(folded, before.factors, smoothed, before.shard_mb)
         pairs = zip(find_layers(load_model(before.file)), find_layers(load_model(smoothed)), strict=True)
         layers = tuple(new for old, new in pairs if old in before.layers)
         # Another export of the model has other names in the same order.
@@ -220,7 +227,7 @@ class _Attempt:
         if self.weights_only:
             # Without activations a layer computes in float, and its weights alone are stored in int8.
             layers += [replace(layer, activations=()) for layer in self.exempt if layer.activations]
-        write_quantized(self.prepared.file, layers, self.thresholds, INT8, target)
+        write_quantized(self.prepared.file, layers, self.thresholds, int8(), target, self.prepared.shard_mb)
         return target
 
 
@@ -305,16 +312,14 @@ def _most_sensitive_first(
     The errors of layers are small and nearly additive. So the first ones are those to leave in float. A few rows are
     enough for a ranking.
     """
-    expected = _answers(source, samples)
-    with TemporaryDirectory(prefix="rayloom-") as folder:
-        file = Path(folder) / "one_layer.onnx"
+    expected, file = _answers(source, samples), source.with_name("one_layer.onnx")
 
-        def error(layer: Layer) -> float:
-            write_quantized(source, [layer], thresholds, INT8, file)
-            given = _answers(file, samples)
-            return sum(float(np.square(one - right).mean()) for one, right in zip(given, expected, strict=True))
+    def error(layer: Layer) -> float:
+        write_quantized(source, [layer], thresholds, int8(), file)
+        given = _answers(file, samples)
+        return sum(float(np.square(one - right).mean()) for one, right in zip(given, expected, strict=True))
 
-        return sorted(layers, key=error, reverse=True)
+    return sorted(layers, key=error, reverse=True)
 
 
 def _answers(path: Path, samples: Sequence[Tensors]) -> list[NDArray[np.floating]]:

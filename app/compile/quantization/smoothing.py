@@ -15,8 +15,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from app.compile.onnx_files import save_onnx
 from app.compile.quantization.observe import largest_by_channel
 from app.compile.quantization.scheme import add_initializer, float_weight, load_model
+from app.config import MAX_SHARD_MB
 from app.tensors import Tensors
 
 STRENGTH = 0.5
@@ -57,10 +59,11 @@ def find_factors(source: Path, samples: Iterable[Tensors]) -> Factors:
     return {name: _factors(largest[name], weights[name]) for name in groups}
 
 
-def smooth(source: Path, factors: Factors, target: Path) -> None:
+def smooth(source: Path, factors: Factors, target: Path, shard_mb: int = MAX_SHARD_MB) -> None:
     """Write the model with the inputs of products divided by ``factors``, and their weights multiplied.
 
-    The factors may be of another export of the same model. Names differ between two, the order does not.
+    Both files are in one folder, whose shards they share. The factors may be of another export of the same model. Names
+    differ between two, the order does not.
     """
     if not factors:
         shutil.copy(source, target)
@@ -70,7 +73,7 @@ def smooth(source: Path, factors: Factors, target: Path) -> None:
         _divide(model.graph, group, by_channel)
     # Nothing reads the old weights any more.
     RemoveUnusedNodesPass()(model)
-    ir.save(model, target)
+    save_onnx(model, target, shard_mb)
 
 
 def _groups(model: ir.Model) -> "dict[str, _Group]":
