@@ -77,7 +77,8 @@ class Compilation:
         if self._requested.exported:
             self._files_of(sparse=False).get("fp32")
         self._skip(self._requested.skipped)
-        for variant in self._requested.variants:
+        for number, variant in enumerate(self._requested.variants, start=1):
+            self._log(f"variant {number}/{len(self._requested.variants)}  {variant}")
             try:
                 record = self._evaluated(variant)
             except (CompileError, EngineError) as error:
@@ -159,7 +160,7 @@ class Compilation:
 
         file = None if variant.runs_module else files.get(variant.file)
         inherited = [f"in its file {failure}" for failure in file.failures] if file else []
-        size_bytes = files.engine_path(variant).stat().st_size if file else self.source_model.size_bytes
+        size_bytes = files.size_bytes(variant)
 
         points = self._operating_points(variant, parity.score, size_bytes, measured)
         self.points += points
@@ -216,6 +217,13 @@ class Compilation:
         """Time the points again, in turns. Keep their 95th percentiles, for which a round has too few calls."""
         if len(points) < 2:
             return points
+        if (largest := max(point.size_bytes for point in points)) > self.config.shard_mb * 2**20:
+            # Each of them may take most of the memory.
+            self._log(
+                f"not timed in turns, but chosen by the earlier measurements: {largest / 2**20:,.0f} MiB is more than "
+                f"compile.shard_mb, {self.config.shard_mb}"
+            )
+            return points
         with ExitStack() as engines:
             try:
                 # All stay open, because opening an engine takes longer than its turn.
@@ -270,8 +278,7 @@ class Compilation:
                     "nothing was published; use more data or another model, or change the gate"
                 ).of("gate.min_score", "compile.gates.min_score")
         judgement = published.judgement if published else None
-        if gates.above_baseline and not (judgement and judgement.is_above_baselines):
-            reason = judgement.verdict if judgement else "the score has no baseline"
+        if gates.above_baseline and (reason := judgement.shortfall if judgement else "the score has no baseline"):
             raise CompileError(f"compile.gates.above_baseline is true: nothing was published, because of {reason}").of(
                 "gate.above_baseline", "compile.gates.above_baseline"
             )

@@ -9,6 +9,7 @@ from app.artifacts import WEIGHTS_FILE
 from app.checksums import sha256_of_file
 from app.compile.choice import Choice
 from app.compile.compilation import Compilation
+from app.compile.onnx_files import files_of
 from app.compile.records import VariantRecord
 from app.compile.reference import Reference
 from app.engines.architecture import architecture_of
@@ -22,7 +23,7 @@ from app.repository.manifest import (
     ModelCard,
 )
 from app.repository.repository import Repository
-from app.storage import to_path
+from app.storage import link, to_path
 from app.tensors import Tensor
 
 _KNOWN_ROWS = 4
@@ -39,7 +40,12 @@ def publish(
     with tempfile.TemporaryDirectory(prefix="rayloom-version-") as temporary:
         files = to_path(temporary)
         for target, source in _model_files(compilation, choice.record).items():
-            source.copy(files / target)
+            if choice.record.runs_module:
+                # A run's files belong to the user. What is written to a second name would change them.
+                source.copy(files / target)
+            else:
+                # A second name of compile's own file takes no room on the disk.
+                link(source, files / target)
         compilation.source_model.save_codec(files)
         # A replica compares its engine with these before it serves.
         _known_answers(compilation.source_model.reference).save(Path(temporary))
@@ -50,11 +56,11 @@ def publish(
 
 
 def _model_files(compilation: Compilation, record: VariantRecord) -> dict[str, UPath]:
-    """Return the files of the version by name: the ONNX file, and for TensorRT the plan that was built from it."""
+    """Return the files of the version by name: the ONNX file with its shards, and TensorRT's plan built from it."""
     if record.runs_module:
         return compilation.source_model.module_files()
     onnx, opened = compilation.onnx_of(record), compilation.path_of(record)
-    compiled = {MODEL_FILE: onnx}
+    compiled = {file.name: file for file in files_of(onnx)}
     if opened != onnx:
         compiled |= {PLAN_FILE: opened, manifest_path(Path(PLAN_FILE)).name: manifest_path(opened)}
     return {name: to_path(file) for name, file in compiled.items()}

@@ -1,5 +1,7 @@
 """The records of variants and TensorRT plans, in the result and the report of a compile run."""
 
+from typing import Literal
+
 from pydantic import BaseModel, computed_field
 
 from app.compile.parity import Parity
@@ -15,12 +17,13 @@ class PublishedScore(Scored):
 
     split: Split
     rows: int
+    what: Literal["rows", "documents"] = "rows"
     judgement: Judgement | None = None
     """None: the score has no baseline."""
 
     def __str__(self) -> str:
         known = f"{self.score.metric}: {self.score.value:.4f}".replace("_", " ") if self.score else "score: not known"
-        return f"{known} on the {self.rows:,} rows of the {self.split} split"
+        return f"{known} on the {self.rows:,} {self.what} of the {self.split} split"
 
 
 class BuiltPlan(BaseModel):

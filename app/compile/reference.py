@@ -107,12 +107,14 @@ class Reference:
                 start += len(indices)
 
     @property
-    def predictions(self) -> Predictions:
-        """The judged outputs and the targets of some of the rows."""
-        counted = [self.judge.counted(outputs, batch) for batch, outputs in self.batches()]
-        outputs, targets = (torch.cat(parts) for parts in zip(*counted, strict=True))
-        chosen = spread(len(targets), _PREDICTIONS)
-        return Predictions(outputs[chosen], targets[chosen])
+    def predictions(self) -> Iterator[Predictions]:
+        """The judged outputs and the targets of some of the rows, in batches."""
+        first, chosen = 0, np.array(spread(len(self.rows), _PREDICTIONS))
+        for batch, outputs in self.batches():
+            counted, targets = self.judge.counted(outputs, batch)
+            places = chosen[(chosen >= first) & (chosen < first + len(targets))] - first
+            yield Predictions(counted[places], targets[places])
+            first += len(targets)
 
 
 @dataclass(frozen=True)

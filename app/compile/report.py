@@ -120,7 +120,7 @@ def write_report(report: CompileReport, folder: UPath) -> UPath:
         page.add_verdict(judgement.verdict, judgement.mood, judgement.basis)
     page.add_facts(_facts(report))
     page.add_heading("Variants")
-    page.add_table(*_variants(report))
+    page.add_table(*_variants(report), is_list=True)
     for title, speeds in _speeds(report).items():
         page.add_heading(title)
         page.add_table(*speeds)

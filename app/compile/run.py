@@ -8,12 +8,14 @@ from upath import UPath
 
 from app.compile.compilation import Compilation
 from app.compile.files import Log
+from app.compile.generation.variants import requested_precisions, require_rows
 from app.compile.publication import publish
 from app.compile.records import BuiltPlan, PublishedScore, VariantRecord
 from app.compile.report import report_of, write_report
 from app.compile.source_model import load_source_model
 from app.compile.timing import OperatingPoint
 from app.compile.variants import Skipped, requested_variants
+from app.config import Recipe
 from app.engines.architecture import usable_cores
 from app.errors import RayloomError
 from app.heartbeat import run_lock
@@ -21,7 +23,7 @@ from app.repository.manifest import ServingDefaults
 from app.repository.repository import Repository
 from app.runs import Outcome, Run, latest_result
 from app.storage import to_path
-from app.tasks import find_served_task
+from app.tasks import find_compiled_task
 from app.telemetry.tracing import stage
 
 
@@ -42,8 +44,22 @@ def print_line(line: str) -> None:
     print(line, flush=True)
 
 
+def require_compilable(recipe: Recipe) -> None:
+    """Check that a recipe's models can be compiled as it says, on this machine unless it chooses another node.
+
+    Raises:
+        RayloomError: the task is only trained, or a precision, an engine or a key of ``compile`` does not fit it.
+    """
+    if find_compiled_task(recipe.task).served_as == "tokens":
+        requested_precisions(recipe)
+        return
+    require_rows(recipe)
+    if not recipe.compile.chooses_node:
+        requested_variants(recipe.compile)
+
+
 def compile_model(run: Run, log: Log = print_line) -> Outcome:
-    """Make every variant of the weights, compare it with PyTorch, measure it, and publish the best.
+    """Make every variant of the weights, compare it with the model, measure it, and publish the best.
 
     Args:
         log: called with each line of progress.
@@ -52,8 +68,17 @@ def compile_model(run: Run, log: Log = print_line) -> Outcome:
         RayloomError: the recipe or the weights are refused, before a run is opened. Or no variant passes the gates and
             meets the objective, and the report says why.
     """
+    require_compilable(run.recipe)
+    if find_compiled_task(run.recipe.task).served_as == "tokens":
+        from app.compile.generation.run import compile_trained  # imports the engines of language models
+
+        return compile_trained(run, find_weights(run), log)
+    return _compile_rows(run, log)
+
+
+def _compile_rows(run: Run, log: Log) -> Outcome:
+    """Compile a model that answers rows, by comparing its variants with PyTorch."""
     config = run.recipe.compile
-    find_served_task(run.recipe.task)  # raises if the task cannot be compiled
     requested = requested_variants(config)
     source_model = load_source_model(find_weights(run), run.recipe, usable_cores())
     if requested.calibrated:

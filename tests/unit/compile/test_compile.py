@@ -291,7 +291,7 @@ def test_what_cannot_work_here_is_refused_before_a_run_is_made(
 def test_a_model_with_other_tensors_is_refused_by_name(source_model: SourceModel, tmp_path: Path) -> None:
     narrow = replace(source_model, trained=replace(source_model.trained, model=Narrow()))
     with pytest.raises(
-        CompileError, match=r"fp32.onnx' .* logits float32 \[-1, 9\], expected logits float32 \[-1, 10\]"
+        CompileError, match=r"fp32/model.onnx' .* logits float32 \[-1, 9\], expected logits float32 \[-1, 10\]"
     ):
         compilation_of(narrow, tmp_path, on_cpu("onnxruntime", "fp32")).evaluate()
 
@@ -337,7 +337,7 @@ def gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_instead(name: EngineName, path: Path, settings: EngineSettings) -> Engine:
         if not runs_plans(name):
             return open_engine(name, path, settings)
-        return open_oracle(path.parent.parent / f"{settings.precision}.onnx")
+        return open_oracle(path.parent.parent / settings.precision / "model.onnx")
 
     monkeypatch.setattr("app.engines.architecture.compute_capability", lambda: "SM89")
     monkeypatch.setattr("app.engines.tensorrt.build.compute_capability", lambda: "SM89")

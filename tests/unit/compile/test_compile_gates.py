@@ -76,6 +76,7 @@ def test_a_damaged_variant_is_kept_out_with_its_numbers(
         target: Path,
         log: object,
         finetune: object,
+        shard_mb: int,
     ) -> Quantization:
         model = onnx.load(source)
         weight = max(model.graph.initializer, key=lambda each: np.prod(each.dims))

@@ -147,7 +147,7 @@ def test_the_rows_of_all_inputs_are_checked_and_natural_input_is_refused(two_tow
         answer = httpx.post(f"http://{server.http}/v1/models/towers/predict", json={"inputs": "a text"})
         assert answer.status_code == 400
         assert "imported without a tokenizer" in answer.text
-        assert httpx.get(f"http://{server.http}/v1/models").json() == []
+        assert httpx.get(f"http://{server.http}/v1/predict").json() == []
         assert ask(server.http, "towers", rows(2), True).as_numpy("scores").shape == (2, CLASSES)
 
 

@@ -26,6 +26,46 @@ def with_cut_weights(folder: Path) -> Path:
     return path
 
 
+def with_weights_at(location: str, *rest: tuple[str, str]) -> Callable[[Path], Path]:
+    """Return a maker of a model whose file says that its weights are there."""
+
+    def make(folder: Path) -> Path:
+        path = external(folder)
+        (folder.parent / "secret.bin").write_bytes((folder / "weights.bin").read_bytes())
+        model = onnx.load(path, load_external_data=False)
+        for tensor in model.graph.initializer:
+            del tensor.external_data[:]
+            for key, value in (("location", location), *rest):
+                tensor.external_data.add(key=key, value=value)
+        onnx.save(model, path)
+        return path
+
+    return make
+
+
+def with_linked_weights(link: Callable[[Path, Path], None]) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        path = with_weights_at("weights.bin")(folder)
+        (folder / "weights.bin").unlink()
+        link(folder.parent / "secret.bin", folder / "weights.bin")
+        return path
+
+    return make
+
+
+def with_weights_of_a_function(folder: Path) -> Path:
+    path = external(folder)
+    model = onnx.load(path, load_external_data=False)
+    constant = helper.make_node("Constant", [], ["c"], value=model.graph.initializer[0])
+    product = helper.make_node("MatMul", ["x", "c"], ["y"])
+    opsets = [helper.make_opsetid("", 17)]
+    model.functions.append(helper.make_function("own", "Linear", ["x"], ["y"], [constant, product], opsets))
+    model.opset_import.append(helper.make_opsetid("own", 1))
+    model.graph.node[0].CopyFrom(helper.make_node("Linear", ["pixels"], ["logits"], domain="own"))
+    onnx.save(model, path)
+    return path
+
+
 def without_weights(folder: Path) -> Path:
     path = external(folder)
     (folder / "weights.bin").unlink()
@@ -87,7 +127,19 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
         r"pixels float32 \[4, 8\]: expected the number of rows as the",
     ),
     (without_weights, "has weights in 'weights.bin', which is missing: put that file into"),
-    (with_cut_weights, "has weights that cannot be read .*: copy the file and those beside it again"),
+    (
+        with_cut_weights,
+        r"cannot be read \(tensor 'weight' takes 256 bytes from 0 on, and has a file of 3 bytes\)",
+    ),
+    (with_weights_at("../secret.bin"), "has weights in '../secret.bin', outside its folder: put that file beside it"),
+    (with_weights_at("/etc/passwd"), "has weights in '/etc/passwd', outside its folder: put that file beside it"),
+    (with_weights_at("weights.bin", ("offset", "8")), "takes 256 bytes from 8 on, and has a file of 256 bytes"),
+    (with_weights_at("weights.bin", ("length", "8")), "takes 256 bytes from 0 on, and has 8 bytes"),
+    (with_weights_at("weights.bin", ("offset", "-8")), "tensor 'weight': External data offset must be non-negative"),
+    (with_weights_at("weights.bin", ("offset", "x")), "tensor 'weight': invalid literal for int"),
+    (with_linked_weights(lambda secret, link: link.symlink_to(secret)), "a link that leads outside its folder: put"),
+    (with_linked_weights(lambda secret, link: link.hardlink_to(secret)), "a hard link, as one of 2: put a copy in"),
+    (with_weights_of_a_function, "has weights of node '', Constant, in another file: export them as initializers of"),
     (two_models, "has 2 models, one.onnx, two.onnx: give the path of one"),
     (two_triton_models, "has 2 models, one, two: give the path of one"),
     (lambda folder: triton_model(folder, 'backend: "python"'), "Triton's backend 'python': expected one with an ONNX"),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 from scipy.stats import entropy
 
-from app.compile.quantization.qdq import INT8, write_quantized
+from app.compile.quantization.qdq import INT8, INT8_OF_7_BITS, Format, int8, write_quantized
 from app.compile.quantization.ranges import Histogram, threshold
 from app.compile.quantization.scheme import find_layers, load_model
 from app.compile.quantization.search import quantize_fp8
@@ -167,7 +167,7 @@ def test_the_file_has_the_shape_that_tensorrt_takes(quantized: tuple[Subject, Pa
     for node in by_channel:
         quantized_weight, axis = constants[node.input[0]], node.attribute[0].i
         largest = np.abs(quantized_weight).max(axis=tuple({*range(quantized_weight.ndim)} - {axis}))
-        assert set(largest) <= {0, 127}
+        assert set(largest) <= {0, int8().largest_weight}
         assert constants[node.input[1]].shape == (quantized_weight.shape[axis],)
     assert file.stat().st_size < 0.5 * subject.file.stat().st_size
 
@@ -192,15 +192,24 @@ def test_fp8_answers_as_pytorch_does(tmp_path: Path) -> None:
     assert subject.evaluate(tmp_path / "fp8.onnx", at_least=0.98).passed
 
 
-def test_a_scale_for_each_channel_is_worked_out_from_its_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "weights", "scales"),
+    [
+        (INT8, [[127, 0, -127], [64, 0, 64]], [1 / 127, 1.0, 0.1]),
+        (INT8_OF_7_BITS, [[64, 0, -64], [32, 0, 32]], [1 / 64, 1.0, 12.7 / 64]),
+    ],
+)
+def test_a_scale_for_each_channel_is_worked_out_from_its_weights(
+    kind: Format, weights: list[list[int]], scales: list[float], tmp_path: Path
+) -> None:
     weight = np.array([[1.0, 0.0, -12.7], [0.5, 0.0, 6.35]], np.float32)
     save_onnx(tmp_path / "model.onnx", [PRODUCT], {"weight": weight}, answered=("rows", 3))
     model = load_model(tmp_path / "model.onnx")
     (layer,) = find_layers(model)
-    write_quantized(tmp_path / "model.onnx", [layer], {"given": 2.54}, INT8, tmp_path / "int8.onnx")
+    write_quantized(tmp_path / "model.onnx", [layer], {"given": 2.54}, kind, tmp_path / "int8.onnx")
     constants = {
         tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(tmp_path / "int8.onnx").graph.initializer
     }
-    np.testing.assert_array_equal(constants["weight_by_1_quantized"], [[127, 0, -127], [64, 0, 64]])
-    np.testing.assert_allclose(constants["weight_by_1_scale"], [1 / 127, 1.0, 0.1], rtol=1e-6)
+    np.testing.assert_array_equal(constants["weight_by_1_quantized"], weights)
+    np.testing.assert_allclose(constants["weight_by_1_scale"], scales, rtol=1e-6)
     np.testing.assert_allclose(constants["given_scale"], 0.02, rtol=1e-6)

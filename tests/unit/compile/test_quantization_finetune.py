@@ -12,7 +12,7 @@ import torch
 from app.compile.export import export_onnx, trace
 from app.compile.quantization.finetune import RoundedProgram, Rounding, roundings_of, train_rounded
 from app.compile.quantization.observe import observe
-from app.compile.quantization.qdq import INT8, write_quantized
+from app.compile.quantization.qdq import int8, write_quantized
 from app.compile.quantization.scheme import find_layers, load_model
 from app.compile.quantization.search import Verdict, find_quantization
 from app.compile.quantization.smoothing import find_factors, smooth
@@ -33,7 +33,7 @@ def test_every_layer_rounds_in_training_as_in_the_file(name: str, tmp_path: Path
     # A residual branch, which training does not round, is left in float here, too.
     layers = [type(layer)(layer.name, layer.activations[:1], layer.weight) for layer in find_layers(load_model(file))]
     thresholds = {value: histogram.largest for value, histogram in observe(file, layers, subject.samples).items()}
-    write_quantized(file, layers, thresholds, INT8, quantized)
+    write_quantized(file, layers, thresholds, int8(), quantized)
     roundings = roundings_of(file, layers, thresholds)
     program = RoundedProgram(trace(subject.model.eval(), subject.specs, subject.samples[0]).module(), roundings)
     assert program.count == len(layers)
