@@ -3,6 +3,7 @@
 from app.tasks.base import Encoded, ServedTask, Task
 from app.tasks.metrics import Metric, SklearnMetric, TorchMetric, sum_and_count
 from app.tasks.registry import (
+    find_compiled_task,
     find_served_task,
     find_task,
     load_prepared,
@@ -17,6 +18,7 @@ __all__ = [
     "SklearnMetric",
     "Task",
     "TorchMetric",
+    "find_compiled_task",
     "find_served_task",
     "find_task",
     "load_prepared",

@@ -1,9 +1,9 @@
-"""The base classes of tasks. ``Task`` is trained. ``ServedTask`` is also compiled and served."""
+"""The base classes of tasks. ``Task`` is trained. ``ServedTask`` is also served with batches of rows."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,11 @@ if TYPE_CHECKING:  # an endpoint answers without torch
 
     from app.data.preparation.prepare import RunUnits
     from app.data.preparation.samples import SampleKind
+    from app.tasks.judgement import Judge
+
+
+ServedAs = Literal["rows", "tokens"]
+"""How models answer when they are served: rows of tensors, or generated tokens."""
 
 
 class Loss(Protocol):
@@ -67,6 +72,9 @@ class Task(ABC):
 
     metrics: ClassVar[Sequence[Metric]] = ()
     """What a model is validated by, beside its loss. Recipes call them ``val_NAME``."""
+
+    served_as: ClassVar[ServedAs | None] = None
+    """How compiled models answer. None: they are only trained."""
 
     learns_classes: ClassVar[bool] = False
     """Whether targets are classes. Their loss is cross-entropy, with the recipe's label smoothing and teacher."""
@@ -127,6 +135,10 @@ class Task(ABC):
         """Load the data with its test split, if it has one, so that a run can save all of it again."""
         return self.load(recipe, folder)
 
+    def judge(self, recipe: Recipe, data: PreparedData) -> "Judge | None":  # noqa: ARG002
+        """Return what judges models that were trained on ``data``. None: they get no verdict."""
+        return None
+
     def loss(self, outputs: "Tensor", targets: "Tensor") -> "Tensor":
         """Return the loss of each row, of shape (rows,). Training minimizes the mean.
 
@@ -148,6 +160,8 @@ class ServedTask(Task):
 
     A task with data of another kind overrides ``data`` and ``prepare``.
     """
+
+    served_as = "rows"
 
     processor: ClassVar[type[Processor]]
     """Turns natural inputs into tensors, the same in training and behind the endpoint."""
@@ -189,6 +203,11 @@ class ServedTask(Task):
             targets: the targets of the version that answered the client.
         """
         return same_answer(ours, theirs, ignored=self.ignored)
+
+    def judge(self, recipe: Recipe, data: PreparedData) -> "Judge | None":
+        from app.tasks.judgement.examples import ExampleJudge  # an endpoint judges no models
+
+        return ExampleJudge.of(recipe, self, data.train)
 
     @property
     def _targets(self) -> type[Targets]:

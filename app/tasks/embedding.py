@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # an endpoint answers without torch
 
     from app.data.preparation.prepare import RunUnits
     from app.data.preparation.samples import SampleKind
+    from app.tasks.judgement import Judge
 
 _STEPS = ("Transformer", "Pooling", "Normalize")
 """Modules of sentence-transformers that this task implements. It always scales vectors to length 1."""
@@ -51,7 +52,11 @@ class RecallAt1(Retrieval):
     name = "recall_at_1"
 
     def value(self, sums: "Tensor") -> float:
-        return float((self.ranks(sums) == 1).double().mean())
+        return self.of_ranks(self.ranks(sums))
+
+    def of_ranks(self, ranks: "Tensor") -> float:
+        """Return the metric of anchors whose own positives have these ranks."""
+        return float((ranks == 1).double().mean())
 
 
 class MeanReciprocalRank(Retrieval):
@@ -93,6 +98,11 @@ class SentenceEmbedding(ServedTask):
         from app.data.preparation.samples import Pairs
 
         return Pairs()
+
+    def judge(self, recipe: Recipe, data: PreparedData) -> "Judge | None":
+        from app.tasks.judgement.pairs import PairJudge
+
+        return PairJudge.of(recipe, self, data.train)
 
     def answer_natural(self, outputs: NDArray[np.float32], targets: Outputs, given: Encoded) -> list[Answer]:
         """Return the vector of each text, and how many tokens the text has."""

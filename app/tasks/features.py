@@ -32,7 +32,7 @@ TEXTS: Features = TOKENS | {
     *("input column", "token batches", "near duplicates", "text augmentation", "curriculum by column"),
     "linear baseline",
 }
-IMAGES: Features = frozenset({"input column", "image", "image augmentation"})
+IMAGES: Features = frozenset({"input column", "image", "image augmentation", "linear baseline"})
 ROWS: Features = frozenset({"features", "kinds of columns"})
 RECORDS: Features = frozenset({"fields", "kinds of columns", "buckets", "tokenizer", "image", "audio"})
 READ: Features = RECORDS | ROWS | NAMED | {"input column", "label separator", "audio augmentation"}

@@ -1,4 +1,4 @@
-"""Language modelling and chats: the next token. Their models have a logit per token, and are not compiled."""
+"""Language modelling and chats: the next token. Their models generate tokens when they are served."""
 
 import math
 from typing import TYPE_CHECKING, ClassVar
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from app.data.language import LanguageData
     from app.data.preparation.prepare import RunUnits
     from app.data.preparation.samples import TokenKind
+    from app.tasks.judgement import Judge
 
 
 _BYTE_TOKENS = 257
@@ -48,8 +49,9 @@ class LanguageModeling(Task):
 
     metrics = (Perplexity(), Accuracy())
     learns_classes = True
+    served_as = "tokens"
     supports: ClassVar[Features] = MODEL | {
-        *("shards", "sources", "stream", "groups", "input column", "blocks", "tokenizer", "plain bytes"),
+        *("shards", "sources", "stream", "groups", "input column", "blocks", "tokenizer", "plain bytes", "test split"),
         *("text filters", "near duplicates", "token batches", "label smoothing"),
     }
 
@@ -73,20 +75,28 @@ class LanguageModeling(Task):
 
         return Documents()
 
+    def judge(self, recipe: Recipe, data: PreparedData) -> "Judge | None":
+        from app.tasks.judgement.tokens import TokenJudge
+
+        return TokenJudge.of(recipe, self, data.train, data.facts["vocab_size"])
+
     def prepare(self, recipe: Recipe, run_units: "RunUnits" = map) -> PreparedData:
         from app.data.preparation.data import prepare_tokens
 
         return prepare_tokens(recipe, self.samples(recipe), self.data, run_units)
 
-    def load(self, recipe: Recipe, folder: UPath) -> PreparedData:  # noqa: ARG002
+    def load(self, recipe: Recipe, folder: UPath) -> "LanguageData":  # noqa: ARG002
         return self.data.load(folder)
+
+    def load_with_test(self, recipe: Recipe, folder: UPath) -> "LanguageData":
+        return self.load(recipe, folder).with_test()
 
 
 class Chat(LanguageModeling):
     """Conversations, of which the assistant's tokens are predicted."""
 
     supports = MODEL | {
-        *("shards", "sources", "stream", "groups", "blocks", "conversations"),
+        *("shards", "sources", "stream", "groups", "blocks", "conversations", "test split"),
         *("token batches", "curriculum", "label smoothing"),
     }
 

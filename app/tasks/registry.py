@@ -68,13 +68,24 @@ def find_task(name: str) -> Task:
     return task
 
 
-def find_served_task(name: str) -> ServedTask:
+def find_compiled_task(name: str) -> Task:
     """Return a task whose models can be compiled and served. Raises RecipeError if it has none, or as ``find_task``."""
+    task = find_task(name)
+    if task.served_as is None:
+        raise RecipeError(
+            f"task {name} cannot be compiled or served: expected {', '.join(BUILT_IN_TASKS)}, or the import string of "
+            "a app.tasks.ServedTask"
+        ).of("task.not_served")
+    return task
+
+
+def find_served_task(name: str) -> ServedTask:
+    """Return a task whose models answer rows. Raises RecipeError if it is another, or as ``find_task``."""
     task = find_task(name)
     if not isinstance(task, ServedTask):
         served = [known for known in BUILT_IN_TASKS if isinstance(find_task(known), ServedTask)]
         raise RecipeError(
-            f"task {name} cannot be compiled or served: expected {', '.join(served)}, or the import string of a "
+            f"models of task {name} do not answer rows: expected {', '.join(served)}, or the import string of a "
             "app.tasks.ServedTask"
         ).of("task.not_served")
     return task

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.config import Recipe
-from app.data.prepared import IGNORED
+from app.data.prepared import IGNORED, PreparedData
 from app.data.tags import Tags
 from app.data.targets import Answer, Outputs
 from app.data.text import TextProcessor
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # an endpoint answers without torch
     from torch import Tensor
 
     from app.data.preparation.samples import SampleKind
+    from app.tasks.judgement import Judge
 
 
 class EntityF1(Metric):
@@ -82,6 +83,11 @@ class TokenClassification(ServedTask):
 
     def output(self, targets: Outputs) -> TensorSpec:
         return TensorSpec(OUTPUT, np.dtype(np.float32), (-1, -1, targets.num_outputs))
+
+    def judge(self, recipe: Recipe, data: PreparedData) -> "Judge | None":
+        from app.tasks.judgement.tags import TagJudge
+
+        return TagJudge.of(recipe, self, data.train)
 
     def answer_natural(self, outputs: NDArray[np.float32], targets: Outputs, given: Encoded) -> list[Answer]:
         """Return the entities of each text."""

@@ -1,22 +1,18 @@
 """Every metric of Rayloom: the table in ``docs/reference/metrics.md``, and what the dashboards and rules ask for."""
 
+from functools import partial
+
 from app.telemetry.metrics import Kind, Metric
 
 _VERSION = ("model", "version")
 _RUN = ("run", "recipe")
 
 
-def _counter(name: str, labels: tuple[str, ...], description: str) -> Metric:
-    return Metric(f"rayloom_{name}", Kind.COUNTER, description, labels)
+def _of(kind: Kind, name: str, labels: tuple[str, ...], description: str) -> Metric:
+    return Metric(f"rayloom_{name}", kind, description, labels)
 
 
-def _gauge(name: str, labels: tuple[str, ...], description: str) -> Metric:
-    return Metric(f"rayloom_{name}", Kind.GAUGE, description, labels)
-
-
-def _histogram(name: str, labels: tuple[str, ...], description: str) -> Metric:
-    return Metric(f"rayloom_{name}", Kind.HISTOGRAM, description, labels)
-
+_counter, _gauge, _histogram = (partial(_of, kind) for kind in (Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM))
 
 # Of a replica. Serve adds the labels application, deployment and replica.
 REQUESTS = _counter("requests", (*_VERSION, "protocol", "outcome"), "Requests for inference, by how they ended.")
@@ -28,7 +24,7 @@ ENGINE_SECONDS = _histogram("engine_seconds", _VERSION, "A call of the engine.")
 BATCH_ROWS = _histogram("batch_rows", _VERSION, "Rows of a call of the engine.")
 ROWS = _counter("rows", _VERSION, "Rows of the requests that were answered.")
 BATCHES = _counter("batches", (*_VERSION, "reason"), "Calls of an engine, by the reason for their start.")
-FAILURES = _counter("failures", (*_VERSION, "reason"), "Requests that a model did not answer, by why.")
+FAILURES = _counter("failures", (*_VERSION, "reason"), "Valid requests that a model did not answer, by why.")
 WAITING = _gauge("waiting", _VERSION, "Requests that an engine has not begun with.")
 IN_FLIGHT = _gauge("in_flight", _VERSION, "Requests that a model has taken and not answered yet.")
 LOADS = _counter("loads", _VERSION, "Cold starts: how often the model was loaded.")
@@ -43,6 +39,57 @@ SERVING = (
     REQUESTS, RECEIVED_BYTES, SENT_BYTES, REQUEST_SECONDS, QUEUE_SECONDS, ENGINE_SECONDS, BATCH_ROWS, ROWS, BATCHES,
     FAILURES, WAITING, IN_FLIGHT, LOADS, LOAD_SECONDS, FIRST_ANSWER_SECONDS, TRAFFIC_RATIO, LATENCY_TARGET_SECONDS,
     CASCADE_ROWS, SHADOW_ROWS,
+)  # fmt: skip
+
+# Of a language model in a replica.
+GENERATION_FIRST_TOKEN_SECONDS = _histogram(
+    "generation_first_token_seconds", _VERSION, "From a request's arrival to its first token."
+)
+GENERATION_BETWEEN_TOKENS_SECONDS = _histogram(
+    "generation_between_tokens_seconds", _VERSION, "Between two tokens of an answer."
+)
+GENERATION_REQUEST_SECONDS = _histogram(
+    "generation_request_seconds", _VERSION, "From a request's arrival to its last token."
+)
+GENERATION_QUEUE_SECONDS = _histogram(
+    "generation_queue_seconds", _VERSION, "From a request's arrival to the engine's start with its prompt."
+)
+GENERATION_PROMPT_TOKENS = _counter("generation_prompt_tokens", _VERSION, "Tokens of prompts that the engine has got.")
+GENERATION_TOKENS = _counter("generation_tokens", _VERSION, "Tokens of answers, complete or not.")
+GENERATION_ANSWERS = _counter("generation_answers", (*_VERSION, "finish"), "Complete answers, by their end.")
+GENERATION_STEPS = _counter("generation_steps", _VERSION, "Steps of the engine.")
+GENERATION_RUNNING = _gauge("generation_running", _VERSION, "Answers that the engine generates.")
+GENERATION_WAITING_TOKENS = _gauge(
+    "generation_waiting_tokens", _VERSION, "Tokens of the prompts and promised answers that wait."
+)
+GENERATION_QUEUE_LIMIT_TOKENS = _gauge(
+    "generation_queue_limit_tokens", _VERSION, "The limit of waiting tokens, above which requests are refused."
+)
+GENERATION_CACHE_RATIO = _gauge("generation_cache_ratio", _VERSION, "Share of the cache that is in use.")
+GENERATION_PREEMPTIONS = _counter(
+    "generation_preemptions", _VERSION, "Answers whose cache the engine took away, which should never happen."
+)
+GENERATION_ENGINE_RESTARTS = _counter(
+    "generation_engine_restarts", _VERSION, "Processes of the engine that died and were replaced."
+)
+GENERATION_SHADOW_ANSWERS = _counter(
+    "generation_shadow_answers", (*_VERSION, "agrees"), "Greedy answers of a shadow, by whether they are the client's."
+)
+GENERATION_SHADOW_TOKENS = _counter(
+    "generation_shadow_tokens", (*_VERSION, "agrees"), "Tokens of these, by whether they come before a difference."
+)
+GENERATION_SHADOW_LENGTH_TOKENS = _counter(
+    "generation_shadow_length_tokens",
+    (*_VERSION, "side"),
+    "Tokens of all copied answers, the client's and the shadow's.",
+)
+
+GENERATION = (
+    GENERATION_FIRST_TOKEN_SECONDS, GENERATION_BETWEEN_TOKENS_SECONDS, GENERATION_REQUEST_SECONDS,
+    GENERATION_QUEUE_SECONDS, GENERATION_PROMPT_TOKENS, GENERATION_TOKENS, GENERATION_ANSWERS,
+    GENERATION_STEPS, GENERATION_RUNNING, GENERATION_WAITING_TOKENS, GENERATION_QUEUE_LIMIT_TOKENS,
+    GENERATION_CACHE_RATIO, GENERATION_PREEMPTIONS, GENERATION_ENGINE_RESTARTS, GENERATION_SHADOW_ANSWERS,
+    GENERATION_SHADOW_TOKENS, GENERATION_SHADOW_LENGTH_TOKENS,
 )  # fmt: skip
 
 # Of a training run, told by its first worker.

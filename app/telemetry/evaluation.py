@@ -107,3 +107,10 @@ class Evaluation(KeptFile):
     """None: the task has no single score, or it could not be computed."""
     skipped: str | None = None
     """Why nothing was evaluated."""
+
+    @property
+    def closing_line(self) -> str:
+        """The last line of a training run's log: the verdict, or why there is none. Empty if none is expected."""
+        if self.judgement:
+            return f"{'warning' if self.judgement.is_void else 'verdict'}: {self.judgement.verdict}"
+        return f"warning: no verdict, and no baseline was fitted: {self.skipped}" if self.skipped else ""

@@ -48,6 +48,8 @@ class Judgement(BaseModel):
     """The score on training rows."""
     leaks: list[str] = []
     """Reasons not to trust the score, a clause each."""
+    compares_ratios: bool = False
+    """Whether two scores are compared by their ratio, such as perplexities, and not by their difference."""
     noise: float = 0.0
     """Share of the rows whose label is likely wrong, if that explains most errors."""
 
@@ -115,6 +117,14 @@ class Judgement(BaseModel):
         has_none = {"leak", "chance", "linear"}.isdisjoint(self.findings)
         return self.trivial is not None and self.has_interval and has_none
 
+    @property
+    def shortfall(self) -> str:
+        """Why the score is not known to beat every baseline. Empty: it is."""
+        if self.is_above_baselines:
+            return ""
+        lacks_constant = self.trivial is None and self.linear and self.has_interval and not self.findings
+        return f"{self.verdict}{', but no constant baseline is known, which this gate needs' if lacks_constant else ''}"
+
     def is_above(self, baseline: Baseline | None) -> bool:
         """Return whether the whole interval is better than a baseline, or there is none."""
         if baseline is None:
@@ -124,21 +134,33 @@ class Judgement(BaseModel):
         return self.high < baseline.value - baseline.margin
 
     @property
+    def _is_perfect(self) -> bool:
+        """Whether every row is right. The best of all scores that rise is 1, and of all that fall 0."""
+        return self.value == (1.0 if self.mode == "max" else 0.0)
+
+    @property
     def _is_overfitted(self) -> bool:
         if self.trained is None or self.trivial is None or self.low <= self.trained <= self.high:
             return False
         sign = 1.0 if self.mode == "max" else -1.0
-        gained, lost = sign * (self.trained - self.trivial.value), sign * (self.trained - self.value)
+        trained, trivial, value = map(self._scaled, (self.trained, self.trivial.value, self.value))
+        gained, lost = sign * (trained - trivial), sign * (trained - value)
         return gained > 0.0 and lost > _MAX_LOST * gained
+
+    def _scaled(self, value: float) -> float:
+        return math.log(value) if self.compares_ratios and 0.0 < value < math.inf else value
 
     def _clause(self, finding: Finding) -> str:
         match finding:
             case "leak":
                 return f"not to be trusted, because {' and '.join(self.leaks)} (leak): remove that, and train again"
             case "chance":
-                return f"not significantly better than {self.trivial}: check the labels, use more rows or another model"
+                return f"not significantly better than {self.trivial}: check the data, use more of it or another model"
             case "linear":
-                return f"not significantly better than {self.linear}: use more data or another model"
+                remedy = (
+                    "no model can do better on these rows" if self._is_perfect else "use more data or another model"
+                )
+                return f"not significantly better than {self.linear}: {remedy}"
             case "overfit":
                 return (
                     f"overfitted, because it reaches {shortened(self.trained or 0.0)} on training rows: use more data, "

@@ -1,10 +1,12 @@
 """What a run says of its model, for data whose fault is planted: its last line, its result and its page."""
 
 import html
+import itertools
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,6 +22,7 @@ from app.telemetry.judgement import Judgement
 from tests.helpers import in_fork, result_of
 
 Planted = Callable[[Generator], pd.DataFrame]
+Rows = list[dict[str, Any]]
 RECIPE = "recipes/breast_cancer.yaml"
 ROWS = 500
 
@@ -101,7 +104,11 @@ def keys_in(folder: Path) -> list[str]:
 def test_the_verdict_names_what_is_planted(
     planted: Planted, findings: list[str], words: str, keys: tuple[str, ...], tmp_path: Path
 ) -> None:
-    printed = train(planted, tmp_path, *keys)
+    require_said(train(planted, tmp_path, *keys), findings, words, tmp_path)
+
+
+def require_said(printed: str, findings: list[str], words: str, folder: Path) -> None:
+    """Check the last lines of the log, RESULT, the page, and ``runs show``."""
     *_, said, line = printed.splitlines()
     judgement = Judgement.model_validate(result_of(printed)["metrics"]["judgement"])
     assert judgement.findings == findings
@@ -109,11 +116,68 @@ def test_the_verdict_names_what_is_planted(
     assert f" {judgement.value:.3f} ± " in judgement.verdict
     assert said == f"{'warning' if judgement.is_void else 'verdict'}: {judgement.verdict}", "the log ends with it"
     assert json.loads(line.removeprefix("RESULT "))["verdict"] == judgement.verdict
-    (run,) = (tmp_path / "runs/train").iterdir()
+    (run,) = (folder / "runs/train").iterdir()
     page = html.unescape((run / "report.html").read_text(encoding="utf-8"))
     assert page.index(judgement.verdict) < page.index("machine") < page.index("train.optimizer.lr: 0.01")
-    shown = CliRunner().invoke(app, ["runs", "show", run.name, "--storage", str(tmp_path)])
+    shown = CliRunner().invoke(app, ["runs", "show", run.name, "--storage", str(folder)])
     assert judgement.verdict in shown.stdout
+
+
+def random_words(random: Generator) -> Rows:
+    """Words in a random order, whose frequencies are all that can be learned."""
+    words = np.array(["rain", "sun", "wind", "snow", "fog"])
+    return [{"text": " ".join(random.choice(words, 60, p=[0.4, 0.3, 0.15, 0.1, 0.05]))} for _ in range(120)]
+
+
+def one_letter_after_another(_: Generator) -> Rows:
+    """Letters of which each is as frequent as any other, and given by the one before."""
+    return [{"text": ("abcdefgh" * 40)[first : first + 200 + number]} for number, first in enumerate([*range(8)] * 20)]
+
+
+def tags_by_context(random: Generator) -> Rows:
+    """The same word is a city after "to", and a name after "by"."""
+    rows = []
+    for number in range(600):
+        way, tag = ("to", "B-city") if random.random() < 0.5 else ("by", "B-name")
+        rows.append({"tokens": [f"w{number}", way, "paris"], "tags": ["O", "O", tag]})
+    return rows
+
+
+def pairs_of_strangers(random: Generator) -> Rows:
+    """Texts that have nothing in common."""
+    words = ["".join(random.choice(list("abcdefghijklmnopqrstuvwxyz"), 8)) for _ in range(800)]
+    return [
+        {"anchor": f"where is {one}?", "positive": f"{other} is over there."}
+        for one, other in itertools.pairwise(words)
+    ][::2]
+
+
+SMALL_GPT = ("model.args={layers: 1, width: 32, heads: 2}", "data.block_length=32", "data.tokenizer={kind: bytes}")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "findings", "words", "keys"),
+    [
+        ("stdlib_gpt", one_letter_after_another, [], "better than the unigram model 8.", SMALL_GPT),
+        ("python_tokens", tags_by_context, [], "better than the most frequent tag O 0.000 and the most", ()),
+        ("docstrings", pairs_of_strangers, ["chance"], "not significantly better than a random order 0.0", ()),
+    ],
+)
+def test_other_tasks_have_a_verdict_too(
+    recipe: str,
+    rows: Callable[[Generator], Rows],
+    findings: list[str],
+    words: str,
+    keys: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    found = rows(np.random.default_rng(0))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, found)), encoding="utf-8")
+    given = [f"storage={tmp_path}", f"data.source={tmp_path / 'rows.jsonl'}", "data.clean.near_duplicates=null"]
+    given += ["train.workers=1", "train.optimizer.lr=0.01", "train.epochs=4", "train.early_stopping=null", "tune=null"]
+    done = in_fork("app.training", f"recipes/{recipe}.yaml", *given, *keys, processes=1, timeout=100)
+    assert done.returncode == 0, done.stderr
+    require_said(done.stdout, findings, words, tmp_path)
 
 
 def test_a_model_at_chance_is_published_with_a_warning_and_not_at_all_below_a_gate(

@@ -19,7 +19,8 @@ from app.data.processor import Processor
 from app.data.shard_cache import ShardCache
 from app.data.targets import Classes, LabelSets, Targets
 from app.tasks import ServedTask, find_task, prepare
-from app.tasks.judgement import Judge, Predictions
+from app.tasks.judgement import Predictions
+from app.tasks.judgement.examples import ExampleJudge
 from app.telemetry.judgement import Baseline, Judgement
 from tests.helpers import ROOT
 
@@ -33,10 +34,10 @@ class Given(Processor):
         self.modality = modality
 
 
-def judge_of(task: str, learned: LabelledDataset) -> Judge:
+def judge_of(task: str, learned: LabelledDataset) -> ExampleJudge:
     recipe, found = load_recipe(str(ROOT / "recipes/breast_cancer.yaml"), KEYS), find_task(task)
     assert isinstance(found, ServedTask)
-    judge = Judge.of(recipe, found, learned)
+    judge = ExampleJudge.of(recipe, found, learned)
     assert judge
     return judge
 
@@ -54,7 +55,7 @@ def judged(outputs: NDArray[Any], values: Sequence[int], texts: Sequence[str] = 
     learned = dataset_of(classes, values[:-held], texts[:-held]) if held < len(values) else rows
     judge = judge_of("text-classification" if texts else "image-classification", learned)
     made = Predictions(torch.from_numpy(outputs.astype(np.float32)), torch.tensor(values[-held:]))
-    return judge.judge("validation", rows, judge.metric.of(made.outputs, made.targets), made)
+    return judge.judge("validation", rows, judge.metric.of(made.outputs, made.targets), [made])
 
 
 def iris(random: Generator) -> pd.DataFrame:
@@ -84,11 +85,11 @@ def test_independent_rows_are_no_leak(made: Any, tmp_path: Path) -> None:
         keys = [f"data.source={tmp_path / 'rows.csv'}", "data.columns.label=label", f"data.seed={seed}"]
         recipe = load_recipe(str(ROOT / "recipes/breast_cancer.yaml"), [*KEYS, f"storage={tmp_path}", *keys])
         data: Any = prepare(recipe)
-        judge = Judge.of(recipe, find_task(recipe.task), data.train)  # type: ignore[arg-type]
+        judge = ExampleJudge.of(recipe, find_task(recipe.task), data.train)  # type: ignore[arg-type]
         assert judge
         targets = torch.tensor(list(data.validation.split.classes))
         outputs = torch.nn.functional.one_hot(targets, data.targets.num_outputs).float()
-        found = judge.judge("validation", data.validation, 1.0, Predictions(outputs, targets))
+        found = judge.judge("validation", data.validation, 1.0, [Predictions(outputs, targets)])
         assert found.leaks == [], seed
 
 
@@ -134,22 +135,37 @@ def test_the_constant_baseline_of_sets_has_as_many_labels_as_score_best() -> Non
     rows = dataset_of(targets, values, texts[1000:])
     judge = judge_of("text-multilabel", dataset_of(targets, values, texts[:1000]))
     made = Predictions(-torch.ones(1000, 5), torch.from_numpy(targets.batch(values)))
-    found = judge.judge("validation", rows, 0.0, made)
+    found = judge.judge("validation", rows, 0.0, [made])
     assert found.trivial
     assert found.trivial.name == "the 5 most frequent labels"
     assert found.trivial.value == pytest.approx(0.57, abs=0.02)
     # The score of a few rows tells nothing, even if all are right.
     right = Predictions(made.targets[:5] * 2.0 - 1.0, made.targets[:5])
-    few = judge.judge("validation", dataset_of(targets, values[:5], texts[-5:]), 1.0, right)
+    few = judge.judge("validation", dataset_of(targets, values[:5], texts[-5:]), 1.0, [right])
     assert few.findings == []
     assert not few.is_above_baselines
     assert "on too few rows to compare it with the" in few.verdict
     assert math.isnan(Judgement.model_validate_json(few.model_dump_json()).low)
     # Of many rows that are all right, some others may be wrong.
     right = Predictions(made.targets * 2.0 - 1.0, made.targets)
-    sure = judge.judge("validation", rows, 1.0, right)
+    sure = judge.judge("validation", rows, 1.0, [right])
     assert sure.low == pytest.approx(1.0 - 3.0 / 1000)
     assert sure.is_above_baselines
+
+
+def test_a_score_above_the_linear_baseline_alone_says_what_the_gate_lacks() -> None:
+    linear = Baseline(name="the linear baseline", value=0.5)
+    known = {"metric": "accuracy", "mode": "max", "split": "test", "rows": 99, "value": 0.9, "low": 0.8, "high": 0.95}
+    found = Judgement(**known, linear=linear)
+    assert found.verdict == "accuracy 0.900 ± 0.100, better than the linear baseline 0.500"
+    assert found.shortfall == f"{found.verdict}, but no constant baseline is known, which this gate needs"
+    beaten = Judgement(**known, linear=linear.model_copy(update={"value": 0.85}))
+    assert beaten.shortfall == beaten.verdict
+    assert beaten.verdict.endswith("the linear baseline 0.850: use more data or another model")
+    perfect = beaten.model_copy(update={"value": 1.0, "high": 1.0, "linear": linear.model_copy(update={"value": 1.0})})
+    assert perfect.verdict.endswith("the linear baseline 1.000: no model can do better on these rows")
+    assert Judgement(**known).shortfall.endswith("and no baseline is known")
+    assert Judgement(**known, linear=linear, trivial=Baseline(name="the majority class", value=0.4)).shortfall == ""
 
 
 def test_a_judgement_opens_few_shards_of_each_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +175,7 @@ def test_a_judgement_opens_few_shards_of_each_split(tmp_path: Path, monkeypatch:
     recipe = load_recipe(str(ROOT / "recipes/reviews.yaml"), [*KEYS, *keys])
     data: Any = prepare(recipe)
     assert len(data.train.shards.shard_rows) > 40
-    judge = Judge.of(recipe, find_task(recipe.task), data.train)  # type: ignore[arg-type]
+    judge = ExampleJudge.of(recipe, find_task(recipe.task), data.train)  # type: ignore[arg-type]
     assert judge
     opened: set[tuple[int, int]] = set()
     open_shard = ShardCache.open
@@ -170,7 +186,7 @@ def test_a_judgement_opens_few_shards_of_each_split(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(ShardCache, "open", count)
     made = Predictions(torch.zeros(9, 2), torch.zeros(9, dtype=torch.int64))
-    found = judge.judge("validation", data.validation, 0.5, made)
+    found = judge.judge("validation", data.validation, 0.5, [made])
     assert len(opened) <= 32
     # All rows are counted, by the index.
     learned, held = (split.split.class_counts(2) for split in (data.train, data.validation))

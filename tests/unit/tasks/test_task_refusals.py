@@ -9,7 +9,7 @@ from app.data.labelled import LabelledData
 from app.data.prepared import PreparedData
 from app.data.targets import Classes
 from app.data.text import TextProcessor
-from app.tasks import Metric, ServedTask, Task, find_served_task, find_task, prepare, sum_and_count
+from app.tasks import Metric, ServedTask, Task, find_compiled_task, find_served_task, find_task, prepare, sum_and_count
 from app.tasks.classification import TextClassification
 from app.tasks.metrics import Accuracy
 from tests.helpers import ROOT
@@ -110,7 +110,9 @@ def test_a_task_that_would_fail_after_training_is_refused(name: str, rule: str) 
         find_task(f"{__name__}:{name}")
 
 
-def test_a_language_model_is_not_compiled_and_a_processor_makes_a_classification() -> None:
+def test_a_language_model_answers_no_rows_and_a_processor_makes_a_classification() -> None:
+    assert find_compiled_task("language-modeling").served_as == "tokens"
+    assert find_compiled_task("text-classification").served_as == "rows"
     with refused("task.not_served"):
         find_served_task("language-modeling")
     assert find_served_task("app.data.text:TextProcessor").targets is Classes

@@ -82,10 +82,11 @@ def test_vectors_are_compiled_by_their_cosine_and_answer_openais_requests(tmp_pa
             ({"input": []}, 400, "inputs is an empty list"),
             ({"dimensions": 3}, 400, "has vectors of 8 numbers; leave it out"),
             ({"encoding_format": "hex"}, 400, "encoding_format"),
+            ({"truncate": True}, 400, "unknown key 'truncate'"),
             ({"model": "other"}, 404, "is not deployed"),
         ):
             refused = client.post("/v1/embeddings", json={"model": "pairs", "input": "a", **change})
-            assert (refused.status_code, words in refused.json()["error"]) == (status, True), refused.text
+            assert (refused.status_code, words in refused.json()["error"]["message"]) == (status, True), refused.text
 
 
 def test_texts_of_several_lengths_get_entities_with_their_characters(tmp_path: Path) -> None:
@@ -101,4 +102,4 @@ def test_texts_of_several_lengths_get_entities_with_their_characters(tmp_path: P
         assert any(answer["entities"] for answer in answers), "fresh weights found no entity: nothing was compared"
         refused = client.post("/v1/embeddings", json={"model": "cities", "input": "a"})
         assert refused.status_code == 400
-        assert "answers labels, not vectors" in refused.json()["error"]
+        assert "answers labels, not vectors" in refused.json()["error"]["message"]
