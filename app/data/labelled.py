@@ -31,40 +31,6 @@ from app.errors import DataError
 from app.tensors import Tensors
 
 
-class LabelledSplit(Protocol):
-    """Inputs with their classes as indices into the labels, in memory or in shards."""
-
-    @property
-    def shards(self) -> ShardedRows | None: ...
-
-    @property
-    def inputs(self) -> Sequence[Any]:
-        """Each as the processor reads it."""
-        ...
-
-    @property
-    def classes(self) -> Sequence[Any]: ...
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Number of characters of each text; 0 for pictures, which all have one size."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def class_counts(self, num_classes: int) -> NDArray[np.int64]:
-        """Return the number of rows of each class, of shape (num_classes,)."""
-        ...
-
-    def take(self, indices: Sequence[int]) -> tuple[Sequence[Any], list[Any]]:
-        """Return inputs and classes in the order of ``indices``."""
-        ...
-
-    def values(self, indices: Sequence[int]) -> list[Any]:
-        """Return classes in the order of ``indices``. No input is read."""
-        ...
-
-
 @dataclass(frozen=True)
 class Split:
     """Inputs with their classes as indices into the labels, or with the values of other targets."""
@@ -93,6 +59,10 @@ class Split:
     def values(self, indices: Sequence[int]) -> list[Any]:
         """Return classes in the order of ``indices``."""
         return [self.classes[index] for index in indices]
+
+
+LabelledSplit = Split | ShardedSplit
+"""Inputs with what their labels mean, in memory or in shards."""
 
 
 @runtime_checkable

@@ -1,6 +1,6 @@
 """Data of language modelling: blocks of tokens in shards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -11,11 +11,22 @@ from upath import UPath
 from app.checksums import sha256_of
 from app.data.examples import CleaningReport
 from app.data.origins import Origins
-from app.data.prepared import TRAIN, VALIDATION, Batch, Dataset, PreparedData, finish_saving
+from app.data.prepared import TEST, TRAIN, VALIDATION, Batch, Dataset, PreparedData, finish_saving
 from app.data.sharded import TOKENS, ShardedRows, ShardNumbers, ShardReference
 from app.data.shards import LENGTH
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Tokens that a model reads at once, and what it should predict after each."""
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    """The next token at each place, or ``IGNORED``."""
+    documents: NDArray[np.int64]
+    """The document, or the conversation, of each target."""
 
 
 class TokenBlocks(Dataset):
@@ -48,6 +59,17 @@ class TokenBlocks(Dataset):
         tokens = blocks.astype(np.int64)
         return Batch({"input_ids": tokens[:, :-1]}, tokens[:, 1:])
 
+    def passages(self, indices: Sequence[int], end: int) -> Iterator[Passage]:
+        """Yield the blocks of ascending ``indices``. A document goes on to its ``end`` token, over several blocks."""
+        document = 0
+        for index in indices:
+            batch = self.batch([index])
+            tokens, targets = batch.inputs["input_ids"][0], batch.targets[0].astype(np.int64)
+            ends = np.cumsum(targets == end)
+            # An end token is the last target of its document.
+            yield Passage(tokens, targets, document + np.concatenate([[0], ends[:-1]]))
+            document += int(ends[-1])
+
 
 @dataclass(frozen=True)
 class LanguageData:
@@ -58,14 +80,26 @@ class LanguageData:
     tokenizer: LanguageTokenizer
     report: CleaningReport
     reference: ShardReference
+    test: TokenBlocks | None = None
+    """The test split, used once, on the published version. ``load`` leaves it out: see ``load_test``."""
+
+    @classmethod
+    def open_split(cls, rows: ShardedRows, reference: ShardReference, tokenizer: LanguageTokenizer) -> TokenBlocks:  # noqa: ARG003
+        """Return the split that has these rows."""
+        return TokenBlocks(rows, tokenizer.facts["max_length"])
 
     @classmethod
     def open(cls, reference: ShardReference, tokenizer: LanguageTokenizer, report: CleaningReport) -> Self:
-        """Return the data in these shards."""
+        """Return the data in these shards, without the test split."""
         train, validation = (
-            TokenBlocks(reference.open(split), tokenizer.facts["max_length"]) for split in (TRAIN, VALIDATION)
+            cls.open_split(reference.open(split), reference, tokenizer) for split in (TRAIN, VALIDATION)
         )
         return cls(train, validation, tokenizer, report, reference)
+
+    def with_test(self) -> Self:
+        """Return the data with the test split, if there is one."""
+        rows = self.reference.open(TEST)
+        return replace(self, test=self.open_split(rows, self.reference, self.tokenizer) if len(rows) else None)
 
     @property
     def facts(self) -> Mapping[str, int]:
@@ -90,20 +124,25 @@ class LanguageData:
     @property
     def rows(self) -> Mapping[str, int]:
         """The blocks of each split."""
-        return {TRAIN: len(self.train), VALIDATION: len(self.validation)}
+        splits = {TRAIN: self.train, VALIDATION: self.validation, TEST: self.test}
+        return {name: len(split) for name, split in splits.items() if split}
 
     @property
     def summary(self) -> str:
         length = self.train.block_length
         return (
             f"{self.report}\ntraining on {len(self.train):,} blocks of {length:,} tokens, validating on "
-            f"{len(self.validation):,} of documents held out; vocabulary {self.facts['vocab_size']:,}, in shards in "
-            f"{self.reference.location}"
+            f"{len(self.validation):,} of documents held out{self._tested}; vocabulary {self.facts['vocab_size']:,}, "
+            f"in shards in {self.reference.location}"
         )
+
+    @property
+    def _tested(self) -> str:
+        return f", testing the published version on {len(self.test):,}" if self.test else ""
 
     def with_train(self, rows: ShardedRows) -> Self:
         """Return the data with other training rows, such as those of a stream's next micro-epoch."""
-        return replace(self, train=TokenBlocks(rows, self.train.block_length))
+        return replace(self, train=self.open_split(rows, self.reference, self.tokenizer))
 
     def grown(self, prepared: PreparedData) -> Self:
         """Return the data, extended by the sources that ``prepared`` appends.
@@ -131,5 +170,5 @@ class LanguageData:
 
     @classmethod
     def load(cls, folder: UPath) -> Self:
-        """Return the data that ``save`` wrote."""
+        """Return the data that ``save`` wrote, without the test split."""
         return cls.open(ShardReference.of(folder), LanguageTokenizer.load(folder), CleaningReport.load(folder))

@@ -56,8 +56,12 @@ class PairDataset(Dataset):
         """Number of characters of the longer text of each pair."""
         return ShardNumbers(self.rows, LENGTH)
 
+    def pairs(self, indices: Sequence[int]) -> list[Pair]:
+        """Return the texts of these pairs."""
+        return [split_pair(item) for item in self.rows.read(indices)[INPUT].to_pylist()]
+
     def batch(self, indices: Sequence[int]) -> Batch:
-        anchors, positives = zip(*map(split_pair, self.rows.read(indices)[INPUT].to_pylist()), strict=True)
+        anchors, positives = zip(*self.pairs(indices), strict=True)
         numbers = np.array([[_number(text) for text in side] for side in (anchors, positives)], np.int64)
         return Batch(self.processor.encode([*anchors, *positives]), numbers.T)
 

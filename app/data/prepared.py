@@ -4,7 +4,7 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,44 +94,6 @@ class Dataset(ABC):
             return self.shards.longest
         lengths = self.lengths
         return max(range(len(lengths)), key=lambda index: int(lengths[index]))
-
-
-class ShardedSamples(Protocol):
-    """The shards of a split, as the order of samples needs them."""
-
-    @property
-    def shard_rows(self) -> Sequence[int] | Indices:
-        """Number of rows of each shard."""
-        ...
-
-    @property
-    def first_rows(self) -> Indices:
-        """Index of the first row of each shard, and the number of all rows."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    @property
-    def window_rows(self) -> int:
-        """Number of rows that are shuffled together."""
-        ...
-
-    @property
-    def has_one_length(self) -> bool:
-        """Whether all rows have the same length."""
-        ...
-
-    def lengths_at(self, rows: Indices) -> NDArray[np.integer[Any]]:
-        """Return the length of each row. It is fast if rows of a shard follow one another."""
-        ...
-
-    def classes_at(self, rows: Indices) -> NDArray[np.integer[Any]]:
-        """Return the class of each row, likewise."""
-        ...
-
-    def prefetch(self, rows: Indices) -> None:
-        """Have the shards of these rows downloaded in the background."""
-        ...
 
 
 def save_padded_lengths(dataset: Dataset, folder: UPath) -> None:

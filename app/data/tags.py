@@ -135,6 +135,12 @@ class Tags:
         found = self._first_tokens(processor, inputs)
         return np.array([sum(token is not None for token in tokens) for tokens in found], np.int64)
 
+    def read_words(self, processor: Processor, inputs: Iterable[Input]) -> Iterator[list[str]]:
+        """Yield the words of each text that the model reads. ``collate`` gives each of these a target."""
+        for text, tokens in zip(map(str, inputs), self._first_tokens(processor, inputs), strict=True):
+            words = zip(self.words_of(text), tokens, strict=True)
+            yield [text[word.start : word.end] for word, token in words if token is not None]
+
     def _first_tokens(self, processor: Processor, inputs: Iterable[Input]) -> Iterator[list[int | None]]:
         assert isinstance(processor, TextProcessor)
         for text in map(str, inputs):

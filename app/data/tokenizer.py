@@ -120,6 +120,13 @@ class LanguageTokenizer:
         return cls(tokenizer, config.block_length, end, {**folder.companions, **own})
 
     @property
+    def end_id(self) -> int:
+        """The token that ends a document."""
+        end = self._tokenizer.token_to_id(self._end)
+        assert end is not None
+        return end
+
+    @property
     def template(self) -> str | None:
         """The chat template beside the tokenizer; None if there is none."""
         content = self._companions.get(TEMPLATE_FILE)

@@ -105,7 +105,7 @@ def _fit(
 def prepare_tokens(recipe: Recipe, kind: TokenKind, data_type: type[Tokens], run_units: RunUnits = map) -> Tokens:
     """Return blocks of tokens in shards, which are made unless they are there. Raises DataError as above."""
     folder, reference, report = _prepare(recipe, kind, run_units)
-    return data_type.open(reference, LanguageTokenizer.load(folder), report)
+    return data_type.open(reference, LanguageTokenizer.load(folder), report).with_test()
 
 
 def _prepare(recipe: Recipe, kind: SampleKind, run_units: RunUnits) -> tuple[UPath, ShardReference, CleaningReport]:

@@ -48,7 +48,7 @@ def decide(work: UnitWork, judge_units: Callable[[], None]) -> Decision:
         label_names=[unit.label_names for unit in facts],
         starts=np.cumsum([0, *(unit.rows for unit in facts)]),
     )
-    config, total = work.config, int(surveys.starts[-1])
+    kind, config, total = work.encoding.kind, work.encoding.config, int(surveys.starts[-1])
     if not total:
         raise DataError(f"data.source {config.source!r} has no rows: give a source that has some").of(
             "source.empty", "data.source"
@@ -60,7 +60,7 @@ def decide(work: UnitWork, judge_units: Callable[[], None]) -> Decision:
         for start, survey in surveys:
             codes[start : start + len(survey.codes)] = survey.codes
         tests = sum(one.rows for unit, one in zip(work.units, facts, strict=True) if unit.is_test)
-        rules = Duplicates(work.kind.deduplicates(config.clean), work.kind.drops_conflicts, tests)
+        rules = Duplicates(kind.deduplicates(config.clean), kind.drops_conflicts, tests)
         resolve(surveys, rules, codes, config.shards.memory)
         if threshold := config.clean.near_duplicates:
             files = [work.signature_files(unit.number) for unit in work.units]
@@ -71,7 +71,7 @@ def decide(work: UnitWork, judge_units: Callable[[], None]) -> Decision:
 
             doubted, examples = find_noise(work, surveys, codes, judge_units)
         unreadable = next((unit.unreadable for unit in facts if unit.unreadable), "")
-        moves = hold_out(config, surveys, codes, tests) if work.kind.contents == PAIRS else None
+        moves = hold_out(config, surveys, codes, tests) if kind.contents == PAIRS else None
         report, kept = _count(work, surveys, codes, unreadable, moves)
     if doubted:
         suspected = doubted if config.clean.label_noise == "report" else 0
@@ -88,6 +88,7 @@ def _count(
         unreadable: the first row that is not a text or picture, if there is any.
         moves: the pairs that are held out. None: rows are split by their hash.
     """
+    kind, config = work.encoding.kind, work.encoding.config
     kept = np.zeros((len(surveys.labels) + 1, len(SPLITS)), np.int64)
     dropped: Counter[Reason] = Counter()
     for first, survey in surveys:
@@ -99,18 +100,18 @@ def _count(
     # The last row is that of rows without a label.
     for place in (moves or {}).values():
         kept[-1, [IN_TRAIN, place]] += -1, 1
-    if moves is None and not work.config.group_column:
-        moves = stratify(surveys, codes, kept, _fractions(work.config) > 0.0, work.kind)
+    if moves is None and not config.group_column:
+        moves = stratify(surveys, codes, kept, _fractions(config) > 0.0, kind)
     moved = np.array(sorted((moves or {}).items()), np.int64).reshape(-1, 2)
     for unit, start, stop in zip(work.units, surveys.starts[:-1], surveys.starts[1:], strict=True):
-        write_atomically(work.codes_file(unit.number), codes[start:stop].tobytes())
+        write_atomically(work.file("codes", unit.number), codes[start:stop].tobytes())
         mine = moved[(moved[:, 0] >= start) & (moved[:, 0] < stop)] - [start, 0]
-        write_atomically(work.moves_file(unit.number), np.ascontiguousarray(mine.T).tobytes())
-    report = CleaningReport(what=work.kind.what, given=len(codes), kept=int(kept.sum()), dropped=dropped)
-    require_readable(Source(work.config.source), dropped, len(codes), work.config.clean, unreadable)
-    _require_splits(work.config, kept.sum(axis=0), str(report))
-    if work.kind.are_classes:
-        _require_classes(work.config, surveys.labels, kept)
+        write_atomically(work.file("moves", unit.number), np.ascontiguousarray(mine.T).tobytes())
+    report = CleaningReport(what=kind.what, given=len(codes), kept=int(kept.sum()), dropped=dropped)
+    require_readable(Source(config.source), dropped, len(codes), config.clean, unreadable)
+    _require_splits(config, kept.sum(axis=0), str(report))
+    if kind.are_classes:
+        _require_classes(config, surveys.labels, kept)
     return report, kept[:-1]
 
 

@@ -38,10 +38,10 @@ def find_noise(
     if not work.judge_file.exists():
         _learn(work, surveys, codes).save(work.judge_file)
     judge_units()
-    count, examples, drops = 0, list[str](), work.config.clean.label_noise == "drop"
+    count, examples, drops = 0, list[str](), work.encoding.config.clean.label_noise == "drop"
     before = _labels_in_training(surveys, codes) if drops else set[str]()
     for unit, start in zip(work.units, surveys.starts[:-1].tolist(), strict=True):
-        doubts = UnitDoubts.model_validate_json(work.doubts_file(unit.number).read_bytes())
+        doubts = UnitDoubts.model_validate_json(work.file("doubts", unit.number).read_bytes())
         rows = start + np.array(doubts.rows, np.int64)
         is_kept = codes[rows] == KEPT
         count += int(is_kept.sum())
@@ -65,7 +65,7 @@ def _learn(work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8]) -> LabelJ
     """Fit the models to the kept training rows in the samples of all units."""
     builder = SampleBuilder(1.0, LEARNED_CHARACTERS)
     for unit, start in zip(work.units, surveys.starts[:-1].tolist(), strict=True):
-        sample = Sample.load(work.sample_file(unit.number))
+        sample = Sample.load(work.file("sample", unit.number))
         is_used = (codes[start:][sample.rows] == KEPT) & (work.unmoved_splits(unit.number)[sample.rows] == _TRAIN)
         builder.limit(sample.fraction)
         for place in np.flatnonzero(is_used).tolist():
@@ -98,5 +98,5 @@ def judge_unit(work: UnitWork, number: int) -> int:
             if len(doubts.shown) < _MAX_SHOWN:
                 label, other = (judge.labels[index] for index in (classes[rows[place]], suggested[place]))
                 doubts.shown.append(in_words(texts[place], label, other))
-    write_atomically(work.doubts_file(number), doubts.model_dump_json().encode())
+    write_atomically(work.file("doubts", number), doubts.model_dump_json().encode())
     return number

@@ -22,9 +22,9 @@ from app.data.preparation.progress import UnitProgress
 from app.data.preparation.sample import SAMPLE_FILE, Sample, SampleBuilder, fraction_for
 from app.data.preparation.samples import SampleKind, TokenKind
 from app.data.preparation.survey import IN_TEST, IN_TRAIN, IN_VALIDATION, KEPT, SPLITS
-from app.data.preparation.work import UnitResult, UnitWork
+from app.data.preparation.work import Part, UnitResult, UnitWork
 from app.data.preparation.writers import UNIT_SHARDS
-from app.data.prepared import TRAIN, VALIDATION
+from app.data.prepared import TEST, TRAIN, VALIDATION
 from app.data.shards import Shard, ShardIndex
 from app.data.sources.formats import FORMATS
 from app.data.sources.formats.base import DOCUMENTS, SourceFile
@@ -104,11 +104,11 @@ class Preparer:
         units = cut_sources(listed.sources, listed.tests, UNIT_SHARDS * config.shards.size)
         _require_memory(units, config.shards.memory)
         fraction = fraction_for(sum(unit.bytes for unit in units))
-        work, columns = self._with_kinds(UnitWork(str(folder), config, tuple(units), self.kind, None, fraction))
-        self._run("reading", work, work.survey, "facts-")
+        work, columns = self._with_kinds(UnitWork(str(folder), Encoding(self.kind, config), tuple(units), fraction))
+        self._run("reading", work, work.survey, "facts")
         decision = decide(work, lambda: self._judge(work))
         work = self._with_codec(work, decision)
-        self._run("writing shards", work, work.write, "unit-")
+        self._run("writing shards", work, work.write, "result")
         self._require_unchanged(listed)
         report = decision.report.model_copy(update={"columns": columns})
         self._publish(work, folder, fingerprint, settings, report)
@@ -139,12 +139,12 @@ class Preparer:
 
     def _with_kinds(self, work: UnitWork) -> tuple[UnitWork, dict[str, str]]:
         """Return the work with the kinds of a table's columns, and a description of each column."""
-        config = work.config
+        config = given = work.encoding.config
         names = [column.name for column in self.kind.columns(config.each_source()[0]).values]
         require_known(config.columns, names)
         if not names:
             return work, {}
-        self._run("reading columns", work, work.examine, "kinds-")
+        self._run("reading columns", work, work.examine, "kinds")
         kinds = work.kinds
         columns = resolve_kinds(kinds, config.columns)
         named = {"categories": columns.categories, "numbers": columns.numbers}
@@ -153,12 +153,12 @@ class Preparer:
             for one in config.sources
         ]
         config = config.model_copy(update={"columns": columns, "sources": each})
-        return replace(work, config=config), in_words(kinds, work.config.columns)
+        return replace(work, encoding=replace(work.encoding, config=config)), in_words(kinds, given.columns)
 
     def _judge(self, work: UnitWork) -> None:
         from app.data.preparation.noisy_labels import judge_unit  # scikit-learn takes a second to import
 
-        self._run("judging labels", work, partial(judge_unit, work), "doubts-")
+        self._run("judging labels", work, partial(judge_unit, work), "doubts")
 
     def _listed(self) -> _Listed:
         """List the files of each source, and of the test source, without those of a storage inside a source."""
@@ -185,9 +185,9 @@ class Preparer:
                 f"as {changed[0]!r}): prepare the data again"
             ).of("source.changed", "data.source")
 
-    def _run(self, what: str, work: UnitWork, function: Callable[[int], int], prefix: str) -> None:
-        """Work on the units that have no file of this prefix yet."""
-        done = work.finished(prefix)
+    def _run(self, what: str, work: UnitWork, function: Callable[[int], int], part: Part) -> None:
+        """Work on the units that do not have this part yet."""
+        done = work.finished(part)
         left = [unit.number for unit in work.units if unit.number not in done]
         progress = UnitProgress(what, [unit.bytes for unit in work.units], done, time.monotonic)
         _release_memory()
@@ -221,17 +221,16 @@ class Preparer:
         )
         learned, trained = decision.rows_of(*known), decision.rows_of(IN_TRAIN)
         try:
-            encoding = Encoding(self.kind, work.config).fitted(folder, learned, trained)
+            return replace(work, encoding=work.encoding.fitted(folder, learned, trained))
         except LabelError as error:
             raise work.located(error, [unit.number for unit in work.units]) from error
-        return replace(work, targets=encoding.targets, columns=encoding.columns)
 
     def _sample(self, work: UnitWork) -> Sample:
         """Return a sample of the training rows that are kept. Compressed files may have more text than they say."""
         builder = SampleBuilder(work.sample_fraction)
         for unit in work.units:
-            sample = Sample.load(work.sample_file(unit.number))
-            codes = np.frombuffer(work.codes_file(unit.number).read_bytes(), np.uint8)
+            sample = Sample.load(work.file("sample", unit.number))
+            codes = np.frombuffer(work.file("codes", unit.number).read_bytes(), np.uint8)
             is_kept = (codes == KEPT) & (work.splits(unit.number) == IN_TRAIN)
             builder.limit(sample.fraction)
             for row, item, fraction in zip(sample.rows, sample.inputs, sample.fractions.tolist(), strict=True):
@@ -252,7 +251,7 @@ class Preparer:
         splits: dict[str, list[Shard]] = {split: [] for split in SPLITS}
         examples: dict[Reason, list[str]] = {}
         for unit in work.units:
-            result = UnitResult.model_validate_json(work.result_file(unit.number).read_bytes())
+            result = UnitResult.model_validate_json(work.file("result", unit.number).read_bytes())
             for split, shards in result.shards.items():
                 splits[split] += [shard.model_copy(update={"source": unit.source}) for shard in shards]
             for reason, shown in result.examples.items():
@@ -266,7 +265,7 @@ class Preparer:
             task=self.recipe.task,
             source=self.recipe.data.source,
             settings=settings,
-            columns=work.columns,
+            columns=work.encoding.columns,
             splits={split: shards for split, shards in splits.items() if shards},
         )
         index.save(folder)
@@ -274,7 +273,8 @@ class Preparer:
 
     def _require_blocks(self, splits: dict[str, list[Shard]]) -> None:
         config = self.recipe.data
-        for split in (TRAIN, VALIDATION):
+        is_tested = config.test_fraction is not None or config.test_source is not None
+        for split in (TRAIN, VALIDATION, *((TEST,) if is_tested else ())):
             if not splits[split]:
                 raise DataError(
                     f"data.source {config.source!r} has too few tokens in its {split} documents for one block: give "

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ from app.data.examples import MAX_EXAMPLES, REASONS, Natural, Reason
 from app.data.kinds import ColumnKind, merge_kinds
 from app.data.preparation.encoding import Encoding
 from app.data.preparation.sample import SampleBuilder
-from app.data.preparation.samples import SampleKind, TokenKind, groups_in
+from app.data.preparation.samples import TokenKind, groups_in
 from app.data.preparation.signatures import SignatureFiles
 from app.data.preparation.survey import (
     ALL_TEST,
@@ -30,13 +31,12 @@ from app.data.preparation.survey import (
     SurveyWriter,
 )
 from app.data.preparation.writers import SplitWriter
-from app.data.sharded import InputColumns
 from app.data.shards import Shard, ShardPlace
 from app.data.sources.cells import Rows
 from app.data.sources.formats.base import PAIRS
 from app.data.sources.labelled import kinds_of
 from app.data.sources.units import Unit, read_unit
-from app.data.targets import LabelError, Targets
+from app.data.targets import LabelError
 from app.data.tokenizer import LanguageTokenizer
 from app.errors import DataError
 from app.storage import list_names, stream_atomically, to_path, write_atomically
@@ -44,6 +44,18 @@ from app.storage import list_names, stream_atomically, to_path, write_atomically
 _MAX_EXAMPLE = 120
 WORK = ".work"
 """Folder of what a preparation needs until it ends."""
+Part = Literal["kinds", "survey", "sample", "codes", "facts", "moves", "digest", "doubts", "result"]
+"""What is kept of a unit there.
+
+- ``kinds``: its ``UnitKinds``, of a table;
+- ``survey``, ``sample``: its ``SurveyFile`` and its ``Sample``;
+- ``digest``: its ``RowsDigest``, by which the second pass notices that the source changed;
+- ``facts``: its ``UnitFacts``, written last when it is surveyed;
+- ``doubts``: its ``UnitDoubts``, with ``data.clean.label_noise``;
+- ``codes``: one byte for each row: whether it is kept;
+- ``moves``: the rows that moved from the split of their hash, with their new splits;
+- ``result``: its ``UnitResult``, written when its shards are.
+"""
 
 
 class UnitFacts(BaseModel):
@@ -94,14 +106,10 @@ class UnitWork:
     """What the work on any unit needs. It can be pickled."""
 
     folder: str
-    config: DataConfig
+    encoding: Encoding
+    """How rows are read. Its targets, and the columns of rows or records, are known once all is decided."""
     units: tuple[Unit, ...]
-    kind: SampleKind
-    targets: Targets | None
-    """What the labels mean, once all is decided. None: not yet, or there are no labels."""
     sample_fraction: float
-    columns: InputColumns = None
-    """The columns of rows or records, once their kinds are decided."""
 
     @property
     def work(self) -> UPath:
@@ -113,55 +121,35 @@ class UnitWork:
         """The ``LabelJudge``, if ``data.clean.label_noise`` is set."""
         return self.work / "judge.npz"
 
-    def doubts_file(self, number: int) -> UPath:
-        """The ``UnitDoubts`` of a unit."""
-        return self.work / f"doubts-{number:05d}.json"
+    def file(self, part: Part, number: int) -> UPath:
+        """The file of a part of what is kept of a unit."""
+        return self.work / f"{part}-{number:05d}"
 
-    def finished(self, prefix: str) -> set[int]:
-        """Return the numbers of the units that have a file of this prefix."""
-        names = [name.removeprefix(prefix) for name in list_names(self.work) if name.startswith(prefix)]
-        return {int(name.partition(".")[0]) for name in names}
-
-    def kinds_file(self, number: int) -> UPath:
-        """The ``UnitKinds`` of a unit."""
-        return self.work / f"kinds-{number:05d}.json"
+    def finished(self, part: Part) -> set[int]:
+        """Return the numbers of the units that have this part."""
+        return {int(name.removeprefix(f"{part}-")) for name in list_names(self.work) if name.startswith(f"{part}-")}
 
     @property
     def kinds(self) -> dict[str, ColumnKind]:
         """The kinds of the columns of a table, once all units are examined."""
         kinds: dict[str, ColumnKind] = {}
         for unit in self.units:
-            merge_kinds(kinds, UnitKinds.model_validate_json(self.kinds_file(unit.number).read_bytes()).kinds)
+            merge_kinds(kinds, UnitKinds.model_validate_json(self.file("kinds", unit.number).read_bytes()).kinds)
         return kinds
 
     def survey_of(self, number: int) -> SurveyFile:
         """The survey of a unit."""
-        return SurveyFile(self.work / f"survey-{number:05d}.arrow")
-
-    def sample_file(self, number: int) -> UPath:
-        """The sample of a unit."""
-        return self.work / f"sample-{number:05d}.arrow"
+        return SurveyFile(self.file("survey", number))
 
     def signature_files(self, number: int) -> SignatureFiles:
         """The signatures of a unit, for near duplicates."""
-        assert self.config.clean.near_duplicates is not None
-        return SignatureFiles(self.work, number, self.config.clean.near_duplicates)
-
-    def codes_file(self, number: int) -> UPath:
-        """One byte for each row of a unit: whether it is kept."""
-        return self.work / f"codes-{number:05d}.bin"
-
-    def facts_file(self, number: int) -> UPath:
-        """The ``UnitFacts`` of a unit, written when it is surveyed."""
-        return self.work / f"facts-{number:05d}.json"
+        threshold = self.encoding.config.clean.near_duplicates
+        assert threshold is not None
+        return SignatureFiles(self.work, number, threshold)
 
     def facts(self, number: int) -> UnitFacts:
         """Return the facts about a surveyed unit."""
-        return UnitFacts.model_validate_json(self.facts_file(number).read_bytes())
-
-    def moves_file(self, number: int) -> UPath:
-        """The file of the rows of a unit that moved from the split of their hash, with their new splits."""
-        return self.work / f"moves-{number:05d}.bin"
+        return UnitFacts.model_validate_json(self.file("facts", number).read_bytes())
 
     def unmoved_splits(self, number: int) -> NDArray[np.uint8]:
         """Return the split of each row of a unit by its hash, as an index into ``SPLITS``."""
@@ -171,45 +159,37 @@ class UnitWork:
     def splits(self, number: int) -> NDArray[np.uint8]:
         """Return the split of each row of a unit, as an index into ``SPLITS``, once all is decided."""
         splits = self.unmoved_splits(number)
-        rows, places = np.frombuffer(self.moves_file(number).read_bytes(), np.int64).reshape(2, -1)
+        rows, places = np.frombuffer(self.file("moves", number).read_bytes(), np.int64).reshape(2, -1)
         splits[rows] = places
         return splits
 
-    def digest_file(self, number: int) -> UPath:
-        """The ``RowsDigest`` of a unit, by which the second pass notices that the source changed."""
-        return self.work / f"digest-{number:05d}.bin"
-
-    def result_file(self, number: int) -> UPath:
-        """The ``UnitResult`` of a unit, written when its shards are."""
-        return self.work / f"unit-{number:05d}.json"
-
     def examine(self, number: int) -> int:
         """Find the kinds of a table's columns in a unit, and return its number. Raises DataError as ``survey``."""
-        columns, found = self.kind.columns(self._config_of(number)), UnitKinds()
+        columns, found = self.encoding.kind.columns(self._config_of(number)), UnitKinds()
         values = replace(columns, all=columns.values)
         for rows in read_unit(self.units[number], values):
             merge_kinds(found.kinds, kinds_of(rows, values))
-        write_atomically(self.kinds_file(number), found.model_dump_json().encode())
+        write_atomically(self.file("kinds", number), found.model_dump_json().encode())
         return number
 
     def survey(self, number: int) -> int:
         """Survey a unit, and return its number. Raises DataError if it cannot be read."""
         # Pairs are held out afterwards.
-        of_source = ALL_TRAIN if self.kind.contents == PAIRS else SplitRule.of(self.config)
+        of_source = ALL_TRAIN if self.encoding.kind.contents == PAIRS else SplitRule.of(self.encoding.config)
         rule: Rule = ALL_TEST if self.units[number].is_test else of_source
         config = self._config_of(number)
         facts, digest = UnitFacts(rows=0, label_names=[], unreadable=None), RowsDigest()
         with ExitStack() as stack:
             file = stack.enter_context(stream_atomically(self.survey_of(number).path))
-            sample = SampleBuilder(self.sample_fraction, cuts=not self.kind.strips)
-            surveyor = SurveyWriter(Cleaner(self.config.clean, self.kind), rule, sample, file)
-            near = self.config.clean.near_duplicates is not None
+            sample = SampleBuilder(self.sample_fraction, cuts=not self.encoding.kind.strips)
+            surveyor = SurveyWriter(Cleaner(self.encoding.config.clean, self.encoding.kind), rule, sample, file)
+            near = self.encoding.config.clean.near_duplicates is not None
             signatures = stack.enter_context(self.signature_files(number).writer()) if near else None
             for rows in self._rows(number):
                 digest.add(rows)
-                inputs = self.kind.inputs(rows, config, verify=True)
+                inputs = self.encoding.kind.inputs(rows, config, verify=True)
                 try:
-                    cleaned = surveyor.add(inputs, self.kind.labels(rows, config), groups_in(rows))
+                    cleaned = surveyor.add(inputs, self.encoding.kind.labels(rows, config), groups_in(rows))
                 except LabelError as error:
                     raise self.located(error, [number]) from error
                 if facts.unreadable is None and None in cleaned:
@@ -217,15 +197,15 @@ class UnitWork:
                 if signatures and cleaned:
                     signatures.add(cleaned)
             surveyor.close()
-            sample.build().save(self.sample_file(number))
+            sample.build().save(self.file("sample", number))
         facts.rows, facts.label_names = surveyor.num_rows, surveyor.label_names
-        write_atomically(self.digest_file(number), digest.digest())
-        write_atomically(self.facts_file(number), facts.model_dump_json().encode())  # marks the unit as done
+        write_atomically(self.file("digest", number), digest.digest())
+        write_atomically(self.file("facts", number), facts.model_dump_json().encode())  # marks the unit as done
         return number
 
     def write(self, number: int) -> int:
         """Write the shards of a unit, and return its number. Raises DataError if the source changed meanwhile."""
-        codes = np.frombuffer(self.codes_file(number).read_bytes(), np.uint8)
+        codes = np.frombuffer(self.file("codes", number).read_bytes(), np.uint8)
         splits = self.splits(number)
         examples: dict[Reason, list[str]] = {}
         found = [survey.labels for survey in self.survey_of(number)]
@@ -234,8 +214,8 @@ class UnitWork:
         config, writers = self._config_of(number), {split: self._writer(split, number) for split in SPLITS}
         for start, inputs, rows in self.converted(number):
             part = slice(start, start + len(inputs))
-            labels = self.kind.labels(rows, config) or [""] * len(inputs)
-            if [names[place] for place in places[part]] != list(map(self.kind.counted, labels)):
+            labels = self.encoding.kind.labels(rows, config) or [""] * len(inputs)
+            if [names[place] for place in places[part]] != list(map(self.encoding.kind.counted, labels)):
                 raise self._changed(number)
             try:
                 self._add(writers, inputs, labels, codes[part], splits[part])
@@ -244,7 +224,7 @@ class UnitWork:
             _collect(examples, inputs, rows, codes[part])
         shards = {split: writer.close() for split, writer in writers.items()}
         result = UnitResult(shards=shards, examples=examples)
-        write_atomically(self.result_file(number), result.model_dump_json().encode())
+        write_atomically(self.file("result", number), result.model_dump_json().encode())
         return number
 
     def located(self, error: LabelError, numbers: Iterable[int]) -> LabelError:
@@ -252,20 +232,20 @@ class UnitWork:
         for number in numbers:
             config = self._config_of(number)
             for rows in self._rows(number):
-                for row, label in enumerate(self.kind.labels(rows, config) or ()):
+                for row, label in enumerate(self.encoding.kind.labels(rows, config) or ()):
                     if error.is_of(label):
                         return LabelError(f"{rows.place(row)}: {error}", error.label).of(error.rule, error.key)
         return error
 
     def converted(self, number: int) -> Iterator[tuple[int, list[Natural | None], Rows]]:
         """Yield the first row of each batch of a unit, its converted inputs, and the batch."""
-        start, cleaner, digest = 0, Cleaner(self.config.clean, self.kind), RowsDigest()
+        start, cleaner, digest = 0, Cleaner(self.encoding.config.clean, self.encoding.kind), RowsDigest()
         config = self._config_of(number)
         for rows in self._rows(number):
             digest.add(rows)
-            yield start, [cleaner.convert(item) for item in self.kind.written(rows, config)], rows
+            yield start, [cleaner.convert(item) for item in self.encoding.kind.written(rows, config)], rows
             start += len(rows)
-        if digest.digest() != self.digest_file(number).read_bytes():
+        if digest.digest() != self.file("digest", number).read_bytes():
             raise self._changed(number)
 
     def _changed(self, number: int) -> DataError:
@@ -291,17 +271,18 @@ class UnitWork:
 
     def _writer(self, split: str, number: int) -> SplitWriter:
         key = "test_source" if self.units[number].is_test else "source"
-        place, tokenizer = ShardPlace(to_path(self.folder), f"{split}-{number:05d}", self.config.shards.size), None
-        if isinstance(self.kind, TokenKind):
-            tokenizer = LanguageTokenizer.load(place.folder)
-        return Encoding(self.kind, self.config, self.targets, self.columns, tokenizer).writer(place, key)
+        place = ShardPlace(to_path(self.folder), f"{split}-{number:05d}", self.encoding.config.shards.size)
+        encoding = self.encoding
+        if isinstance(encoding.kind, TokenKind):
+            encoding = replace(encoding, tokenizer=LanguageTokenizer.load(place.folder))
+        return encoding.writer(place, key)
 
     def _rows(self, number: int) -> Iterator[Rows]:
-        return read_unit(self.units[number], self.kind.columns(self._config_of(number)))
+        return read_unit(self.units[number], self.encoding.kind.columns(self._config_of(number)))
 
     def _config_of(self, number: int) -> DataConfig:
         """Return the configuration of a unit's source."""
-        return self.config.each_source()[self.units[number].source]
+        return self.encoding.config.each_source()[self.units[number].source]
 
 
 def _collect(

@@ -1,4 +1,4 @@
-"""All labelled examples of a source, in memory."""
+"""The columns of labelled examples, and what each row of them is as an input."""
 
 import json
 import re
@@ -8,56 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from app.best_effort import warn
-from app.config import ColumnsConfig, DataConfig
+from app.config import ColumnsConfig
 from app.data.audio import require_recording
-from app.data.examples import Examples, Input, Modality
+from app.data.examples import Input, Modality
 from app.data.images import require_picture
-from app.data.kinds import ColumnKind, merge_kinds, resolve_kinds
+from app.data.kinds import ColumnKind
 from app.data.rows import Record, RowColumns, TableRows
 from app.data.sources.cells import Column, Columns, Kind, Rows
 from app.data.sources.formats import FORMATS, SourceFile
-from app.data.sources.formats.builtin import find_examples
-from app.data.sources.source import Source, require_readable
-from app.data.sources.units import Contents, column_names, list_all, read_files, tell_unread
+from app.data.sources.units import Contents, column_names
 from app.errors import DataError
 
 INPUT, LABEL, GROUP = "data.columns.input", "data.columns.label", "data.group_column"
 _INDEX_NAME = re.compile(r"|Unnamed: 0(\.\d+)*|__index_level_\d+__")
 """What pandas calls the index of a table that it writes as a column."""
-
-
-def load_examples(config: DataConfig, modality: Modality = "text", label_kind: Kind = "label") -> Examples:
-    """Read every example of a source.
-
-    Args:
-        config: names the source and its columns.
-        modality: how the source is read: as texts, files, rows or records.
-        label_kind: whether a row has one label or may have several.
-
-    Raises:
-        DataError: the source does not exist, its format is unknown, a column is missing, or there are no rows.
-    """
-    source = Source(config.source)
-    files, unread = list_all(source, modality)
-    tell_unread(source, unread)
-    if source.uri.startswith("builtin:"):
-        examples = find_examples(source)
-    else:
-        named = resolve_columns(files, config.columns, modality)
-        columns = labelled_columns(named, modality, label_kind=label_kind)
-        batches = list(read_files(files, columns))
-        kinds: dict[str, ColumnKind] = {}
-        for rows in batches:
-            merge_kinds(kinds, kinds_of(rows, columns))
-        examples, named = Examples(modality, [], []), resolve_kinds(kinds, named)
-        for rows in batches:
-            _add(examples, rows, columns, named)
-    if not examples.given:
-        raise DataError(f"{source} has no examples: give a source that has some").of("source.empty")
-    left_out = {reason: len(places) for reason, places in examples.left_out.items()}
-    first = next((places[0] for places in examples.left_out.values()), "")
-    require_readable(source, left_out, examples.given, config.clean, first)
-    return examples
 
 
 def resolve_columns(files: Sequence[SourceFile], config: ColumnsConfig, contents: Contents) -> ColumnsConfig:
@@ -121,17 +85,6 @@ def _of_input(config: ColumnsConfig, contents: Modality) -> Iterator[Column]:
         yield from _fields(config)
     else:
         yield Column(INPUT, config.input, "text" if contents == "text" else "file")
-
-
-def _add(examples: Examples, rows: Rows, columns: Columns, config: ColumnsConfig) -> None:
-    """Add rows."""
-    labels: list[str] = rows.cells[LABEL].to_pylist()
-    for number, (item, given) in enumerate(zip(inputs_of(rows, columns, config), labels, strict=True)):
-        if item is None:
-            examples.leave_out("not_text" if examples.modality == "text" else "unreadable", rows.place(number))
-        else:
-            examples.inputs.append(item)
-            examples.labels.append(given)
 
 
 def kinds_of(rows: Rows, columns: Columns) -> dict[str, ColumnKind]:

@@ -36,8 +36,8 @@ class MicroEpoch(BaseModel):
     shards: list[Shard]
     report: CleaningReport
     """Over all messages since the run began."""
-    total_rows: int = 0
-    """Training samples since the run began. Manifests of the first version lack it."""
+    total_rows: int
+    """Training samples since the run began."""
     unused_tokens: int = 0
     """Tokens at the end of its last document that fill no block."""
 

@@ -288,7 +288,8 @@ def test_the_standard_library_is_a_set_of_conversations(tmp_path: Path) -> None:
 def conversations_in(data: ChatData) -> dict[str, list[tuple[tuple[int, int], ...]]]:
     """The tokens and targets of each conversation of each split, sorted."""
     found = {}
-    for name, split in (("train", data.train), ("validation", data.validation)):
+    for name, split in (("train", data.train), ("validation", data.validation), ("test", data.test)):
+        assert split is not None
         chats: list[tuple[tuple[int, int], ...]] = []
         for row, length in enumerate(split.lengths):
             batch = split.batch([row])
@@ -312,7 +313,7 @@ def test_units_of_any_size_keep_the_same_conversations_in_the_same_splits(tmp_pa
 
     found = []
     for packing, shards in product(("true", "false"), ("{}", "{size: 6KB, window: 20KB}")):
-        keys = [f"data.chat.packing={packing}", f"data.shards={shards}"]
+        keys = [f"data.chat.packing={packing}", f"data.shards={shards}", "data.test_fraction=0.1"]
         data = prepare(recipe_of(tmp_path, source, *keys), elsewhere)
         assert isinstance(data, ChatData)
         found.append((data, conversations_in(data)))

@@ -16,9 +16,9 @@ from upath import UPath
 from app.config import CleanConfig, DataConfig, ImageConfig, TokenizerConfig
 from app.data.images import ImageProcessor
 from app.data.labelled import LabelledData, LabelledDataset
-from app.data.sources.labelled import load_examples
 from app.data.targets import Classes
 from app.data.text import TextProcessor
+from tests.examples import read_examples
 from tests.preparing import data_of, rows_in
 from tests.wording import refused
 
@@ -148,8 +148,8 @@ def test_cleaning_drops_each_example_for_one_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_tables_are_read(tmp_path: Path, suffix: str) -> None:
     WRITERS[suffix](tmp_path / f"table.{suffix}")
-    examples = load_examples(DataConfig(source=str(tmp_path / f"table.{suffix}")))
-    assert list(examples) == list(zip(TABLE["text"], TABLE["label"], strict=True))
+    examples = read_examples(DataConfig(source=str(tmp_path / f"table.{suffix}")))
+    assert examples == list(zip(TABLE["text"], TABLE["label"], strict=True))
 
 
 def test_an_image_folder_is_read(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 from app.config import DataConfig
 from app.data import builtin
 from app.data.images import ImageProcessor
-from app.data.sources.labelled import load_examples
+from tests.examples import read_examples
 from tests.preparing import data_of, rows_in
 from tests.wording import refused
 
@@ -38,12 +38,11 @@ def write(folder: Path, files: dict[str, bytes]) -> DataConfig:
 
 @pytest.mark.parametrize("files", [SET, PACKED, {**SET, **dict.fromkeys(PACKED, b"")}], ids=["plain", "gzip", "both"])
 def test_pictures_and_labels_are_read_without_loss(tmp_path: Path, files: dict[str, bytes]) -> None:
-    examples = load_examples(
+    examples = read_examples(
         write(tmp_path, {**files, "t10k-images-idx3-ubyte": b"the test set is left alone"}), "image"
     )
-    assert examples.modality == "image"
-    assert examples.labels == [str(number) for number in NUMBERS]
-    decoded = [np.asarray(Image.open(io.BytesIO(content))) for content in examples.inputs]
+    assert [label for _, label in examples] == [str(number) for number in NUMBERS]
+    decoded = [np.asarray(Image.open(io.BytesIO(content))) for content, _ in examples]
     assert np.array_equal(decoded, PICTURES)
 
 
@@ -69,8 +68,8 @@ def test_pictures_and_labels_are_read_without_loss(tmp_path: Path, files: dict[s
     ],
 )
 def test_files_that_are_no_idx_set_are_refused(tmp_path: Path, files: dict[str, bytes], rule: str) -> None:
-    with refused(rule):
-        load_examples(write(tmp_path, files), "image")
+    with refused(rule, "data.source" if rule == "source.empty" else None):
+        data_of(write(tmp_path, files), ImageProcessor)
 
 
 def test_fashion_has_the_names_of_its_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +78,9 @@ def test_fashion_has_the_names_of_its_classes(tmp_path: Path, monkeypatch: pytes
     data = data_of(DataConfig(source="builtin:fashion", validation_fraction=0.5), ImageProcessor)
     assert data.labels == sorted(data.labels)
     assert len(data.train) == len(data.validation) == 10  # each has a picture of each label
-    examples = load_examples(DataConfig(source="builtin:fashion"), "image")
-    assert examples.labels[:3] == ["T-shirt/top", "Trouser", "Pullover"]
-    assert examples.labels[9] == "Ankle boot"
+    labels = [label for _, label in read_examples(DataConfig(source="builtin:fashion"), "image")]
+    assert labels[:3] == ["T-shirt/top", "Trouser", "Pullover"]
+    assert labels[9] == "Ankle boot"
 
 
 def test_the_test_files_are_the_test_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +91,7 @@ def test_the_test_files_are_the_test_source(tmp_path: Path, monkeypatch: pytest.
     for source in ("builtin:fashion", str(tmp_path)):
         data = data_of(DataConfig(source=source, test_source=source, validation_fraction=0.5), ImageProcessor)
         assert data.rows == {"train": 10, "validation": 10, "test": 4}
-        labels = load_examples(DataConfig(source=source), "image").labels
+        labels = [label for _, label in read_examples(DataConfig(source=source), "image")]
         assert [label for _, label in rows_in(data)["test"]] == labels[:4]
 
 
@@ -100,10 +99,10 @@ def test_a_label_that_fashion_has_not_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(builtin, "FASHION_FOLDER", str(tmp_path))
     write(tmp_path, {**SET, LABELS: idx(np.full(20, 10, np.uint8))})
     with refused("labels.unknown"):
-        load_examples(DataConfig(source="builtin:fashion"), "image")
+        read_examples(DataConfig(source="builtin:fashion"), "image")
 
 
 def test_fashion_says_how_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtin, "FASHION_FOLDER", str(tmp_path / "missing"))
     with refused("source.not_installed"):
-        load_examples(DataConfig(source="builtin:fashion"), "image")
+        read_examples(DataConfig(source="builtin:fashion"), "image")

@@ -104,21 +104,24 @@ def test_a_folder_is_read_with_its_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", KINDS, ids=lambda config: config.kind)
 def test_the_split_is_by_document_and_loses_nothing(tmp_path: Path, config: TokenizerConfig) -> None:
     source = folder_of(tmp_path, TEXTS)
-    data = documents_of(DataConfig(source=source, validation_fraction=0.2, block_length=16, tokenizer=config))
-    train, validation = (
+    shared = {"source": source, "validation_fraction": 0.2, "block_length": 16, "tokenizer": config}
+    data = documents_of(DataConfig(**shared, test_fraction=0.1))
+    assert data.test is not None
+    train, validation, test = (
         data.tokenizer.decode(blocks.batch(range(len(blocks))).inputs["input_ids"].ravel().tolist()).split(END)
-        for blocks in (data.train, data.validation)
+        for blocks in (data.train, data.validation, data.test)
     )
     # Tokens at the end of a split that do not fill a block are left out.
-    ends = (train.pop(), validation.pop())
-    assert not {*train} & {*validation}
-    assert {*train, *validation} <= set(TEXTS)
-    missing = set(TEXTS) - {*train, *validation}
-    assert len(missing) <= 2
+    ends = (train.pop(), validation.pop(), test.pop())
+    found = [*train, *validation, *test]
+    assert len(found) == len({*found})
+    assert {*found} <= set(TEXTS)
+    missing = set(TEXTS) - {*found}
+    assert len(missing) <= 3
     assert all(any(text.startswith(end) for end in ends) for text in missing)
     assert 1 <= len(validation) <= 8
     assert data.facts == {"vocab_size": data.tokenizer.facts["vocab_size"], "max_length": 16}
-    other = documents_of(DataConfig(source=source, validation_fraction=0.2, block_length=16, tokenizer=config, seed=1))
+    other = documents_of(DataConfig(**shared, test_fraction=0.1, seed=1))
     assert other.fingerprint != data.fingerprint
 
 
@@ -138,13 +141,15 @@ def test_each_block_has_an_origin_where_the_last_source_has_no_validation_docume
 @pytest.mark.parametrize("place", ["{tmp_path}/data", "memory://{unique}/data"])
 def test_data_is_read_as_it_was_written(tmp_path: Path, place: str) -> None:
     (tmp_path / "source").mkdir()
-    data = documents_of(DataConfig(source=folder_of(tmp_path / "source", TEXTS), block_length=32))
+    data = documents_of(DataConfig(source=folder_of(tmp_path / "source", TEXTS), block_length=32, test_fraction=0.2))
     folder = UPath(place.format(tmp_path=tmp_path, unique=uuid.uuid4().hex))
     data.save(folder)
     loaded = LanguageData.load(folder)
     assert loaded.fingerprint == data.fingerprint
     assert loaded.facts == data.facts
-    assert loaded.summary == data.summary
+    # Only what publishes a version reads the test split.
+    assert (loaded.test, loaded.with_test().summary) == (None, data.summary)
+    assert f"testing the published version on {len(data.test or ())}" in data.summary
     kept: Dataset = loaded.train
     assert np.array_equal(kept.batch([1]).targets, data.train.batch([1]).targets)
 

@@ -21,7 +21,7 @@ from app.data.preparation.encoding import Encoding
 from app.data.preparation.samples import Documents, Labelled, TaggedTexts
 from app.data.sources import units
 from app.data.sources.formats import FORMATS
-from app.data.sources.labelled import INPUT, LABEL, labelled_columns, load_examples
+from app.data.sources.labelled import INPUT, LABEL, labelled_columns
 from app.data.sources.source import Source
 from app.data.sources.units import list_files, read_source
 from app.data.streaming.messages import Message
@@ -29,6 +29,7 @@ from app.data.streaming.rows import StreamRows
 from app.data.targets import Classes
 from app.data.written import name_of
 from app.errors import DataError
+from tests.examples import read_examples
 from tests.helpers import ROOT
 from tests.odd import LEFT_OUT, Odd, arrow, lines, parquet, picture, tar, zipped
 
@@ -148,10 +149,10 @@ CSV = [
     csv("zero byte in a cell", HEAD + "a\0b,c\nx,d\n", [("a\0b", "c"), ("x", "d")]),
     csv("zero bytes after the rows", HEAD + "a,c\n" + "\0" * 20, refused="rows.csv', row 2…1 cells"),
     csv("zero bytes alone", "\0" * 40, refused="rows.csv…zero bytes…torn"),
-    csv("only a header", HEAD, refused="rows.csv' has no examples"),
-    csv("only a header without end", "text,label", refused="rows.csv' has no examples"),
-    csv("empty", "", refused="rows.csv' has no examples"),
-    csv("empty table", "", refused="rows.csv' has no examples", contents="row"),
+    csv("only a header", HEAD, []),
+    csv("only a header without end", "text,label", []),
+    csv("empty", "", []),
+    csv("empty table", "", [], contents="row"),
     csv("blank lines", "\n  \n" + HEAD + "\na,b\n\n\nc,d\n\n", BOTH),
     csv("joined files", (HEAD + "a,b\n") * 2, refused="rows.csv', row 2…repeats the names…remove"),
     csv("a comment before the header", "# x\n" + HEAD + "a,b\n", refused="data.columns.input…rows.csv…# x…correct"),
@@ -221,7 +222,7 @@ JSONL = [
     jsonl("gzip", gzip.compress(lines(ROW).encode()), refused="rows.jsonl…gzip: unpack"),
     jsonl("UTF-16", lines(ROW).encode("utf-16"), refused="rows.jsonl…UTF-16…UTF-8"),
     jsonl("cp1252", b'{"text": "\xe9", "label": "b"}\n', refused="line 1…UTF-8"),
-    jsonl("empty", "", refused="rows.jsonl' has no examples"),
+    jsonl("empty", "", []),
     jsonl("zero bytes", lines(ROW) + "\0\0\0", refused="rows.jsonl', line…not JSON"),
     jsonl("types", lines(*({"text": cell, "label": cell} for cell in (1, 1.0, "1.0", True, -0.0, 0.1, " 2.50 "))), [
         ("1", "1"), ("1", "1"), ("1.0", "1"), ("True", "True"), ("0", "0"), ("0.1", "0.1"), (" 2.50 ", "2.50"),
@@ -277,7 +278,7 @@ TABLES = [
         [TEXTS, TEXTS, XY], ["text", "text", "label"])),
     *table("one name twice, not read", READ,
         of=pa.Table.from_arrays([TEXTS, TEXTS, TEXTS, XY], ["n", "n", "text", "label"])),
-    *table("no rows", refused="rows… has no examples", of=LONG.slice(0, 0)),
+    *table("no rows", [], of=LONG.slice(0, 0)),
     *table("no columns", refused="data.columns.input…no columns", of=pa.table({})),
     *table("a dot in a name", READ, of={"a.b": XY}, columns={"label": "a.b"}),
     *table("a stream", READ, of={}, kinds=["stream"]),
@@ -344,7 +345,7 @@ FILES = [
     tars("two joined", PAIR + PAIR, refused="some.tar…more after its end-of-archive…apart"),
     tars("gzip", gzip.compress(PAIR), refused="some.tar…gzip: unpack"),
     tars("empty", b"", refused="some.tar…cannot be read"),
-    tars("no members", tar(), refused="some.tar' has no examples"),
+    tars("no members", tar(), []),
     tars("another extension", tar(("0.img", PNG), ("0.cls", b"a")),
         refused="sample 0…picture…it has .img, .cls…expected"),
     tars("no label", tar(("0.png", PNG)), refused="sample 0…label…it has .png…expected .cls"),
@@ -449,9 +450,8 @@ def read(source: Path, odd: Odd) -> list[Any]:
             for rows in read_source(Source(str(source)), kind.columns(given))
             for text, tags in zip(kind.inputs(rows, given, verify=True), kind.labels(rows, given), strict=True)
         ]
-    examples = load_examples(config, odd.contents)  # type: ignore[arg-type]
-    left_out = sum(map(len, examples.left_out.values()))
-    return [(natural(item, odd), label) for item, label in examples] + [LEFT_OUT] * left_out
+    examples = read_examples(config, odd.contents)  # type: ignore[arg-type]
+    return [LEFT_OUT if item is None else (natural(item, odd), label) for item, label in examples]
 
 
 def natural(item: Any, odd: Odd) -> Any:
@@ -466,9 +466,7 @@ def natural(item: Any, odd: Odd) -> Any:
 def expected(odd: Odd) -> list[Any]:
     if odd.contents == "row":
         return [({n: c if c is None else name_of(c) for n, c in row.items()}, label) for row, label in odd.read]
-    if odd.contents in ("language-modeling", "tagged"):
-        return list(odd.read)
-    return sorted(odd.read, key=lambda row: row is LEFT_OUT)
+    return list(odd.read)
 
 
 @pytest.mark.parametrize("unit_bytes", [units.WHOLE, TINY], ids=["whole", "cut"])
@@ -527,8 +525,8 @@ def test_a_relative_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "pictures/.x/a").mkdir(parents=True)
     (tmp_path / "pictures/.x/a/1.png").write_bytes(PNG)
     monkeypatch.chdir(tmp_path)
-    assert list(load_examples(DataConfig(source="tables"))) == ONE
-    assert list(load_examples(DataConfig(source="pictures/.x"), "image")) == [(PNG, "a")]
+    assert read_examples(DataConfig(source="tables")) == ONE
+    assert read_examples(DataConfig(source="pictures/.x"), "image") == [(PNG, "a")]
 
 
 def test_a_new_format_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,10 +536,10 @@ def test_a_new_format_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(FORMATS, "fasttext", namespace["FastText"]())
     path = tmp_path / "films.ft"
     path.write_bytes("__label__good a fine film\n__label__bad a dull é\n".encode())
-    assert list(load_examples(DataConfig(source=str(path)))) == [("a fine film", "good"), ("a dull é", "bad")]
+    assert read_examples(DataConfig(source=str(path))) == [("a fine film", "good"), ("a dull é", "bad")]
     (unit,) = units.cut_units(units.list_files(Source(str(path)), "text"), TINY)
     (rows,) = units.read_unit(unit, labelled_columns(ColumnsConfig(), "text"))
     assert rows.cells[INPUT].to_pylist() == ["a fine film", "a dull é"]
     path.write_bytes(b"__label__\xff a film\n")
     with pytest.raises(DataError, match=r"films\.ft', row 1: 'label' is not text in UTF-8"):
-        load_examples(DataConfig(source=str(path)))
+        read_examples(DataConfig(source=str(path)))

@@ -15,6 +15,7 @@ from app.data.labelled import LabelledData
 from app.data.language import LanguageData
 from app.data.preparation import prepare as preparing
 from app.data.preparation import sample as sampling
+from app.data.preparation.encoding import Encoding
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.samples import Documents
 from app.data.preparation.work import UnitWork
@@ -190,10 +191,10 @@ def test_another_tokenizer_at_the_same_place_makes_other_shards(tmp_path: Path) 
 def test_units_beyond_five_digits_are_found_again(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     units = tuple(Unit(number, ()) for number in range(100_011))
-    work = UnitWork(str(tmp_path), recipe.data, units, Documents(), None, sample_fraction=1.0)
+    work = UnitWork(str(tmp_path), Encoding(Documents(), recipe.data), units, sample_fraction=1.0)
     for number in (7, 10_000, 100_010):
-        write_atomically(work.facts_file(number), b"{}")
-    assert work.finished("facts-") == {7, 10_000, 100_010}
+        write_atomically(work.file("facts", number), b"{}")
+    assert work.finished("facts") == {7, 10_000, 100_010}
 
 
 def test_a_driver_that_lists_no_versions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,11 @@ from upath import UPath
 from app.config import Recipe, load_recipe
 from app.data.preparation import prepare as preparing
 from app.data.preparation.preview import require_readable
-from app.data.sources.labelled import load_examples
 from app.data.tabular import TabularProcessor
 from app.errors import DataError
 from app.storage import open_storage, to_path
 from app.tasks import find_task, prepare
+from tests.examples import read_examples
 from tests.preparing import ROWS, prepared, recipe_of, rows_in, text, write_table
 from tests.wording import refused
 
@@ -142,7 +142,7 @@ def test_a_number_is_one_label_in_every_type(tmp_path: Path) -> None:
     data = prepared(source)
     assert data.labels == ["0", "1"]
     assert dict(row for rows in rows_in(data).values() for row in rows) == expected
-    assert dict(load_examples(recipe_of(source).data)) == expected
+    assert dict(read_examples(recipe_of(source).data)) == expected
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])

@@ -16,6 +16,7 @@ import pytest
 
 from app.config import ColumnsConfig, DataConfig
 from app.data.preparation import sample, signatures
+from app.data.preparation.encoding import Encoding
 from app.data.preparation.samples import Documents
 from app.data.preparation.signatures import signatures_of
 from app.data.preparation.work import UnitWork
@@ -158,9 +159,9 @@ def test_the_sample_of_a_compressed_source_is_bounded(tmp_path: Path, monkeypatc
     recipe = language_recipe(tmp_path / "texts.parquet")
     files = list_files(Source(recipe.data.source), DOCUMENTS)
     units = tuple(cut_units(files, 10**9))
-    work = UnitWork(str(tmp_path), recipe.data, units, Documents(), None, sample_fraction=1.0)
+    work = UnitWork(str(tmp_path), Encoding(Documents(), recipe.data), units, sample_fraction=1.0)
     work.survey(0)
-    assert 100_000 < work.sample_file(0).stat().st_size < 300_000
+    assert 100_000 < work.file("sample", 0).stat().st_size < 300_000
 
 
 @pytest.mark.slow

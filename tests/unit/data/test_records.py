@@ -22,7 +22,6 @@ from upath import UPath
 from app.compile.export import export_onnx
 from app.config import CleanConfig, Recipe
 from app.data.records import RecordProcessor
-from app.data.sources.labelled import load_examples
 from app.engines.onnxruntime import open_oracle
 from app.models.factory import build_model
 from app.models.multimodal import LateFusion
@@ -32,6 +31,7 @@ from app.tasks import find_served_task, load_with_test, prepare
 from app.tensors import OUTPUT, check_tensors
 from app.training.data.ranks import DataRank, validation_share
 from app.training.data.recipe_order import order_of
+from tests.examples import read_examples
 from tests.records import FIELDS, recipe_of, with_data, write_goods
 from tests.wording import refused
 
@@ -51,7 +51,7 @@ def fields_in(data: Any, indices: Sequence[int]) -> set[tuple[str, ...]]:
 
 def test_a_table_becomes_records_which_are_kept_as_they_are(table: Path, tmp_path: Path) -> None:
     recipe = recipe_of(table)
-    first = json.loads(load_examples(recipe.data, "record").inputs[0])
+    first = json.loads(read_examples(recipe.data, "record")[0][0])
     assert list(first) == list(FIELDS)
     assert first["size"] == {"width": 0.0, "colour": "red"}
     assert base64.b64decode(first["photo"]) == (tmp_path / "0.png").read_bytes()
@@ -241,7 +241,7 @@ def test_rows_without_any_field_are_dropped_and_counted(table: Path, drop_empty:
 def read_fields(path: Path, table: pa.Table) -> list[Any]:
     parquet.write_table(table, path)
     fields = {"title": {"kind": "text"}, "size": {"kind": "row", "columns": ["day", "price"]}}
-    return [json.loads(item) for item in load_examples(recipe_of(path, fields).data, "record").inputs]
+    return [json.loads(item) for item, _ in read_examples(recipe_of(path, fields).data, "record")]
 
 
 def test_cells_of_parquet_are_read_in_every_type(tmp_path: Path) -> None:

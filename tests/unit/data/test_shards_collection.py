@@ -1,5 +1,7 @@
 """Prepared data in storage: listed, shown, and deleted unless a run reads it."""
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 from upath import UPath
@@ -66,6 +68,9 @@ def test_data_are_listed_shown_and_deleted_when_no_run_reads_them(root: UPath) -
     shown = rayloom(root, "show", used[0][:6])
     assert "1,797 examples, 1,797 kept" in shown
     assert "train/20260101-000000-digits-aaaa" in shown
+    told = json.loads(rayloom(root, "show", used[0][:6], "--json"))
+    assert (told["source"], sum(split["rows"] for split in told["splits"].values())) == ("builtin:digits", 1797)
+    assert "train/20260101-000000-digits-aaaa" in told["runs"]
     assert "refused: data 0000000000000000 is incomplete" in rayloom(root, "show", "00000000")
     assert "has no such data ('zz')" in rayloom(root, "show", "zz")
 

@@ -18,7 +18,6 @@ from upath import UPath
 from app.compile.export import export_onnx
 from app.config import ColumnsConfig, DataConfig, Recipe
 from app.data.labelled import LabelledData
-from app.data.sources.labelled import load_examples
 from app.data.tabular import TabularProcessor
 from app.data.targets import Classes, LabelSets, Numbers, Scale
 from app.engines.onnxruntime import open_oracle
@@ -27,6 +26,7 @@ from app.tasks import load_with_test, prepare
 from app.tasks.multilabel import F1, ExactMatch
 from app.tasks.regression import MeanAbsoluteError, RootMeanSquaredError, RSquared
 from app.tensors import OUTPUT
+from tests.examples import read_examples
 from tests.preparing import rows_in, write_table
 from tests.wording import refused
 
@@ -316,7 +316,7 @@ def test_an_empty_cell_leaves_the_other_labels_as_they_are(tmp_path: Path, suffi
         feather.write_feather(table, path)
     else:
         path.write_text("\n".join(map(json.dumps, table.to_pylist())), encoding="utf-8")
-    assert load_examples(DataConfig(source=str(path))).labels == ["1", "", "2"]
+    assert [label for _, label in read_examples(DataConfig(source=str(path)))] == ["1", "", "2"]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "arrow", "jsonl"])
@@ -334,7 +334,7 @@ def test_a_column_means_the_same_in_every_format(tmp_path: Path, suffix: str) ->
     else:
         path.write_text("\n".join(map(json.dumps, table.to_pylist())), encoding="utf-8")
     config = DataConfig(source=str(path), columns=ColumnsConfig(categories=["code"]))
-    processor = TabularProcessor.fit([json.loads(item) for item in load_examples(config, "row").inputs], config)
+    processor = TabularProcessor.fit([json.loads(item) for item, _ in read_examples(config, "row")], config)
     assert processor.facts == {"num_numbers": 1, "num_categories": 4, "num_category_columns": 1}
     places = [processor.encode([{"age": 2, "code": code}])["categories"].item() for code in codes]
     assert sorted(set(places)) == [1, 2, 3]

@@ -1,7 +1,5 @@
 """The built-in sets, as rows."""
 
-import base64
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar
@@ -14,7 +12,7 @@ from app.data.builtin import (
     BUILTIN_SPANS,
     BUILTIN_TEST,
 )
-from app.data.examples import Examples, Input
+from app.data.examples import Examples, Natural
 from app.data.sources.cells import BATCH_ROWS, Columns, Rows, rows_from, rows_of_objects
 from app.data.sources.formats.base import CHATS, DOCUMENTS, PAIRS, TAGGED, Format, Piece
 from app.data.sources.source import Source, find_builtin
@@ -40,7 +38,8 @@ class Builtin(Format):
     def column_names(self, path: str) -> list[str]:
         """Return the features or the fields of the first row; none if it has neither."""
         examples = find_examples(Source(path, self._key))
-        return list(json.loads(examples.inputs[0])) if examples.modality in ("row", "record") else []
+        first = examples.inputs[0]
+        return list(first) if isinstance(first, Mapping) else []
 
     def read(self, pieces: Sequence[Piece], columns: Columns) -> Iterator[Rows]:
         for piece in pieces:
@@ -92,12 +91,6 @@ def find_examples(source: Source) -> Examples:
     return read()
 
 
-def _row(item: Input, label: str, columns: Columns) -> Mapping[str, Any]:
-    if columns.contents in ("row", "record"):
-        row: dict[str, Any] = json.loads(item)
-        for column in columns.all:
-            if column.kind == "file" and column.name in row:
-                row[column.name] = base64.b64decode(row[column.name])
-    else:
-        row = {columns.content.name: item}
-    return row | ({columns.label.name: label} if columns.label else {})
+def _row(item: Natural, label: str, columns: Columns) -> Mapping[str, Any]:
+    row = item if isinstance(item, Mapping) else {columns.content.name: item}
+    return {**row, **({columns.label.name: label} if columns.label else {})}
