@@ -5,6 +5,7 @@ import difflib
 import importlib
 import importlib.util
 from collections.abc import Iterable
+from os.path import isfile, relpath  # isfile is False for a folder that cannot be read
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,7 @@ def require_named(import_string: str) -> None:
     except Exception:  # a package above it may fail in any way, and the job says how
         return
     if spec is None:
-        raise RecipeError(
-            f"{import_string!r}: there is no module {module_name!r} here: check its name, and that it is in the "
-            "working directory"
-        )
+        raise RecipeError(f"{import_string!r}: there is no module {module_name!r} here: {_remedy(module_name)}")
     if not (spec.origin and spec.origin.endswith(".py")):
         return
     try:
@@ -70,6 +68,15 @@ def require_named(import_string: str) -> None:
             f"{import_string!r}: module {module_name!r} has no {attribute!r}: check its name"
             f"{suggestion(attribute, sorted(names))}"
         )
+
+
+def _remedy(module_name: str) -> str:
+    """Say what to do about a module that is not in the working directory: it may lie a folder below, or above."""
+    here, path = Path.cwd(), module_name.replace(".", "/")
+    for folder in (*sorted(here.glob("*")), *here.parents):
+        if isfile(folder / f"{path}.py") or isfile(folder / path / "__init__.py"):
+            return f"it is in {relpath(folder)!r}: change to that folder, and run the command again"
+    return "check its name, and that it is in the working directory"
 
 
 def _defined_by(node: ast.AST) -> list[str]:

@@ -18,9 +18,15 @@ from app.errors import RecipeError, first_line
 from app.storage import HOME, ProgressCallback, is_local, is_plain_name, no_op, to_path, version_of
 
 CONFIG_FILE, TOKENIZER_FILE, IMAGE_FILE = "config.json", "tokenizer.json", "preprocessor_config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""The file by which PEFT recognizes an adapter's folder."""
 _ONE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 Companion = Literal[
-    "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "preprocessor_config.json"
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "generation_config.json",
 ]
 """Files that transformers reads beside the tokenizer. A run keeps them."""
 _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack")
@@ -63,7 +69,9 @@ class PretrainedFolder:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The content of ``config.json``. Raises RecipeError if it is missing."""
+        """The content of ``config.json``. Raises RecipeError if it is missing, or the folder has an adapter."""
+        if reason := unmerged_adapter(self.path):
+            raise RecipeError(f"{self} {reason}").of("pretrained.adapter", "model.pretrained")
         config = self.read_json(CONFIG_FILE)
         if config is None or "model_type" not in config:
             raise RecipeError(
@@ -159,6 +167,19 @@ class PretrainedFolder:
                 "without weights_sha256"
             ).of("pretrained.changed", "model.pretrained")
         return found
+
+
+def unmerged_adapter(folder: Path) -> str | None:
+    """Return why a folder with an adapter is refused, as the end of a sentence; None if it has none.
+
+    transformers answers with the adapter where PEFT is installed, and with its base elsewhere.
+    """
+    if not (folder / ADAPTER_CONFIG_FILE).is_file():
+        return None
+    return (
+        f"has an adapter, {ADAPTER_CONFIG_FILE}, which is not merged into the weights: load it with PEFT, and write "
+        "the whole model into another folder with merge_and_unload().save_pretrained(FOLDER)"
+    )
 
 
 def _positions_of_padding(folder: Path) -> int:

@@ -22,6 +22,9 @@ _EXPECTED = {
 }
 """Kinds of values, by the first word of Pydantic's name for the error."""
 
+_WORDS = {"missing": "a value", "extra_forbidden": "no such key"}
+"""What is expected where a key is missing or unknown, by Pydantic's name for the error."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -56,8 +59,11 @@ def problems_of(error: ValidationError, given: object) -> Iterator[Problem]:
         groups.setdefault(value, []).append((key, found, reason))
     for group in groups.values():
         # The kind that failed at the deepest key is the one that was meant.
-        key, found, _ = max(group, key=lambda one: one[0].count("."))
-        yield Problem(key, found, [reason for place, _, reason in group if place == key])
+        key, found, _ = max(group, key=lambda one: (one[0].count("."), one[2]["type"] not in _WORDS))
+        reasons = [reason for place, _, reason in group if place == key]
+        # A kind that has the key says more about its value than one that has not.
+        known = [reason for reason in reasons if reason["type"] not in _WORDS]
+        yield Problem(key, found, known or reasons)
 
 
 def _places(reason: ErrorDetails, given: Any) -> tuple[str, str, Any]:
@@ -67,9 +73,9 @@ def _places(reason: ErrorDetails, given: Any) -> tuple[str, str, Any]:
     """
     keys: list[str] = []
     value: str | None = None
-    for part in reason["loc"]:
-        is_given = part in given if isinstance(given, dict) else isinstance(given, list) and isinstance(part, int)
-        if is_given or reason["type"] == "missing":
+    for index, part in enumerate(reason["loc"], start=1):
+        is_given = part in given if isinstance(given, dict) else _is_item(part, given)
+        if is_given or (reason["type"] == "missing" and index == len(reason["loc"])):
             given = given[part] if is_given else None
             keys.append(str(part))
         elif value is None:
@@ -77,8 +83,14 @@ def _places(reason: ErrorDetails, given: Any) -> tuple[str, str, Any]:
     return (".".join(keys) if value is None else value), ".".join(keys), given
 
 
+def _is_item(part: int | str, given: Any) -> bool:
+    return isinstance(given, list | tuple) and isinstance(part, int) and part < len(given)
+
+
 def _expected(reason: ErrorDetails) -> str:
     kind, _, what = reason["type"].partition("_")
+    if reason["type"] in _WORDS:
+        return _WORDS[reason["type"]]
     if kind in _EXPECTED and what in ("type", "parsing", "from_float", "attributes_type"):
         return _EXPECTED[kind]
     match kind, what:

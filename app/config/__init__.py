@@ -10,6 +10,8 @@ from app.config.augment import (
     RandAugmentConfig,
 )
 from app.config.compile import (
+    GENERATION_ENGINES,
+    MAX_SHARD_MB,
     PLAN_ENGINES,
     CalibrationConfig,
     CalibrationMethod,
@@ -48,7 +50,7 @@ from app.config.recipe import (
     Recipe,
 )
 from app.config.rollout import Percent, Role
-from app.config.serve import BatchingConfig, CascadeConfig, ServeConfig, TensorParallelConfig, TlsConfig
+from app.config.serve import BatchingConfig, CascadeConfig, OnDemandConfig, ServeConfig, TensorParallelConfig, TlsConfig
 from app.config.sources import ColumnsConfig, FieldConfig, SourceConfig
 from app.config.stream import StreamAddress, StreamConfig
 from app.config.tracking import TrackingConfig, WandbConfig
@@ -69,6 +71,8 @@ from app.config.yaml_text import parse_yaml, yaml_problem
 __all__ = [
     "ACCELERATOR",
     "BUILT_IN_TASKS",
+    "GENERATION_ENGINES",
+    "MAX_SHARD_MB",
     "PLAN_ENGINES",
     "TENSORS",
     "AdapterConfig",
@@ -107,6 +111,7 @@ __all__ = [
     "NotifyConfig",
     "Objective",
     "ObjectiveConfig",
+    "OnDemandConfig",
     "OptimizerConfig",
     "Percent",
     "Placement",

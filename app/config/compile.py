@@ -4,10 +4,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from app.config.placement import Placement
 from app.config.section import LOCATION, CustomResources, Fraction, Section, as_list
 
-ComputePrecision = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
-EngineName = Literal["openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"]
+ComputePrecision = Literal["fp32", "bf16", "fp16", "int8", "int4", "fp8"]
+EngineName = Literal["openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch", "openvino_genai", "vllm"]
 CalibrationMethod = Literal["minmax", "percentile", "entropy"]
 Engines = Annotated[
     Literal["auto"] | Annotated[list[EngineName], Field(min_length=1)],
@@ -16,6 +17,12 @@ Engines = Annotated[
 
 PLAN_ENGINES: tuple[EngineName, ...] = ("tensorrt", "tensorrt_rtx")
 """Engines that run TensorRT plans, which are built for a GPU. Only they support fp8, sparsity and ``workspace_mb``."""
+
+MAX_SHARD_MB = 1536
+"""A larger ONNX file would come near to protobuf's 2 GiB."""
+
+GENERATION_ENGINES: tuple[EngineName, ...] = ("openvino_genai", "vllm")
+"""Engines that generate tokens. Only they run language models. The first one is the default."""
 
 
 class CalibrationConfig(Section):
@@ -64,6 +71,11 @@ class GatesConfig(Section):
         description="minimum mean cosine similarity of a row's logits to PyTorch's; the sine of this angle limits the "
         "relative error of every output that no accuracy judges",
     )
+    max_perplexity_rise: Fraction = Field(
+        default=0.01,
+        description="for language models: maximum rise of perplexity, as a share of fp32's; the upper end of its 95 % "
+        "interval over documents counts",
+    )
     min_score: float | None = Field(
         default=None,
         description="minimum score of the version, or maximum if the score is an error; on the test split if there is "
@@ -111,11 +123,14 @@ class CompileConfig(Section):
         default={}, description="custom resources reserved in Ray; choose the kind of node that will serve"
     )
     precisions: Annotated[list[ComputePrecision], Field(min_length=1), BeforeValidator(as_list)] = Field(
-        default=["fp32", "bf16", "int8"], description="precisions to make variants in"
+        default=["fp32", "bf16", "int8"],
+        description="precisions to make variants in; language models have fp32, int8 and int4, and for vllm fp32 and "
+        "bf16",
     )
     engines: Engines = Field(
         default="auto",
-        description="auto: all engines of this machine, and torch as a baseline; torch is published only if named",
+        description="auto: all engines of this machine, and torch as a baseline; torch is published only if named; "
+        "a language model has one engine: openvino_genai, which is auto, or vllm",
     )
     calibration: CalibrationConfig = CalibrationConfig()
     int8: Int8Config = Int8Config()
@@ -124,9 +139,18 @@ class CompileConfig(Section):
     sparsity: Literal["none", "2-of-4"] = Field(
         default="none", description="2-of-4: the two smallest of four consecutive weights become zero, for GPUs"
     )
+    speculation: Literal["none", "prompt_lookup"] = Field(
+        default="none",
+        description="for language models; prompt_lookup: measure each precision also with tokens guessed from repeated "
+        "text, which gives the same answers, and publish the fastest",
+    )
     workspace_mb: PositiveInt | None = Field(
         default=None,
         description="maximum GPU memory in MiB that a layer of a TensorRT plan may use while it runs; default: all",
+    )
+    shard_mb: Annotated[int, Field(ge=1, le=MAX_SHARD_MB)] = Field(
+        default=MAX_SHARD_MB,
+        description="MiB of weights that one file holds; an ONNX file with more has them in files beside it",
     )
     targets: list[Annotated[str, Field(pattern=r"^SM\d{2,3}$")]] = Field(
         default=[], description="for tensorrt_rtx: compute capabilities to build plans for ahead of time, such as SM89"
@@ -141,6 +165,11 @@ class CompileConfig(Section):
     def reserved(self) -> dict[str, float]:
         """Resources that Ray reserves on one node for the whole job."""
         return {"CPU": self.cpus, "GPU": float(self.gpus), **self.resources}
+
+    @property
+    def placement(self) -> Placement:
+        """The nodes that may run the job, and what Ray reserves for it."""
+        return Placement(self.reserved)
 
     @property
     def chooses_node(self) -> bool:

@@ -181,8 +181,8 @@ class DataConfig(Section):
     )
     test_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         default=None,
-        description="share of the examples held out for a test split, which only jobs.compile reads, to measure the "
-        "published accuracy; taken from the training split; default: none",
+        description="share of the examples, or for language modelling of the documents, held out for a test split, "
+        "which only jobs.compile reads, to measure the published score; taken from the training split; default: none",
     )
     test_source: Annotated[str | None, LOCATION] = Field(
         default=None,

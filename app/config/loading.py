@@ -170,5 +170,5 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _show(value: Any) -> str:
-    text = shown(value)
+    text = "empty (null)" if value is None else shown(value)
     return text if len(text) <= 60 else text[:57] + "..."

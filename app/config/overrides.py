@@ -21,9 +21,9 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not all(key.split(".")):
-            raise RecipeError(f"override {shown(override)} is not key=value: write it like train.epochs=3").of(
-                "override.incomplete"
-            )
+            raise RecipeError(
+                f"override {shown(override)} is not key=value: write it like train.epochs=3, without spaces"
+            ).of("override.incomplete")
         try:
             value = parse_yaml(text)
         except yaml.YAMLError as error:

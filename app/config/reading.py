@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from app.errors import RecipeError
+from app.import_string import suggestion
 from app.storage import to_path
 from app.uris import hide_secrets, without_secrets
 
@@ -31,8 +32,15 @@ def read_text(location: str | Path) -> str:
         reason = hide_secrets(getattr(error, "strerror", None) or str(error) or type(error).__name__)
         raise RecipeError(
             f"recipe {title_of(location)!r} cannot be read ({reason}): give the path or URI of a YAML file, "
-            "for example recipes/reviews.yaml"
+            f"for example recipes/reviews.yaml{_recipe_like(location)}"
         ).of("file.unreadable") from error
+
+
+def _recipe_like(location: str | Path) -> str:
+    """Return the words that suggest a recipe of this folder with a similar name; empty if none has one."""
+    found = {path.stem: str(path) for path in Path("recipes").glob("*.yaml")}
+    stem = Path(str(location)).stem
+    return suggestion(found[stem] if stem in found else str(location), list(found.values()))
 
 
 def embedded(text: str, title: str) -> str:

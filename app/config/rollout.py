@@ -33,7 +33,8 @@ class ScalingConfig(Section):
 
     latency_target_ms: PositiveFloat | None = Field(
         default=None,
-        description="target of the 95th percentile latency in a replica; default: scale by the number of requests",
+        description="target of the 95th percentile latency in a replica, of a language model that of the first token; "
+        "default: scale by the number of requests",
     )
     upscale_delay_s: Annotated[float, Field(ge=0.0)] = Field(
         default=5.0, description="seconds for which more replicas must be needed before they are started"

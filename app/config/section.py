@@ -1,6 +1,8 @@
 """The base class of the recipe's sections, and types that several sections share."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
@@ -19,13 +21,15 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 """The seeds that torch takes. NumPy takes them modulo 2**64."""
 
 
-def _read_range(given: object) -> object:
-    """Accept one number, or two in ascending order."""
-    numbers = given if isinstance(given, list | tuple) else [given]
+def _read_range(given: object, minimum: int = 1) -> object:
+    """Accept one positive number, or two in ascending order, of which the first is at least ``minimum``."""
+    is_range = isinstance(given, list | tuple)
+    numbers: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
     if (
         # ``isinstance`` would accept a bool, which is an int.
-        not all(type(number) is int and number > 0 for number in numbers)
-        or len(numbers) > 2
+        not all(type(number) is int and number >= minimum for number in numbers)
+        or len(numbers) != (2 if is_range else 1)
+        or numbers[-1] < 1
         or sorted(numbers) != [*numbers]
     ):
         raise RecipeError(f"expected a number, or [min, max], got {given!r}").of("range.invalid")
@@ -33,6 +37,7 @@ def _read_range(given: object) -> object:
 
 
 NumberOrRange = Annotated[int | tuple[int, int], BeforeValidator(_read_range)]
+NumberOrRangeFromZero = Annotated[int | tuple[int, int], BeforeValidator(partial(_read_range, minimum=0))]
 
 
 def as_list(given: object) -> object:

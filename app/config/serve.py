@@ -6,21 +6,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
+from app.config.placement import LabelSelector, Placement
 from app.config.rollout import CanaryConfig, Role, ScalingConfig, ShadowConfig
-from app.config.section import CustomResources, NumberOrRange, Section, VersionReference
+from app.config.section import CustomResources, NumberOrRangeFromZero, Section, VersionReference
 from app.errors import RecipeError
 
 
-class BatchingConfig(Section):
-    """How requests are batched. Keys that are left out have the values that jobs.compile measured."""
-
-    max_batch_size: PositiveInt | None = Field(default=None, description="maximum rows in a call of the engine")
-    preferred_batch_sizes: list[PositiveInt] | None = Field(
-        default=None, description="numbers of rows at which a batch is not held back for more"
-    )
-    timeout_us: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="microseconds for which a request is held back for others while the engine is free"
-    )
+class _PriorityConfig(Section):
     priority_levels: PositiveInt = Field(
         default=1, description="number of priorities that a request can have; 1 is the most urgent"
     )
@@ -33,6 +25,18 @@ class BatchingConfig(Section):
         if (given := self.default_priority or 1) > self.priority_levels:
             raise ValueError(f"default_priority is {given}: expected 1 to priority_levels, {self.priority_levels}")
         return self
+
+
+class BatchingConfig(_PriorityConfig):
+    """How requests are batched. Keys that are left out have the values that jobs.compile measured."""
+
+    max_batch_size: PositiveInt | None = Field(default=None, description="maximum rows in a call of the engine")
+    preferred_batch_sizes: list[PositiveInt] | None = Field(
+        default=None, description="numbers of rows at which a batch is not held back for more"
+    )
+    timeout_us: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="microseconds for which a request is held back for others while the engine is free"
+    )
 
 
 def _absolute(path: str) -> str:
@@ -85,6 +89,39 @@ class CascadeConfig(Section):
     )
 
 
+class GenerationConfig(_PriorityConfig):
+    """How a language model answers. Only for versions that generate tokens."""
+
+    max_streams: PositiveInt = Field(
+        default=64, description="maximum number of answers that a replica generates at a time; further ones wait"
+    )
+    cache_mb: PositiveInt = Field(
+        default=1024, description="memory of a replica in MiB for the keys and values of all answers"
+    )
+    queue_tokens: PositiveInt = Field(
+        default=65_536,
+        description="maximum tokens of prompts and promised answers that wait in a replica; further requests are "
+        "refused with the time after which to try again",
+    )
+    max_tokens: PositiveInt | None = Field(
+        default=None, description="limit of an answer for requests that set none; default: up to the model's length"
+    )
+    prefix_cache: bool = Field(default=True, description="reuse the cache of prompts that begin alike")
+    tensor_parallel: PositiveInt = Field(
+        default=1,
+        description="for a version of vllm on a GPU: number of GPUs of a replica, which share the model's matrices",
+    )
+
+
+class OnDemandConfig(Section):
+    """A model that is loaded at its first request, and let go when others of its pool need the memory."""
+
+    memory_mb: PositiveInt = Field(
+        description="maximum size in MiB of the files of all models that a replica keeps loaded on demand; the largest "
+        "value of the pool's models counts"
+    )
+
+
 class ServeConfig(Section):
     """The endpoint. Replicas and threads that are left out have the values that jobs.compile measured."""
 
@@ -108,6 +145,7 @@ class ServeConfig(Section):
     )
     tls: TlsConfig | None = Field(default=None, description="serve HTTPS; default: HTTP")
     batching: BatchingConfig = BatchingConfig()
+    generation: GenerationConfig = GenerationConfig()
     queue_limit: PositiveInt = Field(
         default=256, description="maximum number of requests that wait in a replica; further ones are refused"
     )
@@ -116,9 +154,15 @@ class ServeConfig(Section):
     )
     canary: CanaryConfig | None = Field(default=None, description="default: production answers every request")
     shadow: ShadowConfig | None = Field(default=None, description="default: requests are not copied")
-    replicas: NumberOrRange | None = Field(
+    pool: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")] | None = Field(
         default=None,
-        description="number of replicas, or [min, max] by load; all models share them, so the largest number counts",
+        description="name of the replicas that hold this model and the others of this pool; default: those that all "
+        "models without a pool share",
+    )
+    replicas: NumberOrRangeFromZero | None = Field(
+        default=None,
+        description="number of replicas, or [min, max] by load; the models of a pool share them, so the largest number "
+        "counts; in a pool, min may be 0: the first request after a pause starts a replica",
     )
     scaling: ScalingConfig = ScalingConfig()
     cpus_per_replica: Annotated[float, Field(ge=0.0)] = Field(
@@ -133,6 +177,9 @@ class ServeConfig(Section):
         default={},
         description="custom resources that each replica reserves in Ray for this model; they select the node",
     )
+    labels: LabelSelector = Field(
+        default={}, description="labels of the replicas' nodes, as a label selector of Ray: {market: on-demand}"
+    )
     threads: PositiveInt | None = Field(default=None, description="threads of a replica's engine")
     tensor_parallel: TensorParallelConfig | None = Field(
         default=None, description="for a model that is too large for one device, compiled with compile.engines=[torch]"
@@ -140,6 +187,9 @@ class ServeConfig(Section):
     ready_timeout_s: PositiveFloat = Field(
         default=600.0,
         description="maximum seconds until all replicas have loaded; after that, the previous models stay",
+    )
+    on_demand: OnDemandConfig | None = Field(
+        default=None, description="load the model at its first request; default: before the replica gets requests"
     )
     cascade: CascadeConfig | None = Field(
         default=None, description="cheaper models that answer the requests of which they are confident"
@@ -149,6 +199,11 @@ class ServeConfig(Section):
     def reserved(self) -> dict[str, float]:
         """Resources that each replica reserves in Ray for this model."""
         return {"CPU": self.cpus_per_replica, "GPU": self.gpus_per_replica, **self.resources}
+
+    @property
+    def placement(self) -> Placement:
+        """The nodes that may hold a replica of this model alone, and what Ray reserves for it."""
+        return Placement(self.reserved, self.labels)
 
     @property
     def replica_range(self) -> tuple[int, int] | None:
@@ -182,6 +237,22 @@ class ServeConfig(Section):
     def _stages_fit_in_one_process(self) -> Self:
         if self.cascade and self.tensor_parallel:
             raise ValueError("a cascade is calibrated in one process: leave it or tensor_parallel out")
+        return self
+
+    @model_validator(mode="after")
+    def _on_demand_is_one_version(self) -> Self:
+        beside = [*self.candidates, *(key for key in ("cascade", "tensor_parallel") if getattr(self, key))]
+        if self.on_demand and beside:
+            raise RecipeError(f"on_demand and {beside[0]} are given: leave one of them out").of("keys.contradict")
+        return self
+
+    @model_validator(mode="after")
+    def _shared_replicas_stay(self) -> Self:
+        if self.pool is None and self.replica_range and not self.replica_range[0]:
+            raise RecipeError(
+                f"replicas is [0, {self.replica_range[1]}], and the replicas that all models share always run: set "
+                "pool, or replicas to [1, max]"
+            ).of("replicas.zero")
         return self
 
     @model_validator(mode="after")

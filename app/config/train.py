@@ -172,8 +172,8 @@ class TrainConfig(Section):
     prune: PruneConfig | None = Field(default=None, description="trained weights to prune and train on; default: none")
     linear_baseline: bool | None = Field(
         default=None,
-        description="also fit a linear model to at most 20,000 rows of the same split; default: for texts and tables, "
-        "unless they are a stream",
+        description="also fit a linear model to at most 20,000 rows of the same split; default: for texts, pictures "
+        "and tables, unless they are a stream",
     )
     report_samples: NonNegativeInt = Field(
         default=2000,

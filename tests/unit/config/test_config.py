@@ -108,7 +108,6 @@ def test_what_cannot_work_is_refused_with_key_value_and_way_out(override: str, r
     [
         ("data.buckets=[8, 16]", "task.unsupported", "data.buckets"),
         ("train.linear_baseline=true", "task.unsupported", "train.linear_baseline"),
-        ("data.test_fraction=0.1", "task.unsupported", "data.test_fraction"),
         ("data.tokenizer={kind: bytes, vocab_size: 512}", "keys.contradict", "data.tokenizer"),
         ("data.tokenizer.vocab_size=256", "tokenizer.too_small", "data.tokenizer.vocab_size"),
     ],
