@@ -19,8 +19,8 @@ from app.errors import RecipeError
 from app.models.safetensors_file import Form, write_safetensors
 
 BASE, _NAME = ".base_layer.", "default"
-ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
-"""Files of an adapter's folder, as ``PeftModel.from_pretrained`` reads it."""
+ADAPTER_FILE = "adapter_model.safetensors"
+"""The weights in an adapter's folder, as ``PeftModel.from_pretrained`` reads it."""
 _A, _B, _MAGNITUDE = f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight", f".lora_magnitude_vector.{_NAME}.weight"
 
 

@@ -33,7 +33,6 @@ class MeasuredPlan(BaseModel):
     context_bytes: int
     """What of it no predicted tensor accounts for: its code, and buffers of libraries."""
     predicted_step_s: float
-    predicted_memory_bytes: int
 
 
 class Calibration(BaseModel):

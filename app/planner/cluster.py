@@ -103,37 +103,42 @@ _GPU_LAUNCH_S = 10e-6
 _CPU_LAUNCH_S = 8e-6
 
 
-@dataclass(frozen=True)
-class _Machine:
-    """A node as it is usually sold: devices, links in GB/s a device, memory in GiB, disk in GB/s."""
+_NODE_LATENCY_S, _NETWORK_LATENCY_S, _HOST_LATENCY_S = 5e-6, 12e-6, 10e-6
+"""Small messages of NCCL through NVLink and through InfiniBand, and a copy to pinned memory."""
 
-    device: Device
-    devices_per_node: int
-    node_link: float
-    network: float
-    host_memory: float
-    host_link: float
-    disk: float = 6.0
+
+def _node(
+    device: Device, devices: int, node_link: float, network: float, memory: float, host_link: float, disk: float = 6.0
+) -> Cluster:
+    """Return a node as it is usually sold, from links in GB/s a device, memory in GiB and the disk in GB/s."""
+    return Cluster(
+        device=device,
+        devices=devices,
+        devices_per_node=devices,
+        node_link=Link(node_link * 1e9, _NODE_LATENCY_S),
+        network=Link(network * 1e9, _NETWORK_LATENCY_S),
+        host_memory=int(memory * GIB),
+        host_link=Link(host_link * 1e9, _HOST_LATENCY_S),
+        disk_bandwidth=disk * 1e9,
+    )
 
 
 # Data sheets: A100 and T4 (nvidia.com/en-us/data-center/a100, tesla-t4), H100 SXM, H200 SXM, B200 in HGX, L4. Memory is
 # what nvidia-smi shows. h100-500w is Meta's Grand Teton (HBM2e of 2.4 TB/s, torchtitan's docs). Its peak is taken to
 # fall with the square root of the power, 500 of 700 W. Networks: HDR InfiniBand of a DGX A100 (200 Gb/s a GPU), NDR of
 # DGX H100, H200 and B200 (400 Gb/s), 100 Gb/s a node with L4 (Google g2-standard-96) and T4 (AWS g4dn.metal).
-_MACHINES = {
-    "a100-40": _Machine(_gpu("a100-40", 39.4, 1555, 312, 156, 108), 8, 300, 25, 1024, 25),
-    "a100-80": _Machine(_gpu("a100-80", 79.2, 2039, 312, 156, 108), 8, 300, 25, 2048, 25),
-    "h100": _Machine(_gpu("h100", 79.1, 3350, 989.4, 494.7, 132), 8, 450, 50, 2048, 50),
-    "h100-500w": _Machine(_gpu("h100-500w", 94.5, 2400, 836, 418, 132), 8, 450, 50, 2048, 50),
-    "h200": _Machine(_gpu("h200", 139.8, 4800, 989.4, 494.7, 132), 8, 450, 50, 2048, 50),
-    "b200": _Machine(_gpu("b200", 178.3, 7700, 2250, 1125, 148), 8, 900, 50, 2048, 50),
-    "l4": _Machine(_gpu("l4", 22.0, 300, 121, 60, 58), 8, 16, 1.56, 384, 16, 2.0),
-    "t4": _Machine(_gpu("t4", 14.6, 320, 65, 8.1, 40), 8, 8, 1.56, 384, 8, 1.0),
+_NODES = {
+    "a100-40": _node(_gpu("a100-40", 39.4, 1555, 312, 156, 108), 8, 300, 25, 1024, 25),
+    "a100-80": _node(_gpu("a100-80", 79.2, 2039, 312, 156, 108), 8, 300, 25, 2048, 25),
+    "h100": _node(_gpu("h100", 79.1, 3350, 989.4, 494.7, 132), 8, 450, 50, 2048, 50),
+    "h100-500w": _node(_gpu("h100-500w", 94.5, 2400, 836, 418, 132), 8, 450, 50, 2048, 50),
+    "h200": _node(_gpu("h200", 139.8, 4800, 989.4, 494.7, 132), 8, 450, 50, 2048, 50),
+    "b200": _node(_gpu("b200", 178.3, 7700, 2250, 1125, 148), 8, 900, 50, 2048, 50),
+    "l4": _node(_gpu("l4", 22.0, 300, 121, 60, 58), 8, 16, 1.56, 384, 16, 2.0),
+    "t4": _node(_gpu("t4", 14.6, 320, 65, 8.1, 40), 8, 8, 1.56, 384, 8, 1.0),
 }
-_NODE_LATENCY_S, _NETWORK_LATENCY_S, _HOST_LATENCY_S = 5e-6, 12e-6, 10e-6
-"""Small messages of NCCL through NVLink and through InfiniBand, and a copy to pinned memory."""
 
-CATALOGUE = (*_MACHINES, "cpu")
+CATALOGUE = (*_NODES, "cpu")
 """Names of devices that ``--cluster`` knows."""
 
 
@@ -171,23 +176,14 @@ def _named(name: str, devices: int, threads: int) -> Cluster:
     """Return a cluster of the catalogue."""
     if name == "cpu":
         return this_machine(devices, threads)
-    if name not in _MACHINES:
+    if name not in _NODES:
         alike = [known for known in CATALOGUE if known.startswith(name)]
         nearest = f"did you mean {' or '.join(alike)}?" if alike else did_you_mean(name, CATALOGUE)
         raise PlanError(f"device {name!r} is not in the catalogue, and others come from a file; {nearest}").of(
             "device.unknown"
         )
-    machine = _MACHINES[name]
-    return Cluster(
-        device=machine.device,
-        devices=devices,
-        devices_per_node=min(machine.devices_per_node, devices),
-        node_link=Link(machine.node_link * 1e9, _NODE_LATENCY_S),
-        network=Link(machine.network * 1e9, _NETWORK_LATENCY_S),
-        host_memory=int(machine.host_memory * GIB),
-        host_link=Link(machine.host_link * 1e9, _HOST_LATENCY_S),
-        disk_bandwidth=machine.disk * 1e9,
-    )
+    node = _NODES[name]
+    return node.resized(devices, node.devices_per_node)
 
 
 def this_machine(workers: int, threads: int = 1) -> Cluster:

@@ -64,7 +64,6 @@ def measure(model: nn.Module, inputs: Mapping[str, Tensor], precision: Precision
         traits=traits,
         hidden=_hidden(layers, sequence, precision) if traits.tensor_divisor else 0,
         heads=traits.tensor_divisor or 0,
-        key_value_heads=traits.tensor_divisor or 0,
         feed_forward=max((linear.out_features for linear in _linears(model)), default=0),
         sequence=sequence,
         vocabulary=output.shape[-1],

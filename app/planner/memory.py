@@ -5,11 +5,9 @@ from dataclasses import dataclass
 
 from app.planner.plan import ParallelPlan
 from app.planner.profile import ModelProfile, SavedActivations
-from app.planner.stages import Stage
-from app.planner.traffic import Stack, held_parameters
+from app.planner.stack import Stack
+from app.planner.stages import Stage, held_parameters
 
-_BUCKET = 5e8
-"""Elements that DeepSpeed reduces at once by default (https://www.deepspeed.ai/docs/config-json)."""
 OPTIMIZER_NUMBERS = {"adamw": 2, "sgd": 1}
 """Numbers of 4 bytes that an optimizer keeps for each parameter. SGD without momentum keeps none."""
 
@@ -69,9 +67,9 @@ def memory(
     """Return the memory of a rank of stage ``position``."""
     stage = stages[position]
     elements = held_parameters(stage, plan.tensor)
-    padded = elements * _padding(plan, stack, stage)
-    parameters, gradients, optimizer = state_bytes(profile, plan, stack, padded, optimizer_numbers)
-    if stack.family == "rayloom" and plan.zero_stage == 2 and profile.precision == "fp32":
+    padded = elements * _padding(plan, stage)
+    parameters, gradients, optimizer = stack.state_bytes(profile, plan, padded, optimizer_numbers)
+    if plan.zero_stage == 2 and profile.precision == "fp32":
         # DeepSpeed keeps the whole gradient of each parameter of which the rank holds a part.
         gradients = max(gradients, 4 * max(layer.largest_parameter(plan.tensor) for layer in stage))
     activations = _activations(profile, plan, stack, stage, position) * (1 + process.fragmentation)
@@ -88,53 +86,19 @@ def memory(
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
-        buffers=_buffers(profile, plan, stack, stage, elements),
+        buffers=stack.buffers(profile, plan, stage, elements),
         context=_process_bytes(process, plan),
         host=host,
     )
 
 
-def _padding(plan: ParallelPlan, stack: Stack, stage: Stage) -> float:
+def _padding(plan: ParallelPlan, stage: Stage) -> float:
     """Return how much larger DeepSpeed's ZeRO 3 makes a model: it pads each parameter to a multiple of the ranks."""
     layers = {layer.tied or number: layer.tensor_sizes for number, layer in enumerate(stage)}
     sizes = [size for tensors in layers.values() for size in tensors]
-    if stack.family != "rayloom" or plan.zero_stage != 3 or not sizes:
+    if plan.zero_stage != 3 or not sizes:
         return 1.0
     return sum(math.ceil(size / plan.data) for size in sizes) * plan.data / sum(sizes)
-
-
-def state_bytes(
-    profile: ModelProfile, plan: ParallelPlan, stack: Stack, elements: float, optimizer_numbers: int = 2
-) -> tuple[float, float, float]:
-    """Return the bytes of parameters, of gradients and of the optimizer with its 32-bit parameters.
-
-    ZeRO (Rajbhandari 2020, arXiv:1910.02054, section 3.1): mixed precision takes 2 + 2 + 12 bytes a parameter with
-    Adam, of which stage 1 splits the 12, stage 2 also the gradients' 2, stage 3 all. DeepSpeed copies the parameters
-    that an optimizer splits also where they have 32 bits already.
-    """
-    number, data = profile.element_bytes, plan.data
-    is_mixed = number < 4
-    if stack.family == "fsdp":  # FSDP keeps all of a rank's part in 32 bits
-        part = elements / data
-        return part * 4, part * 4, part * 4 * optimizer_numbers
-    parameters, gradients = elements * number, elements * _gradient_bytes(profile, plan, stack)
-    optimizer = elements * 4 * (optimizer_numbers + (is_mixed or plan.zero_stage > 0))
-    copy = parameters / plan.hpz if plan.hpz > 1 else 0.0  # ZeRO++ (arXiv:2306.10209, section 4.2)
-    return (
-        parameters / (data if plan.zero_stage == 3 else 1) + copy,
-        gradients / (data if plan.zero_stage >= 2 else 1),
-        optimizer / (data if plan.zero_stage >= 1 else 1),
-    )
-
-
-def _gradient_bytes(profile: ModelProfile, plan: ParallelPlan, stack: Stack) -> int:
-    """Return the bytes in which a gradient is kept: 4 where micro-batches are added up in 32 bits."""
-    if stack.keeps_gradient_sums:
-        return profile.element_bytes + (4 if profile.precision == "bf16" else 0)
-    if stack.family == "megatron":
-        return 4 if profile.precision == "bf16" else profile.element_bytes
-    adds_up = plan.accumulation > 1 or plan.pipeline > 1 or plan.zero_stage == 0
-    return 4 if adds_up else profile.element_bytes
 
 
 def _activations(profile: ModelProfile, plan: ParallelPlan, stack: Stack, stage: Stage, position: int) -> float:
@@ -157,23 +121,10 @@ def _activations(profile: ModelProfile, plan: ParallelPlan, stack: Stack, stage:
         elif layer.boundary_bytes:
             kept += saved
         else:
-            last = saved + _loss_bytes(profile, plan, stack)
+            last = saved + stack.loss_bytes(profile, plan)
     # The loss goes back before any block, so only the larger of both is there at once.
     working = max(largest, last)
     return plan.micro_batch * (kept * in_flight + working + profile.sample_bytes)
-
-
-def _loss_bytes(profile: ModelProfile, plan: ParallelPlan, stack: Stack) -> float:
-    """Return the bytes of one sample's logits that are alive while the loss goes back, beside what autograd saves.
-
-    torch's cross-entropy makes the gradient of the log-probabilities, and from it that of the logits, both in 32 bits.
-    Megatron-LM overwrites its softmax instead (``core/tensor_parallel/cross_entropy.py``). DeepSpeed's pipeline, which
-    runs Rayloom's tensor plans too, keeps the logits of its last two micro-batches (``num_pipe_buffers``).
-    """
-    if stack.family == "megatron":
-        return 0.0
-    kept = min(2, plan.accumulation) if stack.family == "rayloom" and plan.tensor * plan.pipeline > 1 else 0
-    return profile.output_bytes * (2 * 4 / profile.element_bytes + kept)
 
 
 def _saved_bytes(saved: SavedActivations, plan: ParallelPlan) -> float:
@@ -190,18 +141,3 @@ def _process_bytes(process: ProcessMemory, plan: ParallelPlan) -> float:
     groups = degrees + (degrees > 1)
     code = process.compiler if plan.recompute == "full" or plan.tensor * plan.pipeline > 1 else 0.0
     return process.context + groups * process.group + code
-
-
-def _buffers(profile: ModelProfile, plan: ParallelPlan, stack: Stack, stage: Stage, elements: float) -> float:
-    """Return the bytes of buckets, of gathered parameters, and of a gradient that is about to be added to others."""
-    number = profile.element_bytes
-    if stack.family == "fsdp":  # two layers gathered, and the gradients of one
-        largest = max(layer.parameters_of(plan.tensor) for layer in stage)
-        return largest * (2 * number + stack.gradient_size(profile.precision))
-    added = max(layer.largest_parameter(plan.tensor) for layer in stage) * number if plan.accumulation > 1 else 0.0
-    if stack.family == "megatron":
-        bucket = min(elements, _BUCKET) * number if stack.name == "megatron-deepspeed" and plan.zero_stage else 0.0
-        return bucket + added
-    bucket = elements / 64 * number  # app/training/engine/deepspeed_engine.py
-    gathered = 2 * max(layer.parameters_of(plan.tensor) for layer in stage) * number if plan.zero_stage == 3 else 0.0
-    return 3 * bucket + gathered + added

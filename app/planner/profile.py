@@ -90,10 +90,8 @@ class LayerProfile:
     saved: SavedActivations
     boundary_bytes: float
     """The output that the next layer takes, of one sample."""
-    column_cuts: int = 0
-    """Matrices that tensor parallelism cuts by columns; each needs the sum of its input's gradients."""
     column_inputs: int = 0
-    """Different inputs of these matrices."""
+    """Different inputs of matrices that tensor parallelism cuts by columns; each needs the sum of its gradients."""
     row_cuts: int = 0
     """Matrices that it cuts by rows; each needs the sum of its outputs."""
     tied: str | None = None
@@ -127,7 +125,6 @@ class ModelProfile:
     hidden: int = 0
     """Width between layers. 0: not a Transformer."""
     heads: int = 0
-    key_value_heads: int = 0
     feed_forward: int = 0
     sequence: int = 1
     """Tokens of a sample. 1: not a sequence."""

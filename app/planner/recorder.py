@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         self.whole, self.split = Work(), Work()
         self.saved: dict[int, tuple[float, bool]] = {}
         self.column_inputs: set[int] = set()
-        self.column_cuts = self.row_cuts = 0
+        self.row_cuts = 0
 
     def layer(self, name: str, parameters: Iterable[nn.Parameter], output: Tensor | None, tied: str | None) -> Any:
         """Return what was counted since ``begin``, of one sample."""
@@ -104,7 +104,6 @@ class Recorder(TorchDispatchMode):
                 whole=(sum(size for size, _ in self.saved.values()) - split) * share, split=split * share
             ),
             boundary_bytes=output.nbytes * share if output is not None else 0.0,
-            column_cuts=self.column_cuts,
             column_inputs=len(self.column_inputs),
             row_cuts=self.row_cuts,
             tied=tied,
@@ -133,7 +132,6 @@ class Recorder(TorchDispatchMode):
         else:
             self.whole += work
         if cut == "colwise" and work.matmul_flops:
-            self.column_cuts += 1
             self.column_inputs |= {storage_of(tensor) for tensor in activations}
         self.row_cuts += bool(cut == "rowwise" and work.matmul_flops)
         # The outputs of a matrix cut by rows are summed over the workers, so they are whole again.

@@ -14,9 +14,9 @@ from app.planner.memory import GPU_PROCESS, MemoryEstimate, ProcessMemory, memor
 from app.planner.plan import ParallelPlan
 from app.planner.profile import ModelProfile
 from app.planner.rates import Rates, rates_of
+from app.planner.stack import RAYLOOM
 from app.planner.stages import stages_of
 from app.planner.step_time import StepEstimate, step_time
-from app.planner.traffic import RAYLOOM, Stack
 
 _MAX_DEVICES = 65536
 
@@ -32,7 +32,6 @@ class Problem:
     base: PlanConfig = field(default_factory=PlanConfig)
     rates: Rates | None = None
     """None: those of the published runs."""
-    stack: Stack = RAYLOOM
     optimizer_numbers: int = 2
     process: ProcessMemory = GPU_PROCESS
 
@@ -139,11 +138,11 @@ def price_plan(problem: Problem, config: PlanConfig, plan: ParallelPlan) -> Cand
 def _priced(problem: Problem, config: PlanConfig, plan: ParallelPlan, refusals: Refusals) -> Candidate | None:
     """Return the plan with its time and memory; None, and a refusal, if it does not fit."""
     device = problem.cluster.device
-    stages = stages_of(problem.profile, plan.pipeline, problem.stack.cuts_by_parameters)
+    stages = stages_of(problem.profile, plan.pipeline)
     # Of the stages in between, the second keeps the activations of the most micro-batches.
     positions = sorted({0, min(1, len(stages) - 1), len(stages) - 1})
     estimates = [
-        memory(problem.profile, plan, problem.stack, stages, position, problem.optimizer_numbers, problem.process)
+        memory(problem.profile, plan, RAYLOOM, stages, position, problem.optimizer_numbers, problem.process)
         for position in positions
     ]
 
@@ -160,9 +159,7 @@ def _priced(problem: Problem, config: PlanConfig, plan: ParallelPlan, refusals: 
         return None
 
     rates = problem.rates or rates_of(device)
-    return Candidate(
-        config, plan, step_time(problem.profile, plan, problem.cluster, problem.stack, stages, rates), fullest
-    )
+    return Candidate(config, plan, step_time(problem.profile, plan, problem.cluster, RAYLOOM, stages, rates), fullest)
 
 
 def _require_divisible(problem: Problem) -> None:

@@ -6,27 +6,25 @@ from itertools import pairwise
 
 import numpy as np
 
-from app.planner.profile import LayerProfile, ModelProfile
+from app.planner.profile import LayerProfile, ModelProfile, count_parameters
 
 Stage = tuple[LayerProfile, ...]
 
 
-def stages_of(profile: ModelProfile, pipeline: int, is_balanced_by_parameters: bool) -> tuple[Stage, ...]:
-    """Return the layers of each stage, in order.
-
-    Args:
-        is_balanced_by_parameters: as DeepSpeed cuts, and Rayloom with it. Otherwise each stage takes as many blocks as
-            the next, the first also the embedding, the last also the output layer: as Megatron-LM cuts.
-    """
+def stages_of(profile: ModelProfile, pipeline: int) -> tuple[Stage, ...]:
+    """Return the layers of each stage, in order, as DeepSpeed cuts them: balanced by parameters."""
     layers = profile.layers
     if pipeline == 1:
         return (layers,)
-    if is_balanced_by_parameters:
-        bounds = balanced_cuts(tuple(layer.parameters for layer in layers), pipeline)
-    else:
-        inner = np.linspace(0, len(layers) - 2, pipeline + 1).round().astype(int) + 1
-        bounds = (0, *inner[1:-1].tolist(), len(layers))
+    bounds = balanced_cuts(tuple(layer.parameters for layer in layers), pipeline)
     return tuple(layers[start:end] for start, end in pairwise(bounds))
+
+
+def held_parameters(stage: Stage, tensor: int) -> float:
+    """Return the elements that a rank holds of a stage, before data-parallel ranks split them."""
+    whole = count_parameters(stage)
+    split = sum({layer.tied or number: layer.split_parameters for number, layer in enumerate(stage)}.values())
+    return whole - split * (1 - 1 / tensor)
 
 
 # Cached, because every plan with as many stages asks for the same cuts.

@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from app.planner.cluster import Cluster
-from app.planner.host_time import framework_s, optimizer_s, parameters_s
+from app.planner.host_time import optimizer_s, parameters_s
 from app.planner.plan import ParallelPlan
 from app.planner.profile import ModelProfile, Work
 from app.planner.rates import Rates
-from app.planner.stages import Stage
-from app.planner.traffic import Collective, Group, Stack, held_parameters, traffic
+from app.planner.stack import Collective, Group, Stack
+from app.planner.stages import Stage, held_parameters
+from app.planner.traffic import traffic
 
 _PASSES = {
     "all_reduce": 2.0,
@@ -101,7 +102,7 @@ def step_time(
         pipeline_s=worst.send_s * micro_batches,
         data_s=data_s,
         bubble_s=through / plan.interleave,
-        optimizer_s=optimizer_s(plan, cluster, stack, held_parameters(stages[busiest], plan.tensor), rates),
+        optimizer_s=optimizer_s(plan, cluster, held_parameters(stages[busiest], plan.tensor), rates),
     )
 
 
@@ -121,8 +122,7 @@ def _stage_time(
     rates: Rates,
 ) -> _StageTime:
     """Return the time of a micro-batch: the backward pass takes twice the work, and what is computed again."""
-    rates = replace(rates, attention=rates.attention * stack.attention_factor)
-    work = _fused(sum((_rank_work(layer.whole_work, layer.split_work, plan) for layer in stage), Work()), stack)
+    work = sum((_rank_work(layer.whole_work, layer.split_work, plan) for layer in stage), Work())
     elements = held_parameters(stage, plan.tensor)
     weights = elements * profile.element_bytes
     # A gradient is read, and the sum that it is added to is read and written.
@@ -130,7 +130,7 @@ def _stage_time(
     added += elements * (_QUANTIZED_WEIGHTS * plan.quantized_weights + _QUANTIZED_GRADIENTS * plan.quantized_gradients)
 
     forward = compute_s(work * plan.micro_batch, weights, profile, plan, cluster, rates)
-    again = _fused(_recomputed(_recomputable(stage, plan), plan), stack)
+    again = _recomputed(_recomputable(stage, plan), plan)
     backward = compute_s((work * 2 + again) * plan.micro_batch, 3 * weights + added, profile, plan, cluster, rates)
     launch_s = cluster.device.launch_s * rates.launches * stack.kernel_factor
     host_forward_s, host_backward_s = work.kernels * launch_s, (2 * work.kernels + again.kernels) * launch_s
@@ -142,7 +142,7 @@ def _stage_time(
     exposed = 1 - rates.overlap if stack.hides_model_parallel else 1.0
     tensor_s, send_s = spent["tensor"] * exposed, spent["pipeline"] * exposed
 
-    host_s = host_forward_s + host_backward_s + framework_s(plan, stack, stage)
+    host_s = host_forward_s + host_backward_s + stack.framework_s(plan, stage)
     device_s = forward + backward + tensor_s
     # Python launches kernels ahead of a GPU: the slower of both sets the pace. A processor does one after the other.
     alternates = cluster.device.kind == "cpu" or stack.waits_for_kernels
@@ -154,11 +154,6 @@ def _stage_time(
 _QUANTIZED_WEIGHTS, _QUANTIZED_GRADIENTS = 2 * (1 + 2), 2 + 3 * 0.5 + 2
 """Bytes of memory that quantization reads and writes for each parameter and micro-batch, in 16 bits. Both gathers of
 weights are unpacked. Gradients are packed, added up within a node, packed again and unpacked."""
-
-
-def _fused(work: Work, stack: Stack) -> Work:
-    """Return what a compiler leaves of memory-bound work."""
-    return replace(work, moved_bytes=work.moved_bytes * stack.moved_factor)
 
 
 def _recomputable(stage: Stage, plan: ParallelPlan) -> Work:

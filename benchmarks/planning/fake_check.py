@@ -14,8 +14,9 @@ from app.planner.measure import measure
 from app.planner.memory import memory
 from app.planner.plan import ParallelPlan, parallel_plan
 from app.planner.profile import ModelProfile
+from app.planner.stack import RAYLOOM
 from app.planner.stages import Stage, stages_of
-from app.planner.traffic import RAYLOOM, traffic
+from app.planner.traffic import traffic
 from benchmarks.markdown import table, verdict
 from benchmarks.planning.fake_world import Counted, FakeRank, count_all
 
@@ -114,7 +115,7 @@ class Check:
         tokens = torch.zeros(1, case.length, dtype=torch.int64)
         profile = measure(build_model(case.model, case.facts), {"input_ids": tokens}, case.precision)
         plan = parallel_plan(case.plan, case.layout)
-        stages = stages_of(profile, plan.pipeline, is_balanced_by_parameters=True)
+        stages = stages_of(profile, plan.pipeline)
         return profile, plan, stages, case.rank // (plan.tensor * plan.data)
 
 

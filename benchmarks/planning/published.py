@@ -16,10 +16,9 @@ from app.planner.memory import GPU_PROCESS, ProcessMemory, memory
 from app.planner.plan import ParallelPlan, Recompute
 from app.planner.profile import ModelProfile
 from app.planner.rates import Rates, rates_of
-from app.planner.stages import Stage, stages_of
+from app.planner.stages import Stage
 from app.planner.step_time import StepEstimate, step_time
-from app.planner.traffic import Stack
-from benchmarks.planning.stacks import STACKS
+from benchmarks.planning.stacks import STACKS, Framework
 from benchmarks.planning.transformer import TransformerShape, transformer_profile
 
 TABLE = Path(__file__).parent / "published.csv"
@@ -65,7 +64,7 @@ class PublishedRun:
         return f"{row['group']} {row['layers']} x {row['hidden']}, {row['heads']} heads"
 
     @cached_property
-    def stack(self) -> Stack:
+    def stack(self) -> Framework:
         """The framework. bigscience set ``CUDA_LAUNCH_BLOCKING=1``, since its large runs hung without."""
         return replace(STACKS[self.row["framework"]], waits_for_kernels=self.source == "bigscience")
 
@@ -103,11 +102,12 @@ class PublishedRun:
             precision=precision,
             gated=is_llama,
             fused_attention=self.row["flash"] == "1",
-            dropout=self.stack.family == "megatron" and self.stack.name != "megatron-core",
+            dropout=self.row["framework"] in ("megatron", "megatron-deepspeed"),
             learned_positions=not is_llama,
             tied=not is_llama,
         )
-        return transformer_profile(self.row["model"], shape)
+        profile = transformer_profile(self.row["model"], shape)
+        return replace(profile, layers=tuple(map(self.stack.compiled, profile.layers)))
 
     @cached_property
     def plans(self) -> tuple[ParallelPlan, ...]:
@@ -151,6 +151,7 @@ class PublishedRun:
     def estimate(self, rates: Rates | None = None) -> StepEstimate:
         """Return the planner's step time, of the fastest plan that the source may have meant."""
         rates = rates or rates_of(self.device)
+        rates = replace(rates, attention=rates.attention * self.stack.attention_factor)
         estimates = [
             step_time(self.profile, plan, self.cluster, self.stack, self._stages(plan), rates) for plan in self.plans
         ]
@@ -170,11 +171,16 @@ class PublishedRun:
         return max(found.total - (found.context if self.source == "torchtitan" else 0.0) for found in estimates)
 
     def _stages(self, plan: ParallelPlan) -> tuple[Stage, ...]:
-        """Return the layers of each stage. Later runs of bigscience count the embedding and the output as layers."""
-        if "embeddings cut as layers" not in self.row["assumed"]:
-            return stages_of(self.profile, plan.pipeline, False)
+        """Return the layers of each stage: as many blocks in each, and the embedding and the output beside them.
+
+        Later runs of bigscience count the embedding and the output as layers.
+        """
         layers = self.profile.layers
-        bounds = np.linspace(0, len(layers), plan.pipeline + 1).astype(int)
+        if "embeddings cut as layers" in self.row["assumed"]:
+            bounds = np.linspace(0, len(layers), plan.pipeline + 1).astype(int)
+        else:
+            bounds = np.linspace(0, len(layers) - 2, plan.pipeline + 1).round().astype(int) + 1
+            bounds[[0, -1]] = 0, len(layers)
         return tuple(layers[start:end] for start, end in pairwise(bounds))
 
 

@@ -9,13 +9,12 @@ from app.planner.profile import LayerProfile, ModelProfile, SavedActivations, Wo
 from app.planner.rates import Rates
 from app.planner.stages import stages_of
 from app.planner.step_time import step_time
-from app.planner.traffic import Stack
-from benchmarks.planning.stacks import STACKS
+from benchmarks.planning.stacks import STACKS, Megatron
 from benchmarks.planning.transformer import TransformerShape, transformer_profile
 
 _P100 = Device("p100", "gpu", 16 * 2**30, 720e9, 21.2e12, 10.6e12, 10e-6, 56)
 _V100 = Device("v100", "gpu", 32 * 2**30, 900e9, 125e12, 15.7e12, 10e-6, 80)
-_HOROVOD = Stack("horovod", "megatron", gradient_bytes=4)
+_HOROVOD = Megatron(sent_bytes=4)
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def _bert() -> float:
             profile,
             ParallelPlan(1, 1, devices, 64, 1, zero_stage=0),
             _cluster(_V100, devices, 8, 120, 100 / 8 / 8),
-            replace(STACKS["megatron"], gradient_bytes=2),
+            replace(STACKS["megatron"], sent_bytes=2),
             (profile.layers,),
             Rates(),
         ).step_s
@@ -112,6 +111,6 @@ def _megatron() -> float:
         profile = transformer_profile("gpt", shape)
         plan = ParallelPlan(tensor, 1, data, 8, 1, zero_stage=0, recompute="full", overlap=False)
         cluster = _cluster(_V100, plan.workers, 16, 120, 100 / 8 / 2)
-        time = step_time(profile, plan, cluster, STACKS["megatron"], stages_of(profile, 1, False), Rates())
+        time = step_time(profile, plan, cluster, STACKS["megatron"], stages_of(profile, 1), Rates())
         speeds.append(profile.work.flops * plan.global_batch / plan.workers / time.step_s)
     return speeds[1] / speeds[0]

@@ -57,7 +57,6 @@ def transformer_profile(name: str, shape: TransformerShape) -> ModelProfile:
         traits=ModelTraits(name, shape.layers, shape.heads, checkpoints_activations=True),
         hidden=shape.hidden,
         heads=shape.heads,
-        key_value_heads=shape.key_value_heads,
         feed_forward=shape.feed_forward,
         sequence=sequence,
         vocabulary=vocabulary,
@@ -81,7 +80,6 @@ def _block(shape: TransformerShape) -> LayerProfile:
         saved=_block_activations(shape),
         boundary_bytes=shape.sequence * shape.hidden * PRECISION_BYTES[shape.precision],
         # By columns: queries, keys, values and the first feed-forward matrices. By rows: the last matrix of each part.
-        column_cuts=5 if shape.gated else 4,
         column_inputs=2,
         row_cuts=2,
     )

@@ -73,6 +73,7 @@ def _layer_lost(folder: Path) -> None:
         (lambda folder: shutil.rmtree(folder), [], "file.missing", "model.pretrained"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), [], "file.unreadable", "model.pretrained"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"1"), [], "file.unreadable", "model.pretrained"),
+        (lambda folder: (folder / "adapter_config.json").touch(), [], "pretrained.adapter", "model.pretrained"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused(

@@ -23,8 +23,9 @@ from app.planner.measure import measure
 from app.planner.plan import ParallelPlan
 from app.planner.profile import ModelProfile
 from app.planner.search import Findings, Problem, fewest_devices, search
+from app.planner.stack import RAYLOOM
 from app.planner.stages import balanced_cuts
-from app.planner.traffic import RAYLOOM, traffic
+from app.planner.traffic import traffic
 from app.planner.validation import validation_of
 from app.telemetry.mfu import OTHER_OPERATIONS, flops_per_sample
 from app.training.planning.report import PlanReport, report
