@@ -123,7 +123,7 @@ def _by_loss(recipe: Recipe, data: LabelledData, model: str, on_progress: Progre
     """Return the cross-entropy of a published model on each sample."""
     from app.training.teacher import TaughtDataset  # it imports an engine
 
-    asked = TaughtDataset(data.train, data.labels, model, open_storage(recipe.storage))
+    asked = TaughtDataset.of(data.train, model, open_storage(recipe.storage))
     losses = []
     for start in range(0, len(data.train), _ROWS_AT_ONCE):
         rows = range(start, min(start + _ROWS_AT_ONCE, len(data.train)))

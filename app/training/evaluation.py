@@ -8,6 +8,7 @@ import heapq
 import io
 import json
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,9 +33,8 @@ from app.data.targets import Answer, Classes, LabelSets, Numbers, Targets, softm
 from app.data.tokenizer import LanguageTokenizer
 from app.models.factory import blueprint_of, logits_of
 from app.storage import local_copy
-from app.tasks import ServedTask, find_task
-from app.tasks.judgement import Judge, Predictions, spread
-from app.tasks.objective import select_counted
+from app.tasks import ServedTask, Task, find_task
+from app.tasks.judgement import Predictions, places_of, spread
 from app.telemetry.evaluation import Calibration, Evaluation, LabelScore, WorstSample
 from app.telemetry.judgement import Judgement
 
@@ -74,53 +74,56 @@ def write_evaluation(
 def evaluate(weights: UPath, data: PreparedData, recipe: Recipe, scores: Mapping[str, float] = NO_SCORES) -> Evaluation:
     """Run the model on this machine's CPU over ``train.report_samples`` rows, spread over the validation split.
 
-    It takes at most 30 s, and 30 s more for training rows. A model over 1 GiB is not run. ``scores`` are those of
-    the whole split, by their names ``val_NAME``; without them, the model is not judged.
+    It takes at most 30 s, and 30 s more for training rows if it is judged. A model over 1 GiB is not run.
+    ``scores`` are those of the whole split, by their names ``val_NAME``; without them, the model is not judged.
     """
     split = data.validation
     size = (weights / WEIGHTS_FILE).stat().st_size
     if size > _MAX_WEIGHTS_BYTES:
         return Evaluation(rows=0, of=len(split), skipped=f"the weights take {size / 2**30:.1f} GiB, more than 1 GiB")
     model, task = _load_model(weights, data, recipe), find_task(recipe.task)
+    judged = partial(_judge, task, model, data, recipe, scores)
     if isinstance(data, PairData):
-        return _of_pairs(data, model, recipe.train)
-    predictions = _spread_predictions(model, data, split, recipe.train.report_samples)
+        return _of_pairs(data, model, recipe.train).model_copy(update={"judgement": judged(())})
+    predictions = _predictions(model, data, split, spread(len(split), recipe.train.report_samples))
     if (
         isinstance(task, ServedTask)
         and isinstance(data, LabelledData)
         and not isinstance(data.targets, CollatingTargets)
     ):
         made = list(_bounded(predictions))
-        evaluation = _of_examples(data, task, made)
-        judge = Judge.of(recipe, task, data.train)
-        if judge and scores:
-            verdict = partial(_judge, judge, model, data, made, scores)
-            evaluation.judgement = attempt(verdict, "the run has no verdict", "the job")
-        return evaluation
-    return _of_tokens(data, predictions)
+        return _of_examples(data, task, made).model_copy(update={"judgement": judged(made)})
+    losses = _RowLosses()
+    watched = losses.watch(predictions)
+    judgement = judged(watched)
+    # If nothing judges the model, the predictions are not made yet.
+    deque(watched, maxlen=0)
+    return losses.evaluation(data).model_copy(update={"judgement": judgement})
 
 
 def _judge(
-    judge: Judge, model: nn.Module, data: LabelledData, made: Sequence[Prediction], scores: Mapping[str, float]
-) -> Judgement:
-    """Return the judgement of a model, which is also run on as many training rows."""
-    rows = sum(len(part) for part, *_ in made)
-    trained = _joined(_bounded(_spread_predictions(model, data, data.train, rows)))
-    return judge.judge(VALIDATION, data.validation, scores[f"val_{judge.metric.name}"], _joined(made), trained)
+    task: Task,
+    model: nn.Module,
+    data: PreparedData,
+    recipe: Recipe,
+    scores: Mapping[str, float],
+    made: Iterable[Prediction],
+) -> Judgement | None:
+    """Return the judgement of a model, which a judge may also run on training rows. None: nothing judges it."""
+
+    def judgement() -> Judgement | None:
+        judge = task.judge(recipe, data)
+        if judge is None or not scores:
+            return None
+        few = places_of(data.train, recipe.train.report_samples)
+        trained = _as_judged(_predictions(model, data, data.train, few))
+        return judge.judge(VALIDATION, data.validation, scores[f"val_{judge.metric.name}"], _as_judged(made), trained)
+
+    return attempt(judgement, "the run has no verdict", "the job")
 
 
-def _spread_predictions(model: nn.Module, data: PreparedData, split: Dataset, count: int) -> Iterator[Prediction]:
-    """Yield the predictions for at most ``count`` rows, evenly spaced over a split."""
-    # Rows of similar lengths need little padding in a batch.
-    ordered = sorted(spread(len(split), count), key=lambda row: int(split.lengths[row]))
-    rows = _batch_rows(data)
-    return _predictions(model, split, [ordered[first : first + rows] for first in range(0, len(ordered), rows)])
-
-
-def _joined(made: Iterable[Prediction]) -> Predictions:
-    """Return the outputs and targets of the rows that count."""
-    _, targets, outputs = zip(*made, strict=True)
-    return Predictions(*select_counted(torch.cat(outputs), torch.cat(list(map(torch.from_numpy, targets)))))
+def _as_judged(made: Iterable[Prediction]) -> Iterator[Predictions]:
+    return (Predictions(outputs, torch.from_numpy(targets)) for _, targets, outputs in made)
 
 
 def _bounded(made: Iterable[Prediction]) -> Iterator[Prediction]:
@@ -235,7 +238,9 @@ def _of_pairs(data: PairData, model: nn.Module, config: TrainConfig) -> Evaluati
     parts = [ordered[first : first + _BATCH_ROWS] for first in range(0, len(ordered), _BATCH_ROWS)]
     # Both texts of a pair are in one batch, because the time may be over after any of them.
     found = list(
-        _predictions(model, data.validation, [[2 * pair + side for side in (0, 1) for pair in part] for part in parts])
+        _batch_predictions(
+            model, data.validation, [[2 * pair + side for side in (0, 1) for pair in part] for part in parts]
+        )
     )
     evaluated = [pair for part in parts[: len(found)] for pair in part]
     sides = [functional.normalize(vectors, dim=-1).chunk(2) for _, _, vectors in found]
@@ -259,25 +264,43 @@ def _of_pairs(data: PairData, model: nn.Module, config: TrainConfig) -> Evaluati
     )
 
 
-def _of_tokens(data: PreparedData, predictions: Iterable[Prediction]) -> Evaluation:
-    losses: list[tuple[float, int]] = []  # mean loss, row
-    for rows, true, logits in predictions:
-        targets = torch.from_numpy(true)
-        # ``cross_entropy`` expects the classes as the second dimension.
-        values = functional.cross_entropy(logits.mT, targets, ignore_index=IGNORED, reduction="none").sum(-1)
-        # A row may have no target that counts.
-        means = values / (targets != IGNORED).sum(-1).clamp(min=1)
-        losses += zip(means.tolist(), rows, strict=True)
-    worst = sorted(losses, reverse=True)[:_WORST_SAMPLES]
-    return Evaluation(
-        rows=len(losses),
-        of=len(data.validation),
-        worst=[WorstSample(loss=loss, text=_text_of(data, row)) for loss, row in worst],
-    )
+@dataclass
+class _RowLosses:
+    """The mean loss of each row whose tokens are predicted. Outputs are not kept."""
+
+    losses: list[tuple[float, int]] = field(default_factory=list)
+    """With the row."""
+
+    def watch(self, predictions: Iterable[Prediction]) -> Iterator[Prediction]:
+        """Yield predictions on, and note their losses."""
+        for rows, true, logits in predictions:
+            targets = torch.from_numpy(true)
+            # ``cross_entropy`` expects the classes as the second dimension.
+            values = functional.cross_entropy(logits.mT, targets, ignore_index=IGNORED, reduction="none").sum(-1)
+            # A row may have no target that counts.
+            means = values / (targets != IGNORED).sum(-1).clamp(min=1)
+            self.losses += zip(means.tolist(), rows, strict=True)
+            yield rows, true, logits
+
+    def evaluation(self, data: PreparedData) -> Evaluation:
+        """Return the rows with the highest losses."""
+        worst = sorted(self.losses, reverse=True)[:_WORST_SAMPLES]
+        return Evaluation(
+            rows=len(self.losses),
+            of=len(data.validation),
+            worst=[WorstSample(loss=loss, text=_text_of(data, row)) for loss, row in worst],
+        )
 
 
-def _predictions(model: nn.Module, split: Dataset, batches: Sequence[Sequence[int]]) -> Iterator[Prediction]:
-    """Yield predictions, until the time is over."""
+def _predictions(model: nn.Module, data: PreparedData, split: Dataset, rows: Sequence[int]) -> Iterator[Prediction]:
+    """Yield the predictions for rows of a split, until the time is over."""
+    # Rows of similar lengths need little padding in a batch.
+    ordered, size = sorted(rows, key=lambda row: int(split.lengths[row])), _batch_rows(data)
+    yield from _batch_predictions(model, split, [ordered[at : at + size] for at in range(0, len(ordered), size)])
+
+
+def _batch_predictions(model: nn.Module, split: Dataset, batches: Sequence[Sequence[int]]) -> Iterator[Prediction]:
+    """Yield the predictions for batches of rows, until the time is over."""
     deadline_s = time.monotonic() + _MAX_SECONDS
     for rows in batches:
         batch = split.batch(rows)

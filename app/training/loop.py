@@ -91,10 +91,10 @@ class Loop:
                 break
             if request := request or self._train_epoch():
                 self.checkpoints.save(self.position, self.records)
-                self.checkpoints.wait()
+                self.checkpoints.writer.wait()
                 return request
             self._finish_epoch()
-        self.checkpoints.wait()
+        self.checkpoints.writer.wait()
         return StopRequest.NONE
 
     def _await_samples(self, stream: "MicroEpochs") -> StopRequest:

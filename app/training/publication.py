@@ -53,7 +53,7 @@ def finish_run(
     adapter = run.folder / ADAPTER if recipe.model.adapter else None
     publish_weights(partial(export_weights, checkpoint), data, recipe, weights, adapter)
     # The weights are published. What follows is for the report, and cannot fail the run.
-    judgement = None
+    evaluation, judgement = None, None
     if recipe.train.report_samples:
         evaluate = partial(write_evaluation, weights, data, recipe, run.folder, best.metrics)
         evaluation = attempt(evaluate, "the report has no predictions and no verdict", "the job")
@@ -62,9 +62,9 @@ def finish_run(
     predict = partial(prediction_of, recipe, data, ending.workers, cluster, steps, profile)
     prediction = attempt(predict, "what the planner predicts of this run cannot be computed")
     reached = TrainMetrics.of(best, ending, recipe.train, judgement, prediction)
-    if judgement:
+    if evaluation and evaluation.closing_line:
         # The last line is read first.
-        print(f"{'warning' if judgement.is_void else 'verdict'}: {judgement.verdict}", flush=True)
+        print(evaluation.closing_line, flush=True)
     artifacts = {"checkpoint": str(checkpoint), "weights": str(weights), "report": report}
     return Outcome(reached, artifacts | ({"adapter": str(adapter)} if adapter else {}))
 

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 import ray.train
 from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
@@ -110,8 +110,8 @@ class EnvironmentBackend(Backend):  # type: ignore[misc]
         """Have the workers leave their process group. Ray Train's controller calls this before they end."""
         try:
             ray.get(worker_group.execute_async(_leave_process_group), timeout=_LEAVE_TIMEOUT_S)
-        except GetTimeoutError:
-            return  # they are ended anyway
+        except (GetTimeoutError, RayActorError):
+            return  # they are ended anyway, or have died
 
 
 def _set_environment(address: str, port: int) -> None:

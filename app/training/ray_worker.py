@@ -37,6 +37,8 @@ from app.training.worker import start_worker
 _RESIZE_INTERVAL_S = 10.0
 _STATE_TRACKING = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 """Ray's setting for the list of training runs at ``/api/train/v2/runs/v1``. Its dashboard has no page for it."""
+_MOVES_WORKERS = "RAY_CHDIR_TO_TRIAL_DIR"
+"""Ray's setting that moves workers to a folder of the run, where the relative paths of a recipe lead nowhere."""
 
 
 class WorkerArguments(TypedDict):
@@ -75,6 +77,7 @@ def fit(
     """
     # The controller inherits it. A user's own setting wins.
     os.environ.setdefault(_STATE_TRACKING, "1")
+    os.environ[_MOVES_WORKERS] = "0"
     with marked(run_folder) as mark:
         arguments = WorkerArguments(
             recipe=plan.recipe.model_dump_json(),

@@ -122,7 +122,7 @@ def _run(loop: Loop) -> StopRequest:
             return loop.run()
         except NonFiniteLossError as error:
             # The checkpoint that is being written may be the one to go back to.
-            loop.checkpoints.wait()
+            loop.checkpoints.writer.wait()
             left_out = loop.position.left_out
             if loop.config.non_finite != "rollback":
                 raise
@@ -192,8 +192,9 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     # With ``mirror.flush``, the logs in storage are never behind a committed checkpoint.
     folder = run_folder / CHECKPOINTS
     checkpoints = CheckpointManager(folder, engine, config, selection, layout, worker, activity, mirror.flush)
-    stack.callback(checkpoints.close)
-    metrics = RunMetrics(attempt.publish, run_folder.name, recipe, plan.total_steps, lambda: checkpoints.last_commit)
+    writer = checkpoints.writer
+    stack.callback(writer.close)
+    metrics = RunMetrics(attempt.publish, run_folder.name, recipe, plan.total_steps, lambda: writer.last_commit)
 
     def open_sinks(position: Position, records: list[EpochRecord]) -> Sequence[Sink]:
         if not worker.is_first:
@@ -214,7 +215,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
         engine=engine,
         feed=feed,
         checkpoints=checkpoints,
-        sync=StepSync(worker, stop_signals, checkpoints.has_lost, attempt.poll_stop_request),
+        sync=StepSync(worker, stop_signals, lambda: writer.has_failed, attempt.poll_stop_request),
         recorder=Recorder(worker.device, data.tokens_per_sample, report, open_sinks, attempt.started, metrics.ranks),
         meter=meter,
         profiler=stack.enter_context(profile_steps(config.profile, run_folder, worker.rank, metrics.profiled)),

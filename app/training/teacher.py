@@ -4,8 +4,9 @@ Hinton, Vinyals, Dean 2015, "Distilling the Knowledge in a Neural Network", arXi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -15,17 +16,13 @@ from upath import UPath
 from app.config import Recipe
 from app.data.examples import Input
 from app.data.labelled import LabelledData, LabelledDataset
-from app.data.prepared import Batch, Dataset, PreparedData
+from app.data.prepared import Batch, PreparedData
 from app.data.targets import LABELS_FILE, Classes, load_labels
 from app.errors import RecipeError
 from app.published.loaded import LoadedModel, load_model
 from app.repository.repository import Repository
 from app.storage import open_storage
 from app.tasks import find_served_task
-
-if TYPE_CHECKING:  # it imports pyarrow
-    from app.data.sharded import ShardedRows
-
 
 _MAX_KEPT_BYTES = 2**28
 """Bytes of logits that a process keeps, of 268,435 rows with 250 labels, say."""
@@ -91,12 +88,11 @@ def taught(data: PreparedData, recipe: Recipe) -> PreparedData:
     teacher = recipe.train.teacher
     assert teacher is not None
     assert isinstance(data, LabelledData)
-    train: Any = TaughtDataset(data.train, data.labels, teacher.model, open_storage(recipe.storage))
-    return replace(data, train=train)
+    return replace(data, train=TaughtDataset.of(data.train, teacher.model, open_storage(recipe.storage)))
 
 
-@dataclass
-class TaughtDataset(Dataset):
+@dataclass(frozen=True)
+class TaughtDataset(LabelledDataset):
     """A split with the teacher's logits. The teacher runs on a row when a batch first has it.
 
     Its logits are kept for later epochs, as far as ``kept_rows`` goes.
@@ -104,49 +100,36 @@ class TaughtDataset(Dataset):
     Each process that reads batches has a teacher of its own, because engines do not survive a fork.
     """
 
-    split: LabelledDataset
-    labels: Sequence[str]
     model: str
     """The teacher, as NAME or NAME/VERSION."""
 
     storage: UPath
-    _teacher: LoadedModel | None = field(default=None, repr=False)
-    _logits: NDArray[np.float32] = field(init=False, repr=False)
-    """Of each row that is kept."""
-    _is_known: NDArray[np.bool_] = field(init=False, repr=False)
-    """Whether they are there, of each row of the split."""
 
-    def __post_init__(self) -> None:
-        rows = len(self.split)
-        self._logits = np.empty((kept_rows(rows, len(self.labels)), len(self.labels)), np.float32)
-        self._is_known = np.zeros(rows, np.bool_)
-
-    def __len__(self) -> int:
-        return len(self.split)
+    @classmethod
+    def of(cls, given: LabelledDataset, model: str, storage: UPath) -> Self:
+        """Return the samples of a split, with what has been measured of them."""
+        taught = cls(given.split, given.processor, given.targets, model, storage)
+        vars(taught).update(vars(given))
+        return taught
 
     @property
-    def lengths(self) -> NDArray[np.int64] | Sequence[int]:
-        """The shards of the split."""
-        return self.split.lengths
+    def labels(self) -> Sequence[str]:
+        """The labels of the data."""
+        return self.targets.labels
 
-    @property
-    def shards(self) -> "ShardedRows | None":
-        """The shards of the split."""
-        return self.split.shards
+    @cached_property
+    def _logits(self) -> NDArray[np.float32]:
+        """Of each row that is kept."""
+        return np.empty((kept_rows(len(self), len(self.labels)), len(self.labels)), np.float32)
 
-    @property
-    def groups(self) -> NDArray[np.str_] | None:
-        """The shards of the split."""
-        return self.split.groups
-
-    @property
-    def padded_lengths(self) -> NDArray[np.int32] | None:
-        """The shards of the split."""
-        return self.split.padded_lengths
+    @cached_property
+    def _is_known(self) -> NDArray[np.bool_]:
+        """Whether they are there, of each row of the split."""
+        return np.zeros(len(self), np.bool_)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the samples of ``indices`` with the teacher's logits. Raises as ``LabelledDataset.batch``."""
-        return replace(self.split.batch(indices), taught=self.logits(indices))
+        return replace(super().batch(indices), taught=self.logits(indices))
 
     def logits(self, indices: Sequence[int]) -> NDArray[np.float32]:
         """Return the teacher's logits, of shape (samples, labels)."""
@@ -156,7 +139,7 @@ class TaughtDataset(Dataset):
         found[known] = self._logits[rows[known]]
         if not known.all():
             new = rows[~known]
-            asked = self._ask(self.split.split.take(new.tolist())[0])
+            asked = self._ask(self.split.take(new.tolist())[0])
             found[~known] = asked
             kept = new < len(self._logits)
             self._logits[new[kept]] = asked[kept]
@@ -165,7 +148,7 @@ class TaughtDataset(Dataset):
 
     def _ask(self, inputs: Sequence[Input]) -> NDArray[np.float32]:
         """Return the teacher's logits, of shape (rows, labels), with the labels in the order of the data."""
-        model = self._teacher = self._teacher or self._load()
+        model = self._teacher
         scores, size = model.manifest.scores, model.manifest.serving.max_batch_size
         assert scores is not None
         # The engine was measured, and perhaps built, for batches of at most this size.
@@ -173,7 +156,8 @@ class TaughtDataset(Dataset):
         logits = [model.engine.run(model.natural_processor.encode(part))[scores] for part in parts]
         return np.concatenate(logits)[:, [model.labels.index(label) for label in self.labels]]
 
-    def _load(self) -> LoadedModel:
+    @cached_property
+    def _teacher(self) -> LoadedModel:
         name, _, number = self.model.partition("/")
         # A recipe that was resolved names the number, so production may change while a run trains.
         version = int(number) if number else Repository(self.storage).production(name)

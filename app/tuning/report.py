@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.importance import get_param_importances
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 from upath import UPath
@@ -25,6 +24,7 @@ from app.tuning.outcome import TuneMetrics
 from app.tuning.trials import (
     CAUSE,
     DUPLICATE_OF,
+    ENDINGS,
     FAILURES,
     LEARNED_FROM,
     STOPPED_EARLY,
@@ -40,7 +40,6 @@ _MIN_FOR_IMPORTANCE = 10
 """Complete trials from which importances are more than chance."""
 _MAX_SLICES, _MAX_CURVES, _MAX_ROWS, _MAX_BARS = 12, 8, 30, 300
 """Parameters, trials by epoch, rows of the table and trials of the timeline that a page shows."""
-_STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
 
 
 def write_trials(study: Study, objectives: list[Objective], folder: UPath) -> UPath:
@@ -131,6 +130,8 @@ def _importances(study: Study, index: int) -> dict[str, float]:
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if len(complete) < _MIN_FOR_IMPORTANCE or len({trial.values[index] for trial in complete}) == 1:
         return {}
+    from optuna.importance import get_param_importances  # scikit-learn takes a second to import
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return get_param_importances(study, target=partial(_value, index))
@@ -145,7 +146,7 @@ def _history(trials: list[FrozenTrial], objective: Objective, index: int) -> Cha
     best = list(accumulate(values, max if objective.mode == "max" else min))
     clouds = [
         _cloud(name, found, [trial.number for trial in found], [objective_values(trial)[index] for trial in found])
-        for state, name in _STATES.items()
+        for state, name in ENDINGS.items()
         if (found := [trial for trial in trials if trial.state == state])
     ]
     line = Series("best so far", [trial.number for trial in trials], best)
@@ -209,7 +210,7 @@ def _timeline(trials: list[FrozenTrial]) -> Chart:
     timed = [trial for trial in trials if trial.datetime_start and trial.datetime_complete]
     began = min((trial.datetime_start for trial in timed if trial.datetime_start), default=None)
     series = []
-    for state, name in _STATES.items():
+    for state, name in ENDINGS.items():
         found = [trial for trial in timed if trial.state == state]
         times = [(trial.datetime_start, trial.datetime_complete, trial.datetime_complete) for trial in found]
         x = [(moment - began).total_seconds() / 60 for row in times for moment in row if moment and began]
@@ -230,7 +231,7 @@ def _add_trials(page: Page, study: Study, trials: list[FrozenTrial], objectives:
         [
             [
                 trial.number,
-                _STATES.get(trial.state, "running"),
+                ENDINGS.get(trial.state, "running"),
                 *map(number, (objective_values(trial) + [None] * len(objectives))[: len(objectives)]),
                 epochs_of(trial),
                 duration(trial.duration.total_seconds()) if trial.duration else MISSING,

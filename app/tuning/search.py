@@ -207,7 +207,7 @@ class Search:
         return [TrialNotes(self.folder / TRIALS, self.config.objectives, pauses=promotion is not None)]
 
     def _table(self) -> Table:
-        table = Table(self.config.objectives, self._train.epochs)
+        table = Table(self.config.objectives, self._train.epochs, self.config.trials)
         best = {trial.number for trial in self.study.best}
         for trial in self.study.ended:
             table.show(trial, trial.number in best)

@@ -7,23 +7,16 @@ from typing import Any
 
 from optuna.trial import TrialState
 from ray import tune
-from ray.tune.experiment import Trial
 
 from app.best_effort import BestEffort
 from app.config import Objective
 from app.telemetry import catalog
 from app.telemetry.metrics import Publish, Sample
 from app.tuning.study import SearchStudy
-from app.tuning.trials import objective_values
+from app.tuning.trials import ENDINGS, objective_values
 
 _INTERVAL_S = 2.0
-_STATES = {
-    TrialState.RUNNING: "running",
-    TrialState.WAITING: "waiting",
-    TrialState.COMPLETE: "complete",
-    TrialState.PRUNED: "pruned",
-    TrialState.FAIL: "failed",
-}
+_STATES = {TrialState.RUNNING: "running", TrialState.WAITING: "waiting", **ENDINGS}
 
 
 class SearchMetrics(tune.Callback):  # type: ignore[misc] # Ray has no types
@@ -39,21 +32,11 @@ class SearchMetrics(tune.Callback):  # type: ignore[misc] # Ray has no types
         """Return the state for Ray Tune, which only stores it."""
         return {}
 
-    def on_trial_start(self, trial: Trial, **_: Any) -> None:  # noqa: ARG002
-        """Update after the study's callback has recorded the event. The other hooks do the same."""
+    def on_trial_start(self, *_: Any, **__: Any) -> None:
+        """Update after the study's callback has recorded the event."""
         self.update()
 
-    def on_trial_result(self, trial: Trial, result: dict[str, Any], **_: Any) -> None:  # noqa: ARG002
-        """An epoch."""
-        self.update()
-
-    def on_trial_complete(self, trial: Trial, **_: Any) -> None:  # noqa: ARG002
-        """The end of a trial."""
-        self.update()
-
-    def on_trial_error(self, trial: Trial, **_: Any) -> None:  # noqa: ARG002
-        """The last failure of a trial."""
-        self.update()
+    on_trial_result = on_trial_complete = on_trial_error = on_trial_start
 
     def update(self, at_once: bool = False) -> None:
         """Publish, unless that was done just now. ``at_once`` does it anyway."""

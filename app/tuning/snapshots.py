@@ -15,6 +15,7 @@ from pathlib import Path
 
 from app.best_effort import BestEffort, repeat_in_background
 from app.errors import StorageError
+from app.storage import no_op
 from app.tuning.storage import StudyLocation, explained
 
 _INTERVAL_S = 2.0
@@ -96,7 +97,7 @@ def keep_snapshots(location: StudyLocation, scratch: Scratch | None = None) -> I
         StorageError: the first copy, or the last copy on an object store, cannot be made.
     """
     if location.file is None:
-        yield _do_nothing
+        yield no_op
         return
     scratch = scratch or Scratch(location.file.parent)
     copy = str(location.remote or location.backup)
@@ -110,7 +111,7 @@ def keep_snapshots(location: StudyLocation, scratch: Scratch | None = None) -> I
             with repeat_in_background(
                 lambda: try_copy(snapshots.take), _INTERVAL_S, name="snapshots", max_share=_MAX_SHARE
             ):
-                yield _do_nothing if location.remote is None else lambda: try_copy(snapshots.take)
+                yield no_op if location.remote is None else lambda: try_copy(snapshots.take)
         except BaseException:
             # Best effort, because the block's own error is the one to raise.
             scratch.keep &= not try_copy(snapshots.take)
@@ -128,7 +129,3 @@ def keep_snapshots(location: StudyLocation, scratch: Scratch | None = None) -> I
                 "tune.resume=true"
             ).of("study.not_written") from error
         scratch.keep = False
-
-
-def _do_nothing() -> None:
-    """Serve as the function of a study that is durable without a copy."""

@@ -10,11 +10,10 @@ from app.config import Objective
 from app.tuning.space import Value
 from app.tuning.study import SearchStudy
 from app.tuning.trial_config import EpochResult
-from app.tuning.trials import CAUSE, FAILURES, epochs_of, objective_values, values_of
+from app.tuning.trials import CAUSE, ENDINGS, FAILURES, epochs_of, objective_values, values_of
 
 _RUNNING_INTERVAL_S = 15.0
 _ROWS_PER_HEADER = 20
-_STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
 
 
 @dataclass
@@ -27,8 +26,8 @@ class _Running:
 class Table:
     """Prints a row when a trial ends or is paused, and every 15 s one for each running trial."""
 
-    def __init__(self, objectives: list[Objective], epochs: int) -> None:
-        self._objectives, self._epochs = objectives, epochs
+    def __init__(self, objectives: list[Objective], epochs: int, trials: int) -> None:
+        self._objectives, self._epochs, self._trials = objectives, epochs, trials
         self._running: dict[int, _Running] = {}
         self._rows, self._shown = 0, time.monotonic()
 
@@ -63,11 +62,12 @@ class Table:
         self._running.pop(number, None)
         trial = study.study.get_trials(deepcopy=False)[number]
         self.show(trial, is_best=any(best.number == number for best in study.best))
+        print(f"trials {len(study.ended)}/{self._trials}  ended", flush=True)
 
     def show(self, trial: FrozenTrial, is_best: bool) -> None:
         """Print the row of a trial that has ended."""
         self._row(
-            trial.number, objective_values(trial), epochs_of(trial), _STATES[trial.state], values_of(trial), is_best
+            trial.number, objective_values(trial), epochs_of(trial), ENDINGS[trial.state], values_of(trial), is_best
         )
         if trial.state == TrialState.FAIL:
             print(f"       {trial.user_attrs.get(CAUSE, '')}", flush=True)

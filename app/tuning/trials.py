@@ -15,6 +15,9 @@ CAUSE, EPOCHS, VALUES, FAILURES, STOPPED_EARLY, DUPLICATE_OF, LEARNED_FROM = (
 )  # fmt: skip
 """Attributes of a trial. ``VALUES`` holds drawn and derived values, Optuna's own ``params`` only drawn ones."""
 
+ENDINGS = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
+"""How a trial may end, in a word."""
+
 INHERITED = "inherited"
 """Attribute of a trial that continued from others' checkpoints: their epochs, less its own that it gave up."""
 

@@ -14,7 +14,7 @@ from app.training.checkpoints.reader import load_checkpoint
 from app.training.checkpoints.snapshot import Snapshot, take_snapshot
 from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
-from app.training.checkpoints.writer import CheckpointWriter, Commit
+from app.training.checkpoints.writer import CheckpointWriter
 from app.training.engine import TrainingEngine
 from app.training.records import EpochRecord, best_of
 from app.training.worker import Worker, on_first
@@ -43,7 +43,7 @@ class CheckpointManager:
         self._engine, self._config, self._selection, self._layout = engine, config, selection, layout
         self._worker, self._activity = worker, activity
         self._store = CheckpointStore(folder, activity.report_progress, warn if worker.is_first else no_op)
-        self._writer = CheckpointWriter(self._store, config.checkpoint, activity.report_progress, before_commit)
+        self.writer = CheckpointWriter(self._store, config.checkpoint, activity.report_progress, before_commit)
         self._saved: tuple[int, int] | None = None
         """Step and epoch of the last save. The last step of an epoch is also where the next epoch begins."""
 
@@ -60,7 +60,7 @@ class CheckpointManager:
         committed = on_first(self._store.committed)
         restored = self._store.newest_readable(committed, self._load)
         if restored:
-            self._writer.reuse_frozen(self._store.folder_of(restored[0]))
+            self.writer.reuse_frozen(self._store.folder_of(restored[0]))
         # Only now, because reading has shown which newer checkpoints are damaged.
         if self._worker.is_first:
             self._store.sweep(after=restored[0] if restored else None)
@@ -86,28 +86,11 @@ class CheckpointManager:
         self._activity.begin(f"the checkpoint of step {position.step}")
 
         def take() -> Snapshot:
-            frozen = self._writer.takes_frozen
+            frozen = self.writer.takes_frozen
             return take_snapshot(self._engine, self._layout, position, records, self._config.precision, frozen)
 
-        self._writer.save(take, best_of(records, self._selection).step if records else None)
+        self.writer.save(take, best_of(records, self._selection).step if records else None)
         self._saved = position.step, position.epoch
-
-    def has_lost(self) -> bool:
-        """Return whether this process knows that the last save failed."""
-        return self._writer.has_failed
-
-    @property
-    def last_commit(self) -> Commit | None:
-        """The newest checkpoint that was stored since this process began."""
-        return self._writer.last_commit
-
-    def wait(self) -> None:
-        """Wait until everything that was saved is stored. Raises TrainingError if it cannot be."""
-        self._writer.wait()
-
-    def close(self) -> None:
-        """Finish the write under way, also after an error in training."""
-        self._writer.close()
 
     def _load(self, checkpoint: Checkpoint) -> tuple[Checkpoint, TrainState]:
         self._activity.begin(f"reading the checkpoint of step {checkpoint.step}")

@@ -29,12 +29,13 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from app.data.prepared import Indices, ShardedSamples
+from app.data.prepared import Indices
 from app.training.data.mixture import Mixture
 from app.training.data.passes import entropy_of
 from app.training.data.periods import Period, Start, starts_of
 from app.training.data.ranks import DataRank, partners_of
 from app.training.data.rules import Batches, Rules, Window, evenly
+from app.training.data.samples import Samples
 
 PARTNER_BLOCK = 64
 """Block of ``partners_of``: a rank has every n-th sample of a batch."""
@@ -59,7 +60,7 @@ class SampleOrder:
     name: ClassVar[str] = "windows-1"
     """Checkpoints record it, because they count batches. A change of the order needs a new name."""
 
-    samples: ShardedSamples
+    samples: Samples
     rules: Rules
     seed: int
     mixtures: Sequence[tuple[Start, Mixture]] = ()

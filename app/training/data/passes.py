@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from app.data.prepared import Indices, ShardedSamples
+from app.data.prepared import Indices
+from app.training.data.samples import Samples
 
 NO_ROWS: Indices = np.empty(0, np.int64)
 _SHARDS = 0
@@ -21,7 +22,7 @@ def entropy_of(seed: int) -> tuple[int]:
 class Passes:
     """The rows of a source, of which each of ``streams`` streams has an equal part of every pass."""
 
-    samples: ShardedSamples
+    samples: Samples
     shards: Indices
     """The source's shards among all of ``samples``."""
     entropy: Sequence[int]
@@ -62,9 +63,7 @@ def _part_of(stream: int, streams: int) -> int:
 class _Pass:
     """The rows of shards in one order, from a random row on. After the last row comes the first one."""
 
-    def __init__(
-        self, samples: ShardedSamples, shards: Indices, pass_rows: int, generator: np.random.Generator
-    ) -> None:
+    def __init__(self, samples: Samples, shards: Indices, pass_rows: int, generator: np.random.Generator) -> None:
         self._first_rows = samples.first_rows[shards]
         self._starts = np.concatenate([[0], np.cumsum(np.asarray(samples.shard_rows)[shards])])
         """Place of the first row of each shard, and the number of all rows."""

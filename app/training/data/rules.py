@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.config import CurriculumConfig
-from app.data.prepared import Indices, ShardedSamples
+from app.data.prepared import Indices
 from app.training.data.ranks import BATCHES_PER_SORT
+from app.training.data.samples import Samples
 
 Numbers = NDArray[np.integer[Any]]
 Batches = Sequence[Indices] | Indices
@@ -42,7 +43,7 @@ class Window:
         shuffle: what the batches are shuffled by.
     """
 
-    samples: ShardedSamples
+    samples: Samples
     rows: Indices
     places: Indices
     streams: int

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.data.labelled import LabelledDataset
-from app.data.prepared import Dataset, Indices, ShardedSamples
+from app.data.prepared import Dataset, Indices
+from app.data.sharded import ShardedRows
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,11 @@ class InMemory:
         """Do nothing: they are here."""
 
 
-def samples_of(dataset: Dataset) -> ShardedSamples:
+Samples = ShardedRows | InMemory
+"""The samples of a split, as an order reads them."""
+
+
+def samples_of(dataset: Dataset) -> Samples:
     """Return the samples of a split as an order reads them."""
     if dataset.shards is not None:
         return dataset.shards

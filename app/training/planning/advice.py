@@ -1,27 +1,27 @@
 """What would help a training beyond the plans that can run as the recipe stands."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from pydantic import BaseModel
 
 from app.planner.cluster import Cluster
 from app.planner.enumeration import without_options
 from app.planner.profile import ModelProfile
 from app.planner.rates import Rates, rates_of
 from app.planner.search import Candidate, Findings, Problem, search
-from app.planner.stages import stages_of
-from app.planner.traffic import held_parameters
+from app.planner.stages import held_parameters, stages_of
 
 _SOME_PATH = "/local_nvme"
 
 
-@dataclass(frozen=True)
-class Help:
+class Help(BaseModel):
     """A way to train faster, or to train at all. Its prediction is not validated."""
 
     option: str
     needs: str
     """What to set, or why Rayloom cannot."""
     step_s: float
-    memory_bytes: float
+    memory_bytes: int
 
 
 def what_would_help(problem: Problem, findings: Findings) -> list[Help]:
@@ -39,7 +39,7 @@ def _nvme(problem: Problem) -> Help | None:
     plans = search(replace(problem, base=base)).candidates
     best = next((candidate for candidate in plans if candidate.config.offload == "nvme"), None)
     needs = "train.plan.nvme_path, a folder on a fast local disk"
-    return Help("optimizer offload to NVMe", needs, best.step_s, best.memory.total) if best else None
+    return _help("optimizer offload to NVMe", needs, best.step_s, best) if best else None
 
 
 def _sharding_in_nodes(problem: Problem) -> Help | None:
@@ -67,11 +67,15 @@ def _sharding_in_nodes(problem: Problem) -> Help | None:
     if best is None:
         return None
     step_s = best.step_s + _between_nodes_s(problem.profile, best, cluster, problem.rates or rates_of(cluster.device))
-    return Help("ZeRO 3 within nodes (MiCS)", "not in Rayloom", step_s, best.memory.total)
+    return _help("ZeRO 3 within nodes (MiCS)", "not in Rayloom", step_s, best)
+
+
+def _help(option: str, needs: str, step_s: float, plan: Candidate) -> Help:
+    return Help(option=option, needs=needs, step_s=step_s, memory_bytes=int(plan.memory.total))
 
 
 def _between_nodes_s(profile: ModelProfile, candidate: Candidate, cluster: Cluster, rates: Rates) -> float:
     """Return the seconds of the all-reduce of a rank's part of the gradients between nodes, which nothing hides."""
-    (stage,) = stages_of(profile, 1, is_balanced_by_parameters=True)
+    (stage,) = stages_of(profile, 1)
     part = held_parameters(stage, 1) * profile.element_bytes / candidate.plan.data
     return 2 * (cluster.nodes - 1) / cluster.nodes * part / (cluster.network.bandwidth * rates.network)

@@ -88,7 +88,6 @@ def measure_plan(recipe: Recipe, data: PreparedData, candidate: Candidate, subje
         memory_bytes=max(steps.memory_bytes for steps in found),
         context_bytes=max(steps.memory_bytes - tensors for steps in found),
         predicted_step_s=candidate.time.step_s,
-        predicted_memory_bytes=int(candidate.memory.total),
     )
 
 

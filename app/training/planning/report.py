@@ -8,7 +8,7 @@ from app.config.plan import PlanConfig
 from app.planner.cluster import GIB
 from app.planner.search import Candidate, Findings, Problem, fewest_devices
 from app.planner.validation import validation_of
-from app.training.planning.advice import what_would_help
+from app.training.planning.advice import Help, what_would_help
 
 _SHOWN_KEYS = ("tensor", "pipeline", "zero_stage", "offload", "micro_batch", "activation_checkpointing")
 
@@ -47,15 +47,6 @@ class RefusedPlans(BaseModel):
     example: str
 
 
-class HelpRow(BaseModel):
-    """An option beyond the plans that can run as the recipe stands. Not validated."""
-
-    option: str
-    needs: str
-    step_s: float
-    memory_bytes: int
-
-
 class PlanReport(BaseModel):
     """The best plans of a recipe on a cluster."""
 
@@ -69,7 +60,8 @@ class PlanReport(BaseModel):
     plans: list[PlanRow]
     num_fitting: int
     refused: list[RefusedPlans]
-    would_help: list[HelpRow] = []
+    would_help: list[Help] = []
+    """Options beyond the plans that can run as the recipe stands."""
     fewest_devices: int | None = None
     """Devices that would do, if no plan fits."""
     search_s: float
@@ -124,10 +116,7 @@ def report(recipe: str, problem: Problem, findings: Findings, steps: int, top: i
         refused=[
             RefusedPlans(rule=rule, count=count, example=findings.refusals.examples[rule]) for rule, count in refused
         ],
-        would_help=[
-            HelpRow(option=row.option, needs=row.needs, step_s=row.step_s, memory_bytes=int(row.memory_bytes))
-            for row in what_would_help(problem, findings)
-        ],
+        would_help=what_would_help(problem, findings),
         fewest_devices=fewest[0] if fewest else None,
         search_s=round(findings.search_s, 3),
     )

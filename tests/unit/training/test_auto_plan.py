@@ -170,7 +170,6 @@ def _run(subject: str, stage: int, step_s: float) -> MeasuredPlan:
         memory_bytes=1,
         context_bytes=1,
         predicted_step_s=0.02,
-        predicted_memory_bytes=1,
     )
 
 

@@ -87,7 +87,7 @@ def test_a_row_is_shown_to_the_teacher_once_and_its_labels_are_put_in_order(
     asked = []
     real = ImageProcessor.encode
     monkeypatch.setattr(ImageProcessor, "encode", lambda self, inputs: asked.append(len(inputs)) or real(self, inputs))
-    taught = TaughtDataset(data.train, data.labels, "teacher/1", storage)
+    taught = TaughtDataset.of(data.train, "teacher/1", storage)
     asked.clear()
     batch = taught.batch(range(100))
     assert batch.taught is not None
@@ -105,12 +105,12 @@ def test_a_process_keeps_few_logits_of_many_rows_and_asks_for_the_others_again(
     data: LabelledData, storage: UPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert kept_rows(1_000_000, 1_000) * 1_000 * 4 <= 2**28
-    whole = TaughtDataset(data.train, data.labels, "teacher/1", storage).batch(range(100))
+    whole = TaughtDataset.of(data.train, "teacher/1", storage).batch(range(100))
     monkeypatch.setattr("app.training.teacher._MAX_KEPT_BYTES", 60 * len(data.labels) * 4)
     asked = []
     real = ImageProcessor.encode
     monkeypatch.setattr(ImageProcessor, "encode", lambda self, inputs: asked.append(len(inputs)) or real(self, inputs))
-    taught = TaughtDataset(data.train, data.labels, "teacher/1", storage)
+    taught = TaughtDataset.of(data.train, "teacher/1", storage)
     for _ in range(2):
         asked.clear()
         again = taught.batch(range(100))

@@ -133,7 +133,7 @@ def test_samples_of_a_teacher_are_validated(tmp_path: Path) -> None:
     data, worker = prepare(recipe), start_worker(recipe.train)
     assert isinstance(data, LabelledData)
     # Validation asks no teacher.
-    taught: Any = TaughtDataset(data.train, data.labels, "teacher/1", UPath(tmp_path))
+    taught: Any = TaughtDataset.of(data.train, "teacher/1", UPath(tmp_path))
     order = order_of(recipe, data)
     with closing(
         Feed(replace(data, train=taught), recipe.train, recipe.train.layout(1), worker, Activity(), order)

@@ -78,7 +78,7 @@ def test_patience_counts_trials_that_wait_at_a_rung(url: URL, tmp_path: Path) ->
     study, budget = create(url), budget_with(PATIENT)
     promotion = create_promotion(recipe.tune, 4, known=[])
     callback = StudyCallback(
-        study, recipe.tune, UPath(tmp_path), budget, Table(recipe.tune.objectives, 4), promotion, lambda: None
+        study, recipe.tune, UPath(tmp_path), budget, Table(recipe.tune.objectives, 4, 4), promotion, lambda: None
     )
     for value, is_over in ((0.5, False), (0.6, False), (0.4, False), (0.6, True)):
         proposal = study.ask(MAX_TRIALS)
@@ -98,7 +98,7 @@ def test_a_search_that_goes_on_knows_what_was_spent_when_its_last_epoch_was_hear
     assert recipe.tune is not None
     proposal = study.ask(MAX_TRIALS)
     assert proposal is not None
-    callback = StudyCallback(study, recipe.tune, UPath(tmp_path), budget, Table([], 3), None, lambda: None)
+    callback = StudyCallback(study, recipe.tune, UPath(tmp_path), budget, Table([], 3, 4), None, lambda: None)
     trial = ray_trial(proposal)
     callback.on_trial_start(trial=trial)
     callback.on_trial_result(trial=trial, result=EpochResult(epoch=1, value=0.5, cost=(-0.5, 0.0)).model_dump())

@@ -24,7 +24,9 @@ def begin(url: URL, folder: Path, *overrides: str, epochs: int = 0) -> tuple[Sea
     assert config is not None
     study = (resume if Path(str(url.database)).exists() else create)(url, *given)
     budget = SearchBudget(config.stop, config.objectives[0], epochs, seconds=0.0)
-    return study, StudyCallback(study, config, UPath(folder), budget, Table(config.objectives, 3), None, lambda: None)
+    return study, StudyCallback(
+        study, config, UPath(folder), budget, Table(config.objectives, 3, 4), None, lambda: None
+    )
 
 
 def propose(study: SearchStudy) -> Proposal:
@@ -126,7 +128,7 @@ def test_the_table_shows_a_trial_that_lingers_after_its_last_epoch(
 ) -> None:
     now_s = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
-    table = Table([], epochs=3)
+    table = Table([], epochs=3, trials=4)
     for number in (1, 2):
         table.started(number, {"width": 8})
     table.epoch(1, EpochResult(epoch=3, value=0.5, cost=(0.5, 0.0)))

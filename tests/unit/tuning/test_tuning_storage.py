@@ -199,7 +199,7 @@ def test_a_copy_knows_which_values_a_trial_took_over_before_the_trial_goes_on(
     assert config is not None
     budget = SearchBudget(config.stop, config.objectives[0], epochs=0, seconds=0.0)
     with keep_snapshots(lost) as back_up:
-        callback = StudyCallback(study, config, UPath(tmp_path), budget, Table(config.objectives, 3), None, back_up)
+        callback = StudyCallback(study, config, UPath(tmp_path), budget, Table(config.objectives, 3, 4), None, back_up)
         cloudpickle.dumps(callback)  # as Ray Tune does when it begins
         proposal = study.ask(MAX_TRIALS)
         assert proposal is not None
