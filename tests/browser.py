@@ -54,9 +54,11 @@ def phone(browser: WebDriver) -> AbstractContextManager[None]:
 
 @contextmanager
 def dark(browser: WebDriver) -> Iterator[None]:
-    """Ask pages for their dark colors."""
+    """Ask pages for their dark colors. An open page has changed them in the block."""
     scheme = [{"name": "prefers-color-scheme", "value": "dark"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+    # The page's listeners run just before the next frame.
+    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
     try:
         yield
     finally:

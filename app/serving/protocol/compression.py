@@ -36,7 +36,7 @@ def decompress(body: Body, encoding: str, max_bytes: int) -> Body | bytes:
 
 def too_large(max_bytes: int) -> RequestTooLargeError:
     """Return the error of a body that is larger than ``max_bytes``."""
-    return RequestTooLargeError(f"the body is larger than {max_bytes} bytes: send fewer rows in a request")
+    return RequestTooLargeError(f"the body is larger than {max_bytes} bytes: send less in a request")
 
 
 def _inflate(body: bytes | memoryview, encoding: str, max_bytes: int) -> bytes:

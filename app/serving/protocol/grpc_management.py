@@ -29,8 +29,9 @@ def write_model_metadata(metadata: ModelMetadata) -> pb.ModelMetadataResponse:
 
 
 def write_statistics(statistics: Statistics) -> pb.ModelStatisticsResponse:
-    """Return the response to ModelStatistics."""
-    return pb.ModelStatisticsResponse(**statistics.model_dump())
+    """Return the response to ModelStatistics, whose message has neither ``invalid_count`` nor ``generation``."""
+    fields = statistics.model_dump(exclude={"model_stats": {"__all__": {"invalid_count", "generation"}}})
+    return pb.ModelStatisticsResponse(**fields)
 
 
 def write_index(index: Sequence[ModelIndex]) -> pb.RepositoryIndexResponse:

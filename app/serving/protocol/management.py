@@ -121,6 +121,17 @@ class BatchStatistics(_ComputeStatistics):
     batch_size: int
 
 
+class GenerationCounts(_Message):
+    """What a language model does now, and the tokens that it has read and written."""
+
+    running: int
+    """Answers that are being generated."""
+    waiting: int
+    """Answers that wait for their turn."""
+    prompt_tokens: int
+    generated_tokens: int
+
+
 class ModelStatistics(_Message):
     """Statistics of a version since it was loaded."""
 
@@ -132,6 +143,10 @@ class ModelStatistics(_Message):
     """The number of rows."""
     execution_count: int = 0
     """The number of the engine's calls."""
+    invalid_count: int = 0
+    """The number of refused requests: malformed, or not what the model takes. Triton counts these nowhere."""
+    generation: GenerationCounts | None = None
+    """Only of language models, which Triton's messages do not know."""
     inference_stats: InferenceStatistics = InferenceStatistics()
     batch_stats: list[BatchStatistics] = []
     response_stats: dict[str, Any] = {}
@@ -235,12 +250,13 @@ def _refusal(model: type[Body], error: ValidationError, given: bytes | str) -> R
     match problem.first["type"]:
         case "extra_forbidden":
             way_out = ": leave it out" if "." in key else f"; {did_you_mean(key, model.model_fields)}"
-            return RequestError(f"unknown key {key!r}{way_out}").of("key.unknown")
+            return RequestError(f"unknown key {key!r}{way_out}").of("key.unknown", key)
         case "missing":
-            return RequestError(f"{key!r} is missing: add it").of("key.missing")
+            return RequestError(f"{key!r} is missing: add it").of("key.missing", key)
         case "value_error":
-            return RequestError(f"{key}: {problem.first['ctx']['error']}").of("parameter.unsupported")
+            said = str(problem.first["ctx"]["error"])
+            return RequestError(f"{key}: {said}" if key else said).of("parameter.unsupported", key)
         case _:
             return RequestError(
                 f"{key or 'the body'} is {json.dumps(problem.given)[:80]}: expected {problem.expected}"
-            ).of("key.type")
+            ).of("key.type", key or None)

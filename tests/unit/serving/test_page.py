@@ -22,12 +22,13 @@ from app.serving.access import Access
 from app.serving.config import CandidateConfig, DeployedModel, EndpointConfig
 from app.serving.transport.routes import PAGE
 from app.tensors import OUTPUT, TensorSpec
-from tests.browser import seen
+from tests.browser import dark, screen, seen, whole_picture
 from tests.engine_contract import PROCESSOR, SIGNATURE, exported
 from tests.serving import Server, serving
 from tests.toy import publish_version, version_config
 
 TOKEN = "t" * 32
+CLEAR, DARK = "rgba(0, 0, 0, 0)", "rgb(28, 32, 34)"
 LABELS = ["bad", "neither", "<img src=x onerror=document.body.remove()>"]
 BRIGHTNESS = """
 <ir_version: 10, opset_import: ["": 20]>
@@ -91,6 +92,13 @@ def test_it_lists_models_with_what_they_take_answer_and_have_done(page: WebDrive
     figures = {one.find_element(By.TAG_NAME, "dt").text: one.find_element(By.TAG_NAME, "dd").text for one in each}
     assert int(figures["Requests"]) >= 1
     assert figures["Failed"] == "0"
+    invalid, requests = int(figures["Invalid"]), int(figures["Requests"])
+    for body in ({"inputs": []}, {"input": "good"}):
+        assert httpx.post(f"http://{server.http}/v1/models/reviews/predict", json=body).status_code == 400
+    page.refresh()
+    shown = seen(page, "#models article:nth-child(1) dl", "ms").text.split("\n")
+    assert shown[:6] == ["Requests", str(requests + 2), "Invalid", str(invalid + 2), "Failed", "0"]
+    assert not page.find_elements(By.CSS_SELECTOR, "#models dd.bad")
     assert figures["Mean latency"].endswith(" ms")
 
 
@@ -233,14 +241,45 @@ def test_the_api_is_described_and_tried_with_nothing_from_other_servers(
     page: WebDriver, server: Server, locked: None
 ) -> None:
     page.get(f"http://{server.http}/docs")
-    seen(page, "#operations-models-infer_name", "/v2/models/{name}/infer")
+    seen(page, "#operations-models-infer_name .authorization__btn")
     asked = page.execute_script("return performance.getEntriesByType('resource').map(each => each.name)")
     assert asked
     assert all(item.startswith((f"http://{server.http}/", "data:")) for item in asked), asked
     seen(page, ".authorize").click()
     seen(page, "#auth-bearer-value").send_keys(TOKEN, Keys.ENTER)
     seen(page, ".close-modal, .btn-done").click()
-    seen(page, "[id$='models_v1_models_get'] .opblock-summary-control").click()
+    seen(page, "[id$='models_v1_predict_get'] .opblock-summary-control").click()
     seen(page, ".try-out__btn").click()
     seen(page, ".execute").click()
     assert '"reviews"' in seen(page, ".live-responses-table .response-col_description", "reviews").text
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_the_description_of_the_api_is_dark_where_the_reader_is_and_shows_locks_only_with_a_token(
+    page: WebDriver, server: Server, width: int
+) -> None:
+    with screen(page, width):
+        page.get_log("browser")
+        page.get(f"http://{server.http}/docs")
+        seen(page, "#operations-models-infer_name", "/v2/models/{name}/infer")
+        assert seen(page, "#operations-OpenAI-chat_completions .opblock-summary-description").text == "Chat Completions"
+        whole_picture(page, f"docs-{width}-False")
+        assert not page.find_elements(By.CSS_SELECTOR, ".authorize, .authorization__btn")
+        assert page.execute_script("return document.documentElement.scrollWidth") == width
+        assert page.execute_script("return getComputedStyle(document.documentElement).backgroundColor") == CLEAR
+        with dark(page):
+            assert page.execute_script("return getComputedStyle(document.documentElement).backgroundColor") == DARK
+            whole_picture(page, f"docs-{width}-True")
+        assert page.get_log("browser") == []
+
+
+def test_nothing_runs_in_the_description_but_what_the_server_has(page: WebDriver, server: Server) -> None:
+    answer = httpx.get(f"http://{server.http}/docs")
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'"
+    assert re.fullmatch(r"'self' 'sha256-.{44}'", policy["script-src"])
+    assert policy["style-src"] == policy["connect-src"] == "'self'"
+    page.get(f"http://{server.http}/docs")
+    seen(page, "#operations-models-infer_name")
+    page.execute_script("document.body.append(Object.assign(document.createElement('script'), {text: 'ran = 1'}))")
+    assert page.execute_script("return self.ran") is None

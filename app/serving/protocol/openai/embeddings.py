@@ -1,4 +1,4 @@
-"""Requests for embeddings and their answers, in OpenAI's format, which many clients speak.
+"""Requests for embeddings and their answers.
 
 https://developers.openai.com/api/reference/resources/embeddings/methods/create
 """
@@ -14,9 +14,9 @@ from app.serving.protocol.predict import ONLY_VALID, PredictRequest, PredictResp
 
 
 class EmbeddingsRequest(BaseModel):
-    """The body of ``/v1/embeddings``. Other fields, such as ``user``, change nothing."""
+    """The body of ``/v1/embeddings``."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="forbid")
 
     model: str
     input: (
@@ -27,6 +27,7 @@ class EmbeddingsRequest(BaseModel):
     )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
+    user: str | None = Field(default=None, description="changes nothing")
 
     def as_predict(self) -> PredictRequest:
         """Return the texts. Raises RequestError for tokens, which belong to a tokenizer that the client has guessed."""
@@ -76,7 +77,7 @@ class EmbeddingsResponse(BaseModel):
                     f"/v1/models/{request.model}/predict, or deploy a model of task sentence-embedding"
                 )
             vectors.append(extra["embedding"])
-        # A vector is not cut, because its model was not trained for that.
+        # A vector is not truncated, because its model was not trained for that.
         if request.dimensions not in (None, len(vectors[0])):
             raise RequestError(
                 f"dimensions is {request.dimensions}: model {short_repr(request.model)} has vectors of "

@@ -1,0 +1,1 @@
+"""Language models behind an endpoint: prompts wait in a queue that counts tokens, and answers are streamed."""
