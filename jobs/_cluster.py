@@ -65,9 +65,27 @@ def require(needed: Mapping[str, float], who: str, labels: Mapping[str, str] | N
         print(f"{sentence}; waiting for it to grow", flush=True)
 
 
-def cores_of_nodes(reserved: Mapping[str, float]) -> list[int]:
-    """Return the CPUs of each node that has CPUs and the resources that a process reserves."""
-    wanted = Placement({**reserved, "CPU": max(1.0, reserved.get("CPU", 0.0))})
+def require_node(placement: Placement, who: str) -> None:
+    """Check that a node has the labels and the resources that ``who`` needs. If the cluster may grow, only print that.
+
+    Raises:
+        ClusterError: no node of the local cluster has.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if any(map(placement.fits, nodes)):
+        return
+    wanted = [_amount(kind, amount) for kind, amount in placement.resources.items() if amount]
+    wanted += [f"the label {key}: {selector}" for key, selector in placement.labels.items()]
+    sentence = f"{who} needs a node with {', '.join(wanted)}, and none of the {len(nodes)} nodes is one"
+    if not may_grow():
+        raise ClusterError(f"{sentence}: ask for less, or start such a node").of("node.none")
+    print(f"{sentence}; waiting for it", flush=True)
+
+
+def cores_of_nodes(placement: Placement) -> list[int]:
+    """Return the CPUs of each node that has CPUs, the labels, and the resources that a process reserves."""
+    reserved = placement.resources
+    wanted = Placement({**reserved, "CPU": max(1.0, reserved.get("CPU", 0.0))}, placement.labels)
     return [int(node["Resources"]["CPU"]) for node in ray.nodes() if wanted.fits(node)]
 
 

@@ -1,8 +1,8 @@
-"""The application of Ray Serve that serves all models. One job at a time changes it."""
+"""The applications of Ray Serve that serve the models, one for each pool. One job at a time changes them."""
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 
 import httpx
@@ -15,10 +15,11 @@ from ray.serve.schema import ApplicationStatus, DeploymentStatusTrigger, Replica
 from tenacity import RetryError, retry, retry_if_result, stop_after_delay, wait_fixed
 
 from app.errors import ClusterError
-from app.serving.config import Demand, EndpointConfig
-from app.serving.ingress.haproxy_script import APPLICATION
-from jobs._cluster import require
-from jobs._serve_internals import await_proxies, deployed_user_config
+from app.serving.config import EndpointConfig, PoolConfigs
+from app.serving.demand import Demand
+from app.serving.pools import APPLICATION, Pool, application_of, named, pool_of, prefix_of
+from jobs._cluster import require, require_node
+from jobs._serve_internals import await_proxies, deployed_user_configs
 from serve_deployments.autoscaling import autoscaling_of
 from serve_deployments.model_server import ModelServer
 
@@ -65,15 +66,16 @@ def _hold() -> ray.actor.ActorHandle | None:
         return None
 
 
-def desired_config() -> EndpointConfig:
-    """Return the last configuration that was given to Serve, loaded or not; an empty one if there was none.
+def desired_pools() -> PoolConfigs:
+    """Return the last configuration of each pool that was given to Serve, loaded or not.
 
     Raises:
         ClusterError: another release of Rayloom has deployed the endpoint.
     """
-    config = deployed_user_config(APPLICATION, DEPLOYMENT)
+    given = deployed_user_configs(DEPLOYMENT)
+    ours = {name: config for name, config in given.items() if name == APPLICATION or name.startswith(f"{APPLICATION}-")}
     try:
-        return EndpointConfig() if config is None else EndpointConfig.model_validate(config)
+        return PoolConfigs({pool_of(name): EndpointConfig.model_validate(config) for name, config in ours.items()})
     except ValidationError as error:
         first = error.errors()[0]
         raise ClusterError(
@@ -82,29 +84,43 @@ def desired_config() -> EndpointConfig:
         ).of("endpoint.other_release") from error
 
 
-def roll_out(before: EndpointConfig, after: EndpointConfig, timeout_s: float) -> None:
-    """Serve ``after``, and wait until every replica has loaded every model.
+def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: float) -> None:
+    """Serve ``after``, and wait until every replica of each pool that changes has loaded every model of its pool.
+
+    Args:
+        pool: it is deployed even if it does not change: a killed job may have left it without its models.
 
     Raises:
         ClusterError: a replica cannot load a model, or not in time. Then ``before`` is deployed again. Otherwise Serve
             would keep trying the failed configuration, and not replace dead replicas. If ``before`` fails, too, for
             example after a killed job, deploy the model in the error again, or undeploy it.
     """
+    changed = after.changed_from(before)
+    if pool not in changed:
+        changed = [pool, *changed]
     # An empty configuration has no tokens. A rollback to it must not open the endpoint to everybody.
-    if not before.models:
-        before = before.model_copy(update={"access": after.access})
+    if not before.deployed:
+        before = before.with_access(after.shared.access)
     try:
-        _run_application(after, timeout_s)
-    except (RuntimeError, TimeoutError) as error:
+        for one in changed:
+            _run(one, after, timeout_s)
+    except Exception as error:  # whatever Serve raises, no pool may stay half changed
         cause = f"{error} (serve.ready_timeout_s)" if isinstance(error, TimeoutError) else str(error)
-        try:
-            _run_application(before, _ROLLBACK_TIMEOUT_S)
-        except (RuntimeError, TimeoutError) as again:
+        if again := [failed for one in reversed(changed) if (failed := _failed(one, before))]:
             raise ClusterError(
-                f"{cause}; and what was served before does not start either: {again}; deploy that model again, or "
+                f"{cause}; and what was served before does not start either: {again[0]}; deploy that model again, or "
                 "undeploy it"
-            ) from again
+            ) from error
         raise ClusterError(f"the endpoint goes on with what it served before: {cause}") from error
+
+
+def _failed(pool: Pool, before: PoolConfigs) -> Exception | None:
+    """Deploy a pool as it was before. Return why it does not start; None if it does."""
+    try:
+        _run(pool, before, _ROLLBACK_TIMEOUT_S)
+    except Exception as error:
+        return error
+    return None
 
 
 def await_routes(url: str | None = None) -> None:
@@ -131,80 +147,143 @@ def _await_answer(url: str) -> bool:
     return status == HTTPStatus.SERVICE_UNAVAILABLE
 
 
-def running_replicas() -> int:
-    """Return the number of running replicas."""
-    server = serve.status().applications[APPLICATION].deployments[DEPLOYMENT]
-    return int(server.replica_states.get(ReplicaState.RUNNING, 0))
+def running_replicas(pool: Pool) -> int:
+    """Return the number of a pool's replicas that run."""
+    application = serve.status().applications.get(application_of(pool))
+    server = application.deployments.get(DEPLOYMENT) if application else None
+    return int(server.replica_states.get(ReplicaState.RUNNING, 0)) if server else 0
 
 
-def require_room(before: EndpointConfig, demand: Demand) -> None:
-    """Check that the cluster has room for all replicas and, during a change, for one more.
+def require_room(before: PoolConfigs, pool: Pool, demand: Demand) -> None:
+    """Check that the cluster has room for all replicas and, during a change of ``pool``, for one more.
 
     With several sharded models it needs room for twice the replicas. A replica reserves room for its models one by one,
     and two new replicas that each have a part of it would wait for each other.
 
+    Args:
+        demand: of the pool after the change.
+
     Raises:
-        ClusterError: there is too little room, or the models of a replica need more than its single GPU.
+        ClusterError: there is too little room, the models of a replica need more than its single GPU, no node is large
+            enough for a replica, or the nodes have too little memory for the language models.
     """
     scaling = demand.scaling
-    if round(scaling.gpus, 4) > 1:
+    if round(scaling.gpus, 4) > scaling.max_gpus:
         raise ClusterError(
-            f"serve.gpus_per_replica of all models are {scaling.gpus:g} together, and a replica has one GPU for all of "
-            "them: ask for less"
+            f"serve.gpus_per_replica of all models are {scaling.gpus:g} together, and a replica has {scaling.max_gpus} "
+            "for all of them: ask for less, or set serve.pool"
         )
-    spare = 0 if not before.models else scaling.max_replicas if len(demand.sharded) > 1 else 1
+    spare = 0 if not before[pool].deployed else scaling.max_replicas if len(demand.sharded) > 1 else 1
+    others = [config.demand for other, config in before.by_pool.items() if other != pool]
+    _require_memory(
+        [(demand, scaling.max_replicas + spare), *((other, other.scaling.max_replicas) for other in others)]
+    )
     needed = {kind: (scaling.max_replicas + spare) * amount for kind, amount in demand.reserved.items()}
+    for other in others:
+        for kind, amount in other.reserved.items():
+            if needed.get(kind):
+                needed[kind] += other.scaling.max_replicas * amount
     require(needed, "serve.replicas, while they change over," if spare else "serve.replicas")
+    require_node(demand.placement, f"a replica of {named(pool)}")
 
 
-def require_calibration_room(before: EndpointConfig, reserved: Mapping[str, float]) -> None:
+def _require_memory(demands: Sequence[tuple[Demand, int]]) -> None:
+    """Raise ClusterError if the nodes have too little memory for the language models of so many replicas.
+
+    Replicas reserve no memory in Ray. Ray counts as a node's memory most of what was free when it joined.
+
+    Args:
+        demands: of each pool, with its number of replicas. The first one is about to change.
+    """
+    nodes = {node["NodeID"]: int(node["Resources"].get("memory", 0)) for node in ray.nodes() if node["Alive"]}
+    left = dict(nodes)
+    for demand, replicas in reversed(demands):
+        for placed in range(replicas if demand.memory_bytes else 0):
+            roomiest = max(left, key=lambda node: left[node])
+            if left[roomiest] < demand.memory_bytes:
+                shown = ", ".join(map(_gib, nodes.values())) or "no memory"
+                raise ClusterError(
+                    f"the language models of a replica need {_gib(demand.memory_bytes)} for their weights and caches, "
+                    f"and the nodes with {shown} have room for {placed} of {replicas} replicas, with those of a "
+                    "change: set a smaller serve.generation.cache_mb, or undeploy a model"
+                ).of("endpoint.memory", "serve.generation.cache_mb")
+            left[roomiest] -= demand.memory_bytes
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def require_calibration_room(before: PoolConfigs, reserved: Mapping[str, float]) -> None:
     """Check that the cluster has room for a calibration beside the running replicas.
 
     Raises:
         ClusterError: it has not, so the calibration would wait forever.
     """
-    taken = {kind: before.scaling.max_replicas * amount for kind, amount in before.demand.reserved.items()}
-    needed = {kind: amount + taken.get(kind, 0.0) for kind, amount in reserved.items() if amount}
-    require(needed, "the calibration of serve.cascade" + (" and the running replicas" if before.models else ""))
+    needed = {kind: amount for kind, amount in reserved.items() if amount}
+    for config in before.by_pool.values():
+        for kind, amount in config.demand.reserved.items():
+            if kind in needed:
+                needed[kind] += config.scaling.max_replicas * amount
+    require(needed, "the calibration of serve.cascade" + (" and the running replicas" if before.deployed else ""))
 
 
-def _run_application(config: EndpointConfig, timeout_s: float) -> None:
-    """Deploy a configuration, and wait for its replicas. Raises RuntimeError or TimeoutError as ``_await_running``."""
+def _run(pool: Pool, pools: PoolConfigs, timeout_s: float) -> None:
+    """Deploy a pool's configuration and wait for its replicas, or delete a pool that has none.
+
+    Raises RuntimeError or TimeoutError as ``_await_running``.
+    """
+    application, config = application_of(pool), pools.by_pool.get(pool)
+    if config is None:
+        # Nobody is sent there any more, so its last answers need not be awaited.
+        with suppress(TimeoutError):
+            serve.delete(application)
+        return
     scaling = config.scaling
+    placement = {"label_selector": scaling.labels} if scaling.labels else {}
     server = ModelServer.options(  # type: ignore[attr-defined] # from the decorator
         max_ongoing_requests=config.max_requests,
         max_queued_requests=_QUEUED_REQUESTS,
         backpressure_config=_BACKPRESSURE,
+        graceful_shutdown_timeout_s=config.drain_s,
         user_config=config.model_dump(mode="json"),
-        ray_actor_options={"num_cpus": scaling.cpus, "num_gpus": scaling.gpus, "resources": scaling.resources},
+        ray_actor_options={
+            "num_cpus": scaling.cpus,
+            "num_gpus": scaling.gpus,
+            "resources": scaling.resources,
+            **placement,
+        },
         **(
             {"num_replicas": scaling.max_replicas}
             if scaling.min_replicas == scaling.max_replicas
-            else {"autoscaling_config": autoscaling_of(config)}
+            else {"autoscaling_config": autoscaling_of(config, running_replicas(pool))}
         ),
     )
-    target = serve.RunTarget(server.bind(), name=APPLICATION, route_prefix="/")
+    target = serve.RunTarget(server.bind(), name=application, route_prefix=prefix_of(pool) or "/")
     serve.run_many([target], wait_for_applications_running=False)
-    _await_running(timeout_s)
+    _await_running(application, timeout_s)
 
 
-def _await_running(timeout_s: float) -> None:
-    """Wait until all replicas run, like ``serve.run``, but with a limit, and even if a replica dies meanwhile.
+def _await_running(name: str, timeout_s: float) -> None:
+    """Wait until all replicas of an application run, like ``serve.run``, but with a limit.
 
-    Serve reports a failed deployment whenever a replica becomes unhealthy during it, even an old one, and continues.
+    It waits even if a replica dies meanwhile: Serve reports a failed deployment whenever a replica becomes unhealthy
+    during it, even an old one, and continues.
 
     Raises:
         RuntimeError: a replica cannot start; with its last error.
-        TimeoutError: it takes longer than ``timeout_s``.
+        TimeoutError: it takes longer than ``timeout_s``; with what Serve waits for.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s, waits = time.monotonic() + timeout_s, ""
     while time.monotonic() < deadline_s:
-        application = serve.status().applications[APPLICATION]
+        application = serve.status().applications[name]
         if application.status is ApplicationStatus.RUNNING:
             return
-        server = application.deployments[DEPLOYMENT]
-        is_unhealthy = server.status_trigger is DeploymentStatusTrigger.HEALTH_CHECK_FAILED
-        if application.status is ApplicationStatus.DEPLOY_FAILED and not is_unhealthy:
-            raise RuntimeError(server.message.strip().rpartition("\n")[2])
+        server = application.deployments.get(DEPLOYMENT)
+        if server is not None:
+            waits = server.message.strip()
+            is_unhealthy = server.status_trigger is DeploymentStatusTrigger.HEALTH_CHECK_FAILED
+            if application.status is ApplicationStatus.DEPLOY_FAILED and not is_unhealthy:
+                raise RuntimeError(waits.rpartition("\n")[2])
         time.sleep(_POLL_S)
-    raise TimeoutError(f"the replicas are not ready after {timeout_s:g} s")
+    raise TimeoutError(f"the replicas are not ready after {timeout_s:g} s" + (f" ({waits})" if waits else ""))

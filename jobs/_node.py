@@ -1,7 +1,7 @@
 """Run a job's work on a node with the resources it needs, as a Ray task that reserves them."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Generic, TypeVar, cast
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from app.config import Placement
 from app.errors import ClusterError
 from app.telemetry.tracing import call_within, current_traceparent
 
@@ -27,7 +28,7 @@ class _Done(Generic[Result]):
     result: Result
 
 
-def run_on_node(name: str, work: Work[Result], resources: Mapping[str, float]) -> Result:
+def run_on_node(name: str, work: Work[Result], placement: Placement) -> Result:
     """Run ``work`` in a Ray task of this job, and return its result.
 
     This process prints each line that ``work`` logs, and a line while no node has room. Like all tasks of a job, the
@@ -36,18 +37,21 @@ def run_on_node(name: str, work: Work[Result], resources: Mapping[str, float]) -
     Args:
         name: the task's name in Ray's dashboard and in messages.
         work: called with a function that logs a line. ``work`` and its result are pickled.
-        resources: amounts that Ray reserves on one node. Without a GPU among them, ``work`` sees none.
+        placement: the labels of the node, and the amounts that Ray reserves on it. Without a GPU among them, ``work``
+            sees none.
 
     Raises:
         ClusterError: the node or the process was lost.
         Exception: any error that ``work`` raises, unchanged.
     """
+    resources = placement.resources
     custom = {kind: amount for kind, amount in resources.items() if kind not in ("CPU", "GPU")}
     task = _streamed.options(
         name=name,
         num_cpus=resources.get("CPU", 0.0),
         num_gpus=resources.get("GPU", 0.0),
         resources=custom,
+        label_selector=dict(placement.labels) or None,
     )
     stream = task.remote(partial(call_within, current_traceparent(), name, work))
     if not ray.wait([stream], timeout=_USUAL_START_S)[0]:

@@ -8,18 +8,18 @@ from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.exceptions import RayServeException
 
 
-def deployed_user_config(application: str, deployment: str) -> dict[str, Any] | None:
-    """Return the ``user_config`` that Serve got last; None if the deployment does not exist.
+def deployed_user_configs(deployment: str) -> dict[str, dict[str, Any]]:
+    """Return the last ``user_config`` of each application's deployment of this name, by the applications' names.
 
     ``serve.status()`` leaves it out. The dashboard's REST API has it, but a cluster may run without a dashboard.
     """
     if (client := _client()) is None:
-        return None
-    found = client.get_serve_details()["applications"].get(application)
-    if found is None or deployment not in found["deployments"]:
-        return None
-    config: dict[str, Any] = found["deployments"][deployment]["deployment_config"]["user_config"]
-    return config
+        return {}
+    return {
+        name: found["deployments"][deployment]["deployment_config"]["user_config"]
+        for name, found in client.get_serve_details()["applications"].items()
+        if deployment in found["deployments"]
+    }
 
 
 def start_options() -> tuple[HTTPOptions, gRPCOptions] | None:

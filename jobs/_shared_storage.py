@@ -24,7 +24,7 @@ def require_shared_storage(storage: UPath, *placements: Placement) -> None:
         placements: one for each kind of work. A node that fits none of them is not checked.
 
     Raises:
-        UnsharedStorageError: a node cannot see a file that this process wrote, cannot read storage, or is lost.
+        UnsharedStorageError: a node cannot see a file that this process wrote, or cannot read storage.
     """
     asked = [node for node in ray.nodes() if any(placement.fits(node) for placement in placements)]
     here = ray.get_runtime_context().get_node_id()
@@ -37,7 +37,12 @@ def require_shared_storage(storage: UPath, *placements: Placement) -> None:
             try:
                 ray.get(look, timeout=max(0.0, deadline - time.monotonic()))
             except RayError as error:
-                raise _refusal(node["NodeManagerAddress"], storage, error) from error
+                if _is_alive(node["NodeID"]):  # no work is placed on a lost node, of which Ray may learn late
+                    raise _refusal(node["NodeManagerAddress"], storage, error) from error
+
+
+def _is_alive(node_id: str) -> bool:
+    return any(node["Alive"] and node["NodeID"] == node_id for node in ray.nodes())
 
 
 def _refusal(address: str, storage: UPath, error: RayError) -> UnsharedStorageError:

@@ -3,10 +3,9 @@
 import sys
 from functools import partial
 
-from app.compile.run import compile_model, find_weights
+from app.compile.run import compile_model, find_weights, require_compilable
 from app.config import CompileConfig
 from app.runs import Outcome, Run
-from app.tasks import find_served_task
 from jobs._cluster import connect, require
 from jobs._node import run_on_node
 from jobs._runner import main
@@ -14,11 +13,11 @@ from jobs._runner import main
 
 def compile_on_node(run: Run) -> Outcome:
     """Compile on a node with the resources that the recipe reserves. The measurements are those of this node."""
-    find_served_task(run.recipe.task)  # raises if the task cannot be compiled
+    require_compilable(run.recipe)
     find_weights(run)  # raises before the job waits for a node
     connect()
     require_compile_room(run.recipe.compile)
-    return run_on_node("compile", partial(compile_model, run), run.recipe.compile.reserved)
+    return run_on_node("compile", partial(compile_model, run), run.recipe.compile.placement)
 
 
 def require_compile_room(config: CompileConfig) -> None:

@@ -16,13 +16,13 @@ from app.runs import Outcome, Run
 from app.serving.access import access_of, token_file_of
 from app.serving.cascade.build import stages_before
 from app.serving.cascade.rule import CascadeRule
-from app.serving.config import DeployedModel, EndpointConfig
+from app.serving.config import AnyDeployed
 from app.serving.deployment import deployed_model, promote_named, verified_candidates
 from app.telemetry.tracing import stage
 from jobs._cluster import connect, cores_of_nodes
 from jobs._endpoint import (
     await_routes,
-    desired_config,
+    desired_pools,
     endpoint_lock,
     require_calibration_room,
     require_room,
@@ -55,14 +55,14 @@ def deploy(run: Run) -> Outcome:
         if has_waited:  # the other job may have promoted another version
             model = _planned(run)
         laps.end("waiting for other jobs")
-        if model.cascade:
-            print(model.cascade.summary(model.production), flush=True)
-        before = desired_config()
-        if (replaced := before.models.get(recipe.name)) and (lost := replaced.lost_in(model)):
+        if model.summary:
+            print(model.summary, flush=True)
+        before, pool = desired_pools(), recipe.serve.pool
+        if (replaced := before.deployed.get(recipe.name)) and (lost := replaced.lost_in(model)):
             print(f"these settings drop the {' and the '.join(lost)} that {recipe.name} had", flush=True)
-        access = access_of(recipe.serve, before.access)
-        after = EndpointConfig(models={**before.models, recipe.name: model}, access=access)
-        require_room(before, after.demand)
+        access = access_of(recipe.serve, before.shared.access)
+        after = before.serving(pool, recipe.name, model).with_access(access)
+        require_room(before, pool, after[pool].demand)
         address = start_serve(recipe.serve)
         laps.end("starting Serve")
 
@@ -71,7 +71,7 @@ def deploy(run: Run) -> Outcome:
         run.open()
         began = time.monotonic()
         with stage("load the models"):
-            roll_out(before, after, recipe.serve.ready_timeout_s)
+            roll_out(before, after, pool, recipe.serve.ready_timeout_s)
         laps.end("loading the models in every replica")
         # Only versions that every replica has loaded are promoted.
         promote_named(recipe, Repository(run.storage))
@@ -89,9 +89,10 @@ def require_deployable(recipe: Recipe, storage: UPath) -> None:
         ClusterError: resources are short, a port is taken, Serve listens elsewhere, or a secret cannot be read.
         StorageError: a version that is served beside the new one is missing or was changed.
     """
-    serve, before = recipe.serve, desired_config()
-    access_of(serve, before.access)
-    require_room(before, before.demand_with(recipe.name, serve))
+    serve, before = recipe.serve, desired_pools()
+    before.require_free(serve.pool, recipe.name)
+    access_of(serve, before.shared.access)
+    require_room(before, serve.pool, before[serve.pool].demand_with(recipe.name, serve))
     require_address(serve)
     verified_candidates(recipe, storage)
     if serve.cascade:
@@ -99,7 +100,7 @@ def require_deployable(recipe: Recipe, storage: UPath) -> None:
         stages_before(serve.cascade, serve, storage)
 
 
-def _outcome(run: Run, model: DeployedModel, address: Address, ready_s: float) -> Outcome:
+def _outcome(run: Run, model: AnyDeployed, address: Address, ready_s: float) -> Outcome:
     """Say where the model answers, and return the result of the job."""
     recipe = run.recipe
     version = model.production.version
@@ -107,9 +108,7 @@ def _outcome(run: Run, model: DeployedModel, address: Address, ready_s: float) -
     if file := token_file_of(recipe.serve):
         print(f"it asks for the token in {file}", flush=True)
     return Outcome(
-        DeployMetrics(
-            ready_s=ready_s, replicas=running_replicas(), cascade=model.cascade.rule if model.cascade else None
-        ),
+        DeployMetrics(ready_s=ready_s, replicas=running_replicas(recipe.serve.pool), cascade=model.cascade_rule),
         {
             "http": address.http,
             "grpc": address.grpc,
@@ -119,20 +118,20 @@ def _outcome(run: Run, model: DeployedModel, address: Address, ready_s: float) -
     )
 
 
-def _planned(run: Run) -> DeployedModel:
+def _planned(run: Run) -> AnyDeployed:
     """Return the model to serve under the recipe's name. A cascade is calibrated on a node like its replicas'."""
     recipe, storage = run.recipe, run.storage
 
     def cores() -> list[int]:
         connect()
-        return cores_of_nodes(recipe.serve.reserved)
+        return cores_of_nodes(recipe.serve.placement)
 
     if recipe.serve.cascade is None:
         return deployed_model(recipe, storage, cores, print)
     known = cores()
-    require_calibration_room(desired_config(), recipe.serve.reserved)
+    require_calibration_room(desired_pools(), recipe.serve.reserved)
     return run_on_node(
-        "calibration", lambda log: deployed_model(recipe, storage, lambda: known, log), recipe.serve.reserved
+        "calibration", lambda log: deployed_model(recipe, storage, lambda: known, log), recipe.serve.placement
     )
 
 

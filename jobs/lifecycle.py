@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from app.artifacts import DATA
 from app.cluster.state import MARK, read_state
-from app.compile.variants import requested_variants
-from app.config import Placement, Recipe, load_recipe
+from app.compile.run import require_compilable
+from app.config import Recipe, load_recipe
 from app.errors import RayloomError
 from app.heartbeat import require_not_running, run_lock
 from app.pages.page import REPORT_FILE
@@ -19,7 +19,6 @@ from app.reports.lifecycle import lifecycle_page, note_part
 from app.reports.run_folder import write_page
 from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succeeded, runs_folder
 from app.storage import write_atomically
-from app.tasks import find_served_task
 from app.training.resume import newest_unfinished, start_or_resume
 from app.training.stop_request import read_stop_request
 from app.tuning.trial_data import find_data
@@ -51,9 +50,7 @@ class LifecycleMetrics(BaseModel):
 
 def lifecycle(run: Run) -> Outcome:
     """Run every step on the artifacts of the previous one. Each step has its own run."""
-    find_served_task(run.recipe.task)  # refuses a task that cannot be compiled, before it is trained
-    if not run.recipe.compile.chooses_node:
-        requested_variants(run.recipe.compile)  # raises if an engine is not available on this machine
+    require_compilable(run.recipe)  # before it is trained
     check_later_steps(run)
     # Looked up before this run has a folder, so that it does not find itself.
     resumes = run.recipe.train.resume or (run.recipe.tune and run.recipe.tune.resume)
@@ -95,7 +92,7 @@ def check_later_steps(run: Run) -> None:
     require_train_room(recipe.train)
     require_compile_room(recipe.compile)
     require_deployable(recipe, run.storage)
-    others = map(Placement, (recipe.compile.reserved, recipe.serve.reserved))
+    others = (recipe.compile.placement, recipe.serve.placement)
     require_shared_storage(run.storage, recipe.train.placement, *others)
 
 

@@ -6,9 +6,8 @@ from pydantic import BaseModel
 
 from app.errors import ClusterError
 from app.runs import Outcome, Run
-from app.serving.config import EndpointConfig
 from jobs._cluster import connect
-from jobs._endpoint import await_routes, desired_config, endpoint_lock, roll_out
+from jobs._endpoint import await_routes, desired_pools, endpoint_lock, roll_out
 from jobs._runner import main
 
 
@@ -27,18 +26,17 @@ def undeploy(run: Run) -> Outcome:
     name = run.recipe.name
     connect()
     with endpoint_lock():
-        before = desired_config()
-        if name not in before.models:
+        before = desired_pools()
+        if name not in before.deployed:
             raise ClusterError(
-                f"model {name!r} is not deployed: the endpoint serves {', '.join(before.models) or 'none'}"
+                f"model {name!r} is not deployed: the endpoint serves {', '.join(before.deployed) or 'none'}"
             )
         run.open()
-        left = {other: model for other, model in before.models.items() if other != name}
-        after = EndpointConfig(models=left, access=before.access)
-        roll_out(before, after, run.recipe.serve.ready_timeout_s)
+        after = before.without(name)
+        roll_out(before, after, before.of(name), run.recipe.serve.ready_timeout_s)
         await_routes()
     print(f"{name} is served no longer", flush=True)
-    return Outcome(UndeployMetrics(models=tuple(left)), {})
+    return Outcome(UndeployMetrics(models=tuple(after.deployed)), {})
 
 
 if __name__ == "__main__":

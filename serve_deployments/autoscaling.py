@@ -18,17 +18,22 @@ _SETTLED_S = 30.0
 """Time after the start of a replica for which latencies still reflect the state before."""
 
 
-def autoscaling_of(config: EndpointConfig) -> AutoscalingConfig:
-    """Return the configuration that scales an endpoint's replicas as its models require.
+def autoscaling_of(config: EndpointConfig, running: int) -> AutoscalingConfig:
+    """Return the configuration that scales a pool's replicas as its models require.
 
     Requests come straight from HAProxy, so no handle counts them. Instead, replicas report them: Serve reports those
     that it sees, and the model server the others. The average over the look-back period counts.
+
+    Args:
+        running: number of its replicas now.
     """
     scaling_config = config.scaling
     return AutoscalingConfig(
         min_replicas=scaling_config.min_replicas,
+        # Wake a pool without replicas: a model that cannot be loaded must fail the deployment.
+        initial_replicas=None if scaling_config.min_replicas else min(max(1, running), scaling_config.max_replicas),
         max_replicas=scaling_config.max_replicas,
-        target_ongoing_requests=target_ongoing_requests(version.policy for version in config.versions),
+        target_ongoing_requests=target_ongoing_requests(config.full_loads),
         upscale_delay_s=scaling_config.upscale_delay_s,
         downscale_delay_s=scaling_config.downscale_delay_s,
         metrics_interval_s=_REPORT_INTERVAL_S,
@@ -48,7 +53,7 @@ def decide(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     if grown_s is not None and context.current_time - grown_s < _SETTLED_S:
         latency_to_target = min(latency_to_target, 1.0)
     if not context.current_num_replicas:
-        return context.target_num_replicas, {}
+        return context.target_num_replicas, {}  # Serve itself starts the first one
     target = context.config.get_target_ongoing_requests()
     return desired_replicas(context.current_num_replicas, ongoing, target, latency_to_target), {}
 

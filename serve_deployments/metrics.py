@@ -9,15 +9,20 @@ from ray.util import metrics as ray_metrics
 
 from app.serving.endpoint import Endpoint
 from app.serving.metrics import endpoint_values
+from app.serving.protocol.openai.errors import OVERLOAD_STATUS
 from app.telemetry.catalog import REQUEST_SECONDS, REQUESTS
 from app.telemetry.metrics import INTERVAL_S, Distribution, Kind, Metric, Publisher, Sample
 
 _MAX_OBSERVED = 250
 """Latencies that Serve's histograms are told of a model in a report. Each takes a few µs here and in Ray's agent."""
-_METHODS = {"http": "POST", "grpc": "/inference.GRPCInferenceService/ModelInfer"}
+_METHODS = {"http": "POST", "openai": "POST", "grpc": "/inference.GRPCInferenceService/ModelInfer"}
+_HTTP_STATUS = {
+    "ok": "200", "invalid": "400", "unauthorized": "401", "not_served": "404", "cancelled": "499", "overload": "503",
+    "engine": "503", "deadline": "504", "error": "500",
+}  # fmt: skip
 _STATUS = {
-    "http": {"ok": "200", "invalid": "400", "unauthorized": "401", "not_served": "404", "cancelled": "499",
-             "overload": "503", "engine": "503", "deadline": "504", "error": "500"},
+    "http": _HTTP_STATUS,
+    "openai": _HTTP_STATUS | {"overload": str(OVERLOAD_STATUS)},
     "grpc": {"ok": "OK", "invalid": "INVALID_ARGUMENT", "unauthorized": "UNAUTHENTICATED", "not_served": "NOT_FOUND",
              "cancelled": "CANCELLED", "overload": "UNAVAILABLE", "engine": "UNAVAILABLE",
              "deadline": "DEADLINE_EXCEEDED", "error": "INTERNAL"},
@@ -52,38 +57,45 @@ class ReplicaMetrics:
             return
         self._reported_s = time.monotonic()
         values = list(endpoint_values(self._endpoint))
-        requests = [value for value in values if isinstance(value, Sample) and _is_hidden(value)]
+        requests = [value for value in values if isinstance(value, Sample) and self._is_hidden(value)]
         self._own.publish([*values, *_summed(_deployment_samples(requests))])
-        self._ingress.publish(_summed(_ingress_samples(requests, self._application)))
+        self._ingress.publish(_summed(ingress_samples(requests, self._application)))
         for value in values:
             if isinstance(value, Distribution) and value.metric is REQUEST_SECONDS:
                 self._latencies.observe(value)
 
+    def _is_hidden(self, sample: Sample) -> bool:
+        """Return whether a sample counts requests that Serve does not see. Of a gRPC stream it sees one request.
 
-def _is_hidden(sample: Sample) -> bool:
-    """Return whether a sample counts requests that Serve does not see. Of a gRPC stream it sees one request."""
-    return sample.metric is REQUESTS and sample.labels[2] != "natural"
+        Of OpenAI's requests, it sees those for vectors, which are not for language models.
+        """
+        if sample.metric is not REQUESTS:
+            return False
+        model, _, protocol, _ = sample.labels
+        return protocol in ("http", "grpc") or (protocol == "openai" and model in self._endpoint.generators)
 
 
-def _route(model: str) -> str:
+def _route(model: str, protocol: str = "http") -> str:
+    if protocol == "openai":
+        return "/v1"
     return f"/v2/models/{model}/infer" if model else "/"
 
 
 def _deployment_samples(requests: Sequence[Sample]) -> Iterator[Sample]:
     """Yield what Serve counts of a deployment."""
     for sample in requests:
-        model, _, _, outcome = sample.labels
-        yield _DEPLOYMENT_REQUESTS.of(sample.value, _route(model))
+        model, _, protocol, outcome = sample.labels
+        yield _DEPLOYMENT_REQUESTS.of(sample.value, _route(model, protocol))
         if outcome in ("overload", "deadline", "engine", "error"):
-            yield _DEPLOYMENT_ERRORS.of(sample.value, _route(model), outcome)
+            yield _DEPLOYMENT_ERRORS.of(sample.value, _route(model, protocol), outcome)
 
 
-def _ingress_samples(requests: Sequence[Sample], application: str) -> Iterator[Sample]:
+def ingress_samples(requests: Sequence[Sample], application: str) -> Iterator[Sample]:
     """Yield what Serve's proxies count of requests over HTTP and gRPC."""
     for sample in requests:
         model, _, protocol, outcome = sample.labels
         kind = "grpc" if protocol == "grpc" else "http"
-        status, method, route = _STATUS[kind][outcome], _METHODS[protocol], _route(model)
+        status, method, route = _STATUS[protocol][outcome], _METHODS[protocol], _route(model, protocol)
         counted = Metric(f"serve_num_{kind}_requests", Kind.COUNTER, f"The number of {kind} requests.", _REQUEST_LABELS)
         yield counted.of(sample.value, route, method, application, status)
         if outcome != "ok":

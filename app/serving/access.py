@@ -50,6 +50,11 @@ class Access(BaseModel):
     only_local: bool = False
     """Whether requests must come from this machine and address it. Serve's gRPC ports listen on all interfaces."""
 
+    @property
+    def needs_token(self) -> bool:
+        """Whether requests must send a token."""
+        return self.token_sha256 is not None
+
     @classmethod
     def by_token(cls, token: str) -> Self:
         """Answer requests that send this token."""

@@ -1,27 +1,32 @@
 """The configuration of an endpoint: its models, their versions and replicas, and the access to them."""
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Self
+from typing import Any, Generic, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from app.artifacts import WEIGHTS_FILE
-from app.config import Percent, ServeConfig, TensorParallelConfig
+from app.config import Percent, Role, ServeConfig, TensorParallelConfig
+from app.engines.generation.base import GenerationSettings
 from app.engines.registry import runs_module
-from app.errors import RecipeError
+from app.errors import ClusterError, RecipeError
+from app.pages.words import duration, number
+from app.repository.aliases import Alias
 from app.repository.manifest import Manifest, ServingDefaults
 from app.serving.access import Access
 from app.serving.batching.scheduler import BatchingPolicy, RowsByLength
 from app.serving.cascade.rule import CascadeRule
+from app.serving.demand import Demand, FrozenConfig, Scaling
+from app.serving.generation.policy import GenerationPolicy
+from app.serving.pools import SHARED, Pool, named
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class VersionConfig(_Config):
-    """A published version in memory, and the batching of its requests. Equal configurations share an engine."""
+class LoadedConfig(FrozenConfig, ABC):
+    """A published version in memory. Equal configurations share an engine."""
 
     storage: str
     name: str
@@ -32,14 +37,34 @@ class VersionConfig(_Config):
     threads: PositiveInt
     """Threads of its engine."""
 
-    policy: BatchingPolicy
-    tensor_parallel: TensorParallelConfig | None = None
-    """The sharding of its matrices; None if they are not sharded."""
-
     @property
     def title(self) -> str:
         """NAME/VERSION, for messages."""
         return f"{self.name}/{self.version}"
+
+    @property
+    @abstractmethod
+    def bounds(self) -> dict[str, str]:
+        """The limits that it keeps, in words for a page."""
+
+
+class VersionConfig(LoadedConfig):
+    """A version that answers batches, and the batching of its requests."""
+
+    policy: BatchingPolicy
+    size_bytes: NonNegativeInt = 0
+    """Size of the version's files."""
+    tensor_parallel: TensorParallelConfig | None = None
+    """The sharding of its matrices; None if they are not sharded."""
+
+    @property
+    def bounds(self) -> dict[str, str]:
+        """The limits that it keeps, in words for a page."""
+        return {
+            "batches of at most": number(self.policy.max_batch_size),
+            "longest wait for a batch": duration(self.policy.max_queue_delay_s),
+            "queue": f"{self.policy.queue_limit:,} requests",
+        }
 
     @property
     def shard_files(self) -> Sequence[str]:
@@ -78,6 +103,7 @@ class VersionConfig(_Config):
             seal=manifest.seal,
             threads=serving.threads,
             policy=policy,
+            size_bytes=manifest.size_bytes,
             tensor_parallel=config.tensor_parallel,
         )
 
@@ -88,14 +114,117 @@ def _by_length(manifest: Manifest, serving: ServingDefaults) -> RowsByLength | N
     return RowsByLength(*axis, tuple(sorted(serving.max_batch_size_by_length.items())))
 
 
-class CandidateConfig(_Config):
+class GeneratorConfig(LoadedConfig):
+    """A version that generates tokens, and the bounds of its queue, its cache and its answers."""
+
+    policy: GenerationPolicy
+    cache_bytes: PositiveInt
+    """Memory for the keys and values of all answers."""
+
+    weights_bytes: NonNegativeInt
+    """Size of the version's files, which its engine has in memory."""
+
+    prefix_cache: bool = True
+    on_gpu: bool = False
+    tensor_parallel: PositiveInt = 1
+    """Number of GPUs that share its matrices."""
+
+    @property
+    def bounds(self) -> dict[str, str]:
+        """The limits that it keeps, in words for a page."""
+        return {
+            "answers at a time": number(self.policy.max_streams),
+            "queue": f"{self.policy.queue_tokens:,} tokens, {self.policy.queue_limit:,} answers",
+            "cache": f"{self.cache_bytes // 2**20:,} MiB",
+        }
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that its engine needs beside the GPU's."""
+        return self.weights_bytes + (0 if self.on_gpu else self.cache_bytes)
+
+    @classmethod
+    def of(cls, storage: str, manifest: Manifest, config: ServeConfig) -> Self:
+        """Return the configuration of a language model, as the recipe says.
+
+        Raises:
+            RecipeError: the cache cannot hold the longest answer, or the replica lacks the GPU that the version needs.
+        """
+        generation, properties = config.generation, manifest.generation
+        assert properties is not None  # the caller chooses by it
+        on_gpu = manifest.engine_key.device == "gpu"
+        _require_gpus(manifest, config)
+        cache_bytes = generation.cache_mb * 2**20
+        if cache_bytes < properties.longest_bytes:
+            raise RecipeError(
+                f"serve.generation.cache_mb is {generation.cache_mb}, and a prompt and its answer of "
+                f"{properties.context_length} tokens, the length of {manifest.name}/{manifest.version}, need "
+                f"{math.ceil(properties.longest_bytes / 2**20)}: give as many or more"
+            ).of("generation.cache", "serve.generation.cache_mb")
+        policy = GenerationPolicy(
+            max_streams=generation.max_streams,
+            queue_tokens=generation.queue_tokens,
+            queue_limit=config.queue_limit,
+            max_tokens=generation.max_tokens,
+            priority_levels=generation.priority_levels,
+            # Without a default, the least urgent level, so that a priority is always a gain.
+            default_priority=generation.default_priority or generation.priority_levels,
+            default_timeout_s=config.request_timeout_s,
+        )
+        return cls(
+            storage=storage,
+            name=manifest.name,
+            version=manifest.version,
+            seal=manifest.seal,
+            threads=manifest.served(config).threads,
+            policy=policy,
+            cache_bytes=cache_bytes,
+            weights_bytes=manifest.size_bytes,
+            prefix_cache=generation.prefix_cache,
+            on_gpu=on_gpu,
+            tensor_parallel=generation.tensor_parallel,
+        )
+
+    def settings(self, manifest: Manifest) -> GenerationSettings:
+        """Return the settings of its engine."""
+        return GenerationSettings(
+            precision=manifest.engine_key.precision,
+            threads=self.threads,
+            cache_bytes=self.cache_bytes,
+            max_streams=self.policy.max_streams,
+            prefix_cache=self.prefix_cache,
+            speculation=manifest.generation.speculation if manifest.generation else None,
+            device=manifest.engine_key.device,
+            tensor_parallel=self.tensor_parallel,
+        )
+
+
+def _require_gpus(manifest: Manifest, config: ServeConfig) -> None:
+    """Raise RecipeError unless a language model has the GPUs that it computes on, each for itself."""
+    title, key = f"{manifest.name}/{manifest.version}", manifest.engine_key
+    if key.device == "gpu" and config.gpus_per_replica < 1:
+        raise RecipeError(
+            f"serve.gpus_per_replica is {config.gpus_per_replica:g}, and {title} ({key}) takes a whole GPU: set it to "
+            "1, or compile the model for the CPU"
+        ).of("generation.gpu", "serve.gpus_per_replica")
+    if key.device == "cpu" and config.generation.tensor_parallel > 1:
+        raise RecipeError(
+            f"serve.generation.tensor_parallel is {config.generation.tensor_parallel}, and {title} ({key}) computes on "
+            "the CPU: leave it out, or compile the model with compile.engines=[vllm] and compile.gpus=1"
+        ).of("generation.gpu", "serve.generation.tensor_parallel")
+
+
+Version = TypeVar("Version", bound=LoadedConfig)
+
+
+class CandidateConfig(FrozenConfig, Generic[Version]):
     """A version on trial beside production, with its share of the requests that name no version."""
 
-    version: VersionConfig
+    version: Version
     percent: Percent
 
 
-class Cascade(_Config):
+class Cascade(FrozenConfig):
     """Versions that run before the one in production. Each gets the rows that no earlier stage was sure of."""
 
     before: tuple[VersionConfig, ...]
@@ -106,146 +235,208 @@ class Cascade(_Config):
         return self.rule.summary([version.title for version in (*self.before, production)])
 
 
-class Scaling(_Config):
-    """A model's requirements on the replicas. Each replica holds all models."""
-
-    min_replicas: PositiveInt = 1
-    max_replicas: PositiveInt = 1
-    cpus: Annotated[float, Field(ge=0.0)] = 0.0
-    """CPUs that a replica reserves for the model."""
-
-    gpus: Annotated[float, Field(ge=0.0)] = 0.0
-    """Share of the replica's only GPU that it reserves for the model."""
-
-    resources: dict[str, float] = {}
-    """Custom resources of Ray that a replica reserves. They select the kind of node."""
-
-    latency_target_s: float | None = None
-    """Target for the 95th percentile of latency. None: only the number of requests decides."""
-
-    upscale_delay_s: float = 0.0
-    downscale_delay_s: float = 0.0
-
-    @classmethod
-    def of(cls, serve: ServeConfig, measured: int) -> Self:
-        """Return what a recipe asks for. ``measured`` is the number of replicas if the recipe does not set it."""
-        min_replicas, max_replicas = serve.replica_range or (measured, measured)
-        target_ms = serve.scaling.latency_target_ms
-        return cls(
-            min_replicas=min_replicas,
-            max_replicas=max_replicas,
-            cpus=serve.cpus_per_replica,
-            gpus=serve.gpus_per_replica,
-            resources=serve.resources,
-            latency_target_s=target_ms / 1e3 if target_ms else None,
-            upscale_delay_s=serve.scaling.upscale_delay_s,
-            downscale_delay_s=serve.scaling.downscale_delay_s,
-        )
-
-    @classmethod
-    def combined(cls, models: Sequence[Self]) -> Self:
-        """Return requirements that satisfy all models: the largest number of replicas, with the resources of all.
-
-        Delays come from the models that scale: the shortest delay for more replicas, the longest for fewer.
-        """
-        # A model with a fixed number of replicas has delays, too, but they mean nothing.
-        scaled = [model for model in models if model.min_replicas < model.max_replicas]
-        return cls(
-            min_replicas=max((model.min_replicas for model in models), default=1),
-            max_replicas=max((model.max_replicas for model in models), default=1),
-            cpus=sum(model.cpus for model in models),
-            gpus=sum(model.gpus for model in models),
-            resources=_summed([model.resources for model in models]),
-            latency_target_s=min((model.latency_target_s for model in scaled if model.latency_target_s), default=None),
-            upscale_delay_s=min((model.upscale_delay_s for model in scaled), default=0.0),
-            downscale_delay_s=max((model.downscale_delay_s for model in scaled), default=0.0),
-        )
-
-
-def _summed(resources: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the total amount of each resource."""
-    kinds = dict.fromkeys(kind for amounts in resources for kind in amounts)
-    return {kind: sum(amounts.get(kind, 0.0) for amounts in resources) for kind in kinds}
-
-
-class DeployedModel(_Config):
+class Deployed(FrozenConfig, Generic[Version]):
     """The versions that answer under one name."""
 
-    production: VersionConfig
-    canary: CandidateConfig | None = None
+    production: Version
+    canary: CandidateConfig[Version] | None = None
     """A version that answers some requests in place of production."""
 
-    shadow: CandidateConfig | None = None
+    shadow: CandidateConfig[Version] | None = None
     """A version that gets copies of some requests. Its answers are discarded."""
+
+    scaling: Scaling = Scaling()
+
+    @classmethod
+    def of(cls, versions: Mapping[Alias, Version], serve: ServeConfig, scaling: Scaling) -> Self:
+        """Return the versions by their aliases, with the shares that a recipe gives the candidates."""
+
+        def candidate_of(role: Role) -> CandidateConfig[Version] | None:
+            candidate = serve.candidates.get(role)
+            return CandidateConfig(version=versions[role], percent=candidate.percent) if candidate else None
+
+        return cls(
+            production=versions["production"],
+            canary=candidate_of("canary"),
+            shadow=candidate_of("shadow"),
+            scaling=scaling,
+        )
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        """All versions in memory, production first."""
+        candidates = (candidate.version for candidate in (self.canary, self.shadow) if candidate)
+        return (self.production, *candidates, *self.stages)
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The roles beside production that are taken."""
+        return tuple(role for role in ("canary", "shadow") if getattr(self, role))
+
+    @property
+    def stages(self) -> tuple[Version, ...]:
+        """The stages of a cascade before production."""
+        return ()
+
+    @property
+    def cascade_rule(self) -> CascadeRule | None:
+        """The rule by which a cascade answers in place of production, if there is one."""
+        return None
+
+    @property
+    def summary(self) -> str:
+        """The expected results, in lines for people; empty if there is nothing to say."""
+        return ""
+
+    def lost_in(self, successor: "AnyDeployed") -> list[str]:
+        """Return what is beside production here, and in the entry that replaces it no longer."""
+        return [role for role in self.beside if role not in successor.beside]
+
+
+class DeployedModel(Deployed[VersionConfig]):
+    """The versions of a model that answers batches."""
 
     cascade: Cascade | None = None
     """A cascade in place of production, except for requests that name a version."""
 
-    scaling: Scaling = Scaling()
+    on_demand_bytes: PositiveInt | None = None
+    """Total size of the models that a replica keeps loaded on demand. None: it is always loaded."""
 
     @property
-    def versions(self) -> tuple[VersionConfig, ...]:
-        """All versions in memory, production first."""
-        candidates = (candidate.version for candidate in (self.canary, self.shadow) if candidate)
-        return (self.production, *candidates, *(self.cascade.before if self.cascade else ()))
-
-    def lost_in(self, successor: Self) -> list[str]:
-        """Return what is beside production here, and in the entry that replaces it no longer."""
-        roles = ("canary", "shadow", "cascade")
-        return [role for role in roles if getattr(self, role) and not getattr(successor, role)]
-
-
-class Demand(_Config):
-    """The resources that replicas need, whichever versions they hold."""
-
-    scaling: Scaling
-    sharded: tuple[TensorParallelConfig, ...] = ()
-    """The shards beside each replica, for every sharded version."""
+    def stages(self) -> tuple[VersionConfig, ...]:
+        """The stages of the cascade before production."""
+        return self.cascade.before if self.cascade else ()
 
     @property
-    def reserved(self) -> dict[str, float]:
-        """Ray resources reserved by a replica and the processes of its sharded models."""
-        reserved = {"CPU": self.scaling.cpus, "GPU": self.scaling.gpus, **self.scaling.resources}
-        # Each shard is an actor beside the replica, so its resources come on top.
-        for config in self.sharded:
-            for kind, amount in config.reserved.items():
-                reserved[kind] += config.size * amount
-        return reserved
+    def beside(self) -> tuple[str, ...]:
+        """The roles beside production that are taken."""
+        return (*super().beside, *(["cascade"] if self.cascade else []))
+
+    @property
+    def cascade_rule(self) -> CascadeRule | None:
+        """The rule by which a cascade answers in place of production, if there is one."""
+        return self.cascade.rule if self.cascade else None
+
+    @property
+    def summary(self) -> str:
+        """The expected results of the cascade, in lines for people; empty without one."""
+        return self.cascade.summary(self.production) if self.cascade else ""
+
+
+class DeployedGenerator(Deployed[GeneratorConfig]):
+    """The versions of a language model."""
+
+
+AnyDeployed = DeployedModel | DeployedGenerator
 
 
 _SPARE_REQUESTS = 64
 """Room for requests that wait for no model: metadata, health, and those that a full queue refuses."""
 
+_PASSED_ON = 1024
+"""Room for requests that are passed on to another pool, which has limits of its own."""
 
-class EndpointConfig(_Config):
-    """The models of an endpoint by name, and the access to them."""
+_DRAIN_S, _DRAIN_STREAMS_S = 20.0, 120.0
 
-    models: dict[str, DeployedModel] = {}
+
+class EndpointConfig(FrozenConfig):
+    """The models of an endpoint by name, and the access to them. A name stands for one model, of either kind."""
+
+    models: dict[str, DeployedModel] = Field(default_factory=dict)
+    generators: dict[str, DeployedGenerator] = Field(default_factory=dict)
+    """Language models."""
+
     access: Access = Access()
+
+    elsewhere: dict[str, str] = Field(default_factory=dict)
+    """The pools of the models that other replicas hold, by the models' names."""
+
+    @property
+    def deployed(self) -> dict[str, AnyDeployed]:
+        """All models by name."""
+        return {**self.models, **self.generators}
+
+    def without(self, name: str) -> Self:
+        """Return the configuration that does not serve a name."""
+        models = {key: model for key, model in self.models.items() if key != name}
+        generators = {key: model for key, model in self.generators.items() if key != name}
+        return self._with(models=models, generators=generators)
+
+    def serving(self, name: str, model: AnyDeployed) -> Self:
+        """Return the configuration that serves a model under a name, in place of what had the name."""
+        rest = self.without(name)
+        models, generators = rest.models, rest.generators
+        if isinstance(model, DeployedGenerator):
+            generators = {**generators, name: model}
+        else:
+            models = {**models, name: model}
+        return self._with(models=models, generators=generators)
+
+    def passing_on(self, elsewhere: Mapping[str, str]) -> Self:
+        """Return the configuration that passes requests for these models on to their pools."""
+        return self._with(elsewhere=dict(elsewhere))
+
+    def with_access(self, access: Access) -> Self:
+        """Return the configuration with another access."""
+        return self._with(access=access)
+
+    def _with(self, **fields: Any) -> Self:
+        # Not by model_copy, which would copy cached properties, too.
+        return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | fields)
 
     @property
     def scaling(self) -> Scaling:
         """The combined requirements of all models."""
-        return Scaling.combined([model.scaling for model in self.models.values()])
+        return Scaling.combined([model.scaling for model in self.deployed.values()])
 
     @property
     def versions(self) -> list[VersionConfig]:
-        """All distinct versions in a replica's memory."""
-        return list(dict.fromkeys(version for model in self.models.values() for version in model.versions))
+        """All distinct versions that are always in a replica's memory and answer batches."""
+        resident = [model for model in self.models.values() if model.on_demand_bytes is None]
+        return list(dict.fromkeys(version for model in resident for version in model.versions))
+
+    @cached_property
+    def on_demand(self) -> dict[str, VersionConfig]:
+        """The versions that are loaded on demand, by name."""
+        return {name: model.production for name, model in self.models.items() if model.on_demand_bytes is not None}
+
+    @property
+    def on_demand_bytes(self) -> int:
+        """The largest total size that a model loaded on demand asks for."""
+        return max((model.on_demand_bytes or 0 for model in self.models.values()), default=0)
+
+    @property
+    def generator_versions(self) -> list[GeneratorConfig]:
+        """All distinct language models in a replica's memory."""
+        return list(dict.fromkeys(version for model in self.generators.values() for version in model.versions))
+
+    @property
+    def drain_s(self) -> float:
+        """The time that a replica which stops gives its requests to end."""
+        return _DRAIN_STREAMS_S if self.generators or self.elsewhere else _DRAIN_S
+
+    @property
+    def full_loads(self) -> list[int]:
+        """The requests that fill each version: a call of its engine, or its streams."""
+        batched = [version.policy.max_batch_size for version in (*self.versions, *self.on_demand.values())]
+        return [*batched, *(version.policy.max_streams for version in self.generator_versions)]
 
     @property
     def demand(self) -> Demand:
         """The resources that the replicas need."""
         sharded = tuple(filter(None, (version.tensor_parallel for version in self.versions)))
-        return Demand(scaling=self.scaling, sharded=sharded)
+        memory_bytes = sum(version.memory_bytes for version in self.generator_versions)
+        return Demand(scaling=self.scaling, sharded=sharded, memory_bytes=memory_bytes)
 
     def demand_with(self, name: str, serve: ServeConfig) -> Demand:
         """Return the resources that replicas need if they also serve a recipe's model, which has no version yet."""
-        others = EndpointConfig(models={key: model for key, model in self.models.items() if key != name})
-        scalings = [model.scaling for model in others.models.values()]
-        return Demand(
-            scaling=Scaling.combined([*scalings, Scaling.of(serve, measured=1)]),
-            sharded=(*others.demand.sharded, *filter(None, [serve.tensor_parallel])),
+        others = self.without(name)
+        demand, scalings = others.demand, [model.scaling for model in others.deployed.values()]
+        return demand.model_copy(
+            update={
+                "scaling": Scaling.combined([*scalings, Scaling.of(serve, measured=1)]),
+                "sharded": (*demand.sharded, *filter(None, [serve.tensor_parallel])),
+            }
         )
 
     @cached_property
@@ -254,6 +445,87 @@ class EndpointConfig(_Config):
 
         Each model's own queue refuses requests before. This limit only protects them.
         """
-        policies = (version.policy for version in self.versions)
+        policies = (version.policy for version in (*self.versions, *self.on_demand.values()))
         # Each queue counts twice, because as many requests may wait to be encoded.
-        return _SPARE_REQUESTS + sum(2 * policy.queue_limit + policy.max_batch_size for policy in policies)
+        batched = sum(2 * policy.queue_limit + policy.max_batch_size for policy in policies)
+        bounds = (version.policy for version in self.generator_versions)
+        generated = sum(2 * bound.queue_limit + bound.max_streams for bound in bounds)
+        return _SPARE_REQUESTS + batched + generated + _PASSED_ON * len(set(self.elsewhere.values()))
+
+
+@dataclass(frozen=True)
+class PoolConfigs:
+    """What each pool serves. The shared pool is deployed as soon as any other is."""
+
+    by_pool: Mapping[Pool, EndpointConfig] = field(default_factory=dict)
+
+    def __getitem__(self, pool: Pool) -> EndpointConfig:
+        return self.by_pool.get(pool, EndpointConfig())
+
+    @property
+    def shared(self) -> EndpointConfig:
+        """The shared pool, whose access is that of all pools."""
+        return self[SHARED]
+
+    @property
+    def deployed(self) -> dict[str, AnyDeployed]:
+        """All models by name."""
+        return {name: model for config in self.by_pool.values() for name, model in config.deployed.items()}
+
+    def of(self, name: str) -> Pool:
+        """Return the pool that serves a model; the shared one if none does."""
+        return next((pool for pool, config in self.by_pool.items() if name in config.deployed), SHARED)
+
+    def serving(self, pool: Pool, name: str, model: AnyDeployed) -> Self:
+        """Return the pools with a model in one of them, in place of what has its name there.
+
+        Raises:
+            ClusterError: another pool serves the name, or the pool's models ask for different nodes.
+        """
+        self.require_free(pool, name)
+        for other, beside in self[pool].without(name).deployed.items():
+            _require_same_nodes(name, model.scaling.labels, other, beside.scaling.labels)
+        return self._with({**self.by_pool, pool: self[pool].serving(name, model)})
+
+    def with_access(self, access: Access) -> Self:
+        """Return the pools with another access."""
+        by_pool = {pool: config.with_access(access) for pool, config in self.by_pool.items()}
+        return type(self)({**by_pool, SHARED: self.shared.with_access(access)})
+
+    def without(self, name: str) -> Self:
+        """Return the pools that do not serve a name. A pool is removed with its last model, but not the shared one."""
+        left = {pool: config.without(name) for pool, config in self.by_pool.items()}
+        return self._with({pool: config for pool, config in left.items() if config.deployed or pool is SHARED})
+
+    def require_free(self, pool: Pool, name: str) -> None:
+        """Raise ClusterError if another pool than ``pool`` serves a name."""
+        if name in self.deployed and (other := self.of(name)) != pool:
+            raise ClusterError(
+                f"model {name!r} is served by {named(other)}, and serve.pool asks for {named(pool)}: undeploy it "
+                f"first, or set serve.pool to {other or 'null'}"
+            ).of("pool.other", "serve.pool")
+
+    def changed_from(self, before: "PoolConfigs") -> list[Pool]:
+        """Return the pools that differ, in the order in which to change them.
+
+        A shared pool that is missing comes first: HAProxy and access depend on it. Otherwise pools with a model more
+        come before the shared one, which passes requests on to them. Removed pools come last.
+        """
+        pools = dict.fromkeys([*self.by_pool, *before.by_pool])
+        differing = [pool for pool in pools if self.by_pool.get(pool) != before.by_pool.get(pool)]
+        has_shared = SHARED in before.by_pool
+        return sorted(differing, key=lambda pool: (pool not in self.by_pool, (pool is SHARED) == has_shared))
+
+    def _with(self, by_pool: Mapping[Pool, EndpointConfig]) -> Self:
+        """Return these configurations, of which the shared one knows where the models of the others are."""
+        elsewhere = {name: pool for pool, config in by_pool.items() if pool is not SHARED for name in config.deployed}
+        shared = by_pool.get(SHARED, EndpointConfig()).passing_on(elsewhere)
+        return type(self)({**by_pool, SHARED: shared})
+
+
+def _require_same_nodes(name: str, labels: Mapping[str, str], other: str, others: Mapping[str, str]) -> None:
+    if labels != others:
+        raise ClusterError(
+            f"serve.labels of {name!r} are {dict(labels)}, and those of {other!r} in the same pool {dict(others)}: "
+            "give the models of a pool the same labels, or different pools"
+        ).of("pool.labels", "serve.labels")

@@ -1,10 +1,13 @@
 """What an endpoint has counted, as metrics: the lines of ``docs/reference/metrics.md`` about models."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from app.serving.endpoint import Endpoint
+from app.serving.generation.served import ServedGenerator
+from app.serving.generation.shadow import GenerationShadow
 from app.serving.model.served import ServedModel
-from app.serving.rollout import Rollout
+from app.serving.rollout import Rollout, VersionChoice
 from app.telemetry import catalog
 from app.telemetry.metrics import Distribution, Sample
 
@@ -21,7 +24,13 @@ def endpoint_values(endpoint: Endpoint) -> Values:
         yield from _model_values(name, served)
     for name, rollout in endpoint.rollouts.items():
         yield from _rollout_values(name, rollout)
-    for name, model in endpoint.config.models.items():
+    for name, language in endpoint.generators.items():
+        for generator in language.versions:
+            yield from _generator_values(name, generator)
+        yield from _share_values(name, language)
+        if language.shadow:
+            yield from _shadow_values(name, language.shadow)
+    for name, model in endpoint.config.deployed.items():
         if (target_s := model.scaling.latency_target_s) is not None:
             yield catalog.LATENCY_TARGET_SECONDS.of(target_s, name)
 
@@ -44,9 +53,46 @@ def _model_values(name: str, served: ServedModel) -> Values:
         yield catalog.FAILURES.of(requests, name, version, failure.value)
 
 
-def _rollout_values(name: str, rollout: Rollout) -> Values:
+def _generator_values(name: str, served: ServedGenerator) -> Values:
+    counted, engine, version = served.statistics, served.engine_statistics, served.version
+    yield counted.first_token_s.of(catalog.GENERATION_FIRST_TOKEN_SECONDS, name, version)
+    yield counted.between_tokens_s.of(catalog.GENERATION_BETWEEN_TOKENS_SECONDS, name, version)
+    yield counted.request_s.of(catalog.GENERATION_REQUEST_SECONDS, name, version)
+    yield counted.queue_s.of(catalog.GENERATION_QUEUE_SECONDS, name, version)
+    yield catalog.GENERATION_PROMPT_TOKENS.of(counted.prompt_tokens, name, version)
+    yield catalog.GENERATION_TOKENS.of(counted.generated_tokens, name, version)
+    yield catalog.GENERATION_STEPS.of(engine.steps, name, version)
+    yield catalog.GENERATION_RUNNING.of(engine.running, name, version)
+    yield catalog.GENERATION_WAITING_TOKENS.of(served.admission.waiting_tokens, name, version)
+    yield catalog.GENERATION_QUEUE_LIMIT_TOKENS.of(served.policy.queue_tokens, name, version)
+    yield catalog.GENERATION_CACHE_RATIO.of(engine.cache_usage, name, version)
+    yield catalog.GENERATION_PREEMPTIONS.of(engine.preemptions, name, version)
+    yield catalog.GENERATION_ENGINE_RESTARTS.of(engine.restarts, name, version)
+    yield catalog.WAITING.of(served.admission.waiting, name, version)
+    yield catalog.IN_FLIGHT.of(served.in_flight, name, version)
+    for finish, answers in counted.finishes.items():
+        yield catalog.GENERATION_ANSWERS.of(answers, name, version, finish)
+    for failure, requests in counted.failures.items():
+        yield catalog.FAILURES.of(requests, name, version, failure.value)
+
+
+def _shadow_values(name: str, shadow: GenerationShadow) -> Values:
+    version = shadow.served.version
+    for agrees in (True, False):
+        label = str(agrees).lower()
+        yield catalog.GENERATION_SHADOW_ANSWERS.of(shadow.answers[agrees], name, version, label)
+        yield catalog.GENERATION_SHADOW_TOKENS.of(shadow.tokens[agrees], name, version, label)
+    for side, tokens in shadow.lengths.items():
+        yield catalog.GENERATION_SHADOW_LENGTH_TOKENS.of(tokens, name, version, side)
+
+
+def _share_values(name: str, rollout: VersionChoice[Any]) -> Values:
     for role, served, share in rollout.shares:
         yield catalog.TRAFFIC_RATIO.of(share, name, served.version, role)
+
+
+def _rollout_values(name: str, rollout: Rollout) -> Values:
+    yield from _share_values(name, rollout)
     if cascade := rollout.cascade:
         for stage, rows in enumerate(cascade.rows.tolist()):
             yield catalog.CASCADE_ROWS.of(rows, name, cascade.version, str(stage))

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from contextvars import Context
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from app.errors import DeadlineError, NotServedError, OverloadError, short_repr
 from app.published.loaded import LoadedModel
@@ -135,35 +136,124 @@ class MirroredTarget:
         return response
 
 
+class ServedVersion(Protocol):
+    """A version in memory, of either kind."""
+
+    version: str
+    """The version, as the protocol writes it."""
+
+
+Served = TypeVar("Served", bound=ServedVersion)
+
+
 @dataclass(frozen=True)
-class TrafficShare:
+class TrafficShare(Generic[Served]):
     """A version on trial beside production."""
 
-    served: ServedModel
+    served: Served
     percent: float
     """Its share of the requests that name no version."""
 
 
-class Rollout:
-    """A version in production, and its candidates."""
+class VersionChoice(ABC, Generic[Served]):
+    """A version in production and its candidates, and the choice between them for each request."""
+
+    def __init__(
+        self,
+        name: str,
+        production: Served,
+        canary: TrafficShare[Served] | None,
+        shadow: TrafficShare[Served] | None,
+        chance: random.Random,
+    ) -> None:
+        self._name = name
+        self._production = production
+        self._canary = canary
+        self._shadow = shadow
+        self._chance = chance
+
+    def find(self, version: str | None) -> Served:
+        """Return a version, by default production. Raises NotServedError if it is not served."""
+        if version is None:
+            return self._production
+        for served in self.versions:
+            if served.version == version:
+                return served
+        known = ", ".join(served.version for served in self.versions)
+        raise NotServedError(
+            f"model {short_repr(self._name)} has no version {short_repr(version)} here: served are {known}"
+        )
+
+    @property
+    def versions(self) -> list[Served]:
+        """All versions, production first."""
+        return [self._production, *(share.served for _, share in self._candidates)]
+
+    @property
+    def answering(self) -> list[Served]:
+        """The versions that clients depend on."""
+        return [self._production, *([self._canary.served] if self._canary else [])]
+
+    @property
+    def shares(self) -> list[tuple[str, Served, float]]:
+        """The role of each version, and the share of the requests without a version that it gets, or copies of them."""
+        candidates = [(role, share.served, share.percent / 100) for role, share in self._candidates]
+        # A shadow takes nothing from production: its copies are requests that others have answered.
+        rest = 1.0 - sum(ratio for role, _, ratio in candidates if role == "canary")
+        return [("production", self._production, rest), *candidates]
+
+    @property
+    @abstractmethod
+    def latencies(self) -> list[RecentLatencies]:
+        """The latencies of everything that clients wait for."""
+
+    @property
+    @abstractmethod
+    def statistics(self) -> list[ModelStatistics]:
+        """The statistics of all versions."""
+
+    @abstractmethod
+    def statistics_of(self, version: str) -> ModelStatistics:
+        """Return the statistics of one version. Raises NotServedError if it is not served."""
+
+    @abstractmethod
+    def metadata(self, version: str | None) -> ModelMetadata:
+        """Return a version's inputs and outputs, and all versions. Raises NotServedError if it is not served."""
+
+    @property
+    def index(self) -> list[ModelIndex]:
+        """All versions as the repository extension lists them, production first."""
+        roles = ["", *(f"{role}, {share.percent:g} %" for role, share in self._candidates)]
+        return [
+            ModelIndex(name=self._name, version=served.version, state="READY", reason=role)
+            for served, role in zip(self.versions, roles, strict=True)
+        ]
+
+    @property
+    def _candidates(self) -> list[tuple[str, TrafficShare[Served]]]:
+        shares = (("canary", self._canary), ("shadow", self._shadow))
+        return [(role, share) for role, share in shares if share]
+
+    def _draws(self, share: TrafficShare[Served]) -> bool:
+        return self._chance.random() * 100 < share.percent
+
+
+class Rollout(VersionChoice[ServedModel]):
+    """The versions of a model that answers batches."""
 
     def __init__(
         self,
         name: str,
         production: ServedModel,
-        canary: TrafficShare | None,
-        shadow: TrafficShare | None,
+        canary: TrafficShare[ServedModel] | None,
+        shadow: TrafficShare[ServedModel] | None,
         cascade: ServedCascade | None,
         chance: random.Random,
     ) -> None:
         """Route requests. A cascade answers in place of production, which is its last stage."""
-        self._name = name
-        self._production = production
+        super().__init__(name, production, canary, shadow, chance)
         self._cascade = cascade
-        self._canary = canary
-        self._shadow = shadow
         self._copies = Shadow(shadow.served) if shadow else None
-        self._chance = chance
 
     def route(self, version: str | None) -> InferenceTarget:
         """Choose the target of a request: the named version, else production, its cascade or, at random, the canary.
@@ -186,36 +276,10 @@ class Rollout:
         """Return whether ``route`` returns a single version, without a cascade or a shadow."""
         return version is not None or not (self._cascade or self._shadow)
 
-    def find(self, version: str | None) -> ServedModel:
-        """Return a version, by default production. Raises NotServedError if it is not served."""
-        if version is None:
-            return self._production
-        for served in self.versions:
-            if served.version == version:
-                return served
-        known = ", ".join(served.version for served in self.versions)
-        raise NotServedError(
-            f"model {short_repr(self._name)} has no version {short_repr(version)} here: served are {known}"
-        )
-
-    @property
-    def versions(self) -> list[ServedModel]:
-        """All versions, production first."""
-        return [self._production, *(share.served for _, share in self._candidates)]
-
     @property
     def answering(self) -> list[ServedModel]:
         """The versions that clients depend on, including the earlier stages of a cascade."""
-        canary = [self._canary.served] if self._canary else []
-        return [self._production, *canary, *(self._cascade.earlier if self._cascade else [])]
-
-    @property
-    def shares(self) -> list[tuple[str, ServedModel, float]]:
-        """The role of each version, and the share of the requests without a version that it gets, or copies of them."""
-        candidates = [(role, share.served, share.percent / 100) for role, share in self._candidates]
-        # A shadow takes nothing from production: its copies are requests that others have answered.
-        rest = 1.0 - sum(ratio for role, _, ratio in candidates if role == "canary")
-        return [("production", self._production, rest), *candidates]
+        return [*super().answering, *(self._cascade.earlier if self._cascade else [])]
 
     @property
     def cascade(self) -> ServedCascade | None:
@@ -245,24 +309,11 @@ class Rollout:
         """The statistics of all ``counted`` versions."""
         return [served.statistics.model_copy(update={"name": name}) for name, served in self.counted]
 
+    def statistics_of(self, version: str) -> ModelStatistics:
+        """Return the statistics of one version. Raises NotServedError if it is not served."""
+        return self.find(version).statistics
+
     def metadata(self, version: str | None) -> ModelMetadata:
         """Return a version's inputs and outputs, and all versions. Raises NotServedError if it is not served."""
         versions = [served.version for served in self.versions]
         return self.find(version).metadata.model_copy(update={"versions": versions})
-
-    @property
-    def index(self) -> list[ModelIndex]:
-        """All versions as the repository extension lists them, production first."""
-        roles = ["", *(f"{role}, {share.percent:g} %" for role, share in self._candidates)]
-        return [
-            ModelIndex(name=self._name, version=served.version, state="READY", reason=role)
-            for served, role in zip(self.versions, roles, strict=True)
-        ]
-
-    @property
-    def _candidates(self) -> list[tuple[str, TrafficShare]]:
-        shares = (("canary", self._canary), ("shadow", self._shadow))
-        return [(role, share) for role, share in shares if share]
-
-    def _draws(self, share: TrafficShare) -> bool:
-        return self._chance.random() * 100 < share.percent

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-from app.serving.batching.scheduler import BatchingPolicy
-
 _MAX_GROWTH = 2.0
 """Limit on one increase. Once the queue is gone latency falls sharply, so a long queue overestimates the need."""
 
@@ -11,16 +9,16 @@ _SPARE = 0.5
 """Share of the latency target above which no replica is removed: one fewer might miss the target."""
 
 
-def target_ongoing_requests(policies: Iterable[BatchingPolicy]) -> float:
-    """Return the target for waiting and running requests in a replica: one full call of an engine.
+def target_ongoing_requests(full_loads: Iterable[int]) -> float:
+    """Return the target for waiting and running requests in a replica: the smallest load that fills one of its models.
 
-    While a call runs, the next one gathers. Assume requests of one row and one length. If a replica has enough of them
-    for two full calls, every call is full, and more requests only wait longer. If it has enough for one, calls are
-    about half full, which leaves room until another replica has started. If sizes differ by length, the largest counts,
-    although calls of longer rows are full with fewer requests. With several models, the one with the smallest calls
-    counts.
+    For a model that answers batches, that is one full call of the engine. While a call runs, the next one gathers.
+    Assume requests of one row and one length. If a replica has enough of them for two full calls, every call is full,
+    and more requests only wait longer. If it has enough for one, calls are about half full, which leaves room until
+    another replica has started. If sizes differ by length, the largest counts, although calls of longer rows are full
+    with fewer requests. A language model is full with as many answers as it generates at a time.
     """
-    return float(min((policy.max_batch_size for policy in policies), default=1))
+    return float(min(full_loads, default=1))
 
 
 def desired_replicas(replicas: int, ongoing: float, target_ongoing: float, latency_to_target: float) -> float:

@@ -20,8 +20,8 @@ from app.telemetry.catalog import RECEIVED_BYTES, REQUESTS, SENT_BYTES
 from app.telemetry.metrics import Sample
 from app.telemetry.tracing import RequestTracer
 
-Protocol = Literal["http", "grpc", "natural"]
-"""How a request came: by the Open Inference Protocol over HTTP or gRPC, or as natural input over HTTP."""
+Protocol = Literal["http", "grpc", "natural", "openai"]
+"""How a request came: by the Open Inference Protocol over HTTP or gRPC, as natural input, or by OpenAI's API."""
 Outcome = Literal[
     "ok", "invalid", "unauthorized", "not_served", "overload", "deadline", "cancelled", "engine", "error"
 ]  # fmt: skip

@@ -53,8 +53,6 @@ class ReleaseReason(StrEnum):
 class FailureReason(StrEnum):
     """The reason why a request got no answer."""
 
-    UNREAD = "unread"
-    """The request could not be read, or does not fit the model."""
     REJECTED = "rejected"
     """The queue was full, or the batcher closed."""
     DEADLINE = "deadline"
@@ -63,6 +61,8 @@ class FailureReason(StrEnum):
     """The client went away."""
     ENGINE = "engine"
     """The engine failed on it, or gave an invalid answer."""
+    INTERNAL = "internal"
+    """An unexpected error came while it was read."""
 
 
 @dataclass
@@ -137,6 +137,8 @@ class BatchingStatistics:
     """All calls, by their reason."""
     failures: Counter[FailureReason] = field(default_factory=Counter)
     """Failed requests, by their reason."""
+    invalid: int = 0
+    """Requests that were refused because they are malformed, or do not fit the model. They are not failures."""
 
     request_s: Buckets = field(default_factory=Buckets)
     """The time of each request of ``success``."""

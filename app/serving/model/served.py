@@ -31,14 +31,15 @@ from app.serving.protocol.management import (
     TensorMetadata,
 )
 from app.serving.protocol.predict import ModelDescription, PredictRequest, PredictResponse
+from app.serving.traffic import Outcome, outcome_of
 from app.tensors import Tensors, check_tensors, is_finite, restore_order
 
 MAX_ROWS = 1024
 """The maximum rows of a request. It takes several calls of the engine if a call takes fewer."""
-_REASONS: dict[type[BaseException], FailureReason] = {
-    OverloadError: FailureReason.REJECTED,
-    DeadlineError: FailureReason.DEADLINE,
-    asyncio.CancelledError: FailureReason.CANCELLED,
+_REASONS: dict[Outcome, FailureReason] = {
+    "overload": FailureReason.REJECTED,
+    "deadline": FailureReason.DEADLINE,
+    "cancelled": FailureReason.CANCELLED,
 }
 
 
@@ -61,7 +62,8 @@ class ServedModel:
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
-        self._last_inference_ms = 0
+        self.last_inference_ms = 0
+        """The time of the last answer in milliseconds since the epoch; 0 if there was none."""
         self.health = EngineHealth(model.check)
         """The health of its engine."""
         self.latencies = RecentLatencies()
@@ -127,13 +129,21 @@ class ServedModel:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Count a request that fails within the block, because the batcher never sees it."""
+        """Count a request that is refused or fails within the block, because the batcher never sees it."""
         began_s = time.monotonic()
         try:
             yield
         except BaseException as error:
-            self.batching.count_failure(_REASONS.get(type(error), FailureReason.UNREAD), time.monotonic() - began_s)
+            if not self.count_invalid(error):
+                reason = _REASONS.get(outcome_of(error), FailureReason.INTERNAL)
+                self.batching.count_failure(reason, time.monotonic() - began_s)
             raise
+
+    def count_invalid(self, error: BaseException) -> bool:
+        """Count the request that ``error`` refuses, if the mistake is the client's. Return whether it is."""
+        is_invalid = outcome_of(error) == "invalid"
+        self.batching.invalid += is_invalid
+        return is_invalid
 
     @contextmanager
     def lease(self) -> Iterator[None]:
@@ -201,7 +211,7 @@ class ServedModel:
 
     def record_answer(self) -> None:
         """Record that the engine has answered just now."""
-        self._last_inference_ms = round(time.time() * 1e3)
+        self.last_inference_ms = round(time.time() * 1e3)
         self.health.answered()
 
     async def diagnose(self, error: EngineError) -> RequestError:
@@ -226,6 +236,11 @@ class ServedModel:
     def in_flight(self) -> int:
         """Requests that the batcher has taken and not answered yet."""
         return self.batcher.in_flight
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is read, waits or runs."""
+        return not (self._users or self._encoding or self.batcher.in_flight)
 
     @property
     def waiting(self) -> int:
@@ -287,9 +302,10 @@ class ServedModel:
         return ModelStatistics(
             name=self.model.manifest.name,
             version=self.version,
-            last_inference=self._last_inference_ms,
+            last_inference=self.last_inference_ms,
             inference_count=counted.inferences,
             execution_count=counted.executions,
+            invalid_count=counted.invalid,
             inference_stats=InferenceStatistics(
                 success=_duration(counted.success),
                 fail=_duration(counted.fail),

@@ -16,31 +16,50 @@ from app.errors import (
     EngineError,
     NotServedError,
     OverloadError,
+    RayloomError,
     RequestError,
     RequestTooLargeError,
     UnauthorizedError,
     UnsupportedError,
 )
+from app.serving.protocol.openai.errors import OVERLOAD_STATUS, ErrorObject, speaks_openai
+from app.serving.protocol.openai.errors import ErrorBody as OpenAIErrorBody
 
 LOG = logging.getLogger(__name__)
 
 
 class ErrorBody(BaseModel):
-    """The body of every error."""
+    """The body of an error, except where OpenAI defines it."""
 
     error: str
 
 
 class ErrorResponse(JSONResponse):
-    """An error over HTTP: ``{"error": message}``."""
+    """An error over HTTP: ``{"error": message}``, and on OpenAI's paths its object in place of the message."""
 
-    def __init__(self, message: str, status: int, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(ErrorBody(error=message).model_dump(), status, headers)
+    def __init__(
+        self,
+        message: str,
+        status: int,
+        headers: Mapping[str, str] | None = None,
+        path: str = "",
+        error: Exception | None = None,
+    ) -> None:
+        """Answer a request for ``path`` with a message, and with what programs need to know of ``error``."""
+        body: BaseModel = ErrorBody(error=message)
+        if speaks_openai(path):
+            body = OpenAIErrorBody(error=ErrorObject.of(error, status, message))
+        super().__init__(body.model_dump(), status, headers)
 
 
-def no_replica_answers() -> ErrorResponse:
+def no_replica_answers(path: str = "") -> ErrorResponse:
     """Return the response for a request whose replica died, or for which no replica is known."""
-    return ErrorResponse("no replica could answer: try again", 503, {"retry-after": "1"})
+    return ErrorResponse("no replica could answer: try again", 503, {"retry-after": "1"}, path)
+
+
+def sent_too_slowly() -> ErrorResponse:
+    """Return the response for a request that has not come to its end in time."""
+    return ErrorResponse("the request did not come in time: send it faster", 408)
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,14 @@ class Refusal:
     def trailers(self) -> list[tuple[str, str]]:
         """Metadata that gRPC sends beside the status and the message."""
         return [] if self.retry_after_s is None else [("retry-after", str(self.retry_after_s))]
+
+
+class PassedRefusalError(RayloomError):
+    """Another pool has refused a gRPC call. Its reply is passed back unchanged."""
+
+    def __init__(self, reply: Refusal) -> None:
+        super().__init__(reply.message)
+        self.reply = reply
 
 
 # The first match counts, so a subclass stands before its base class.
@@ -79,6 +106,8 @@ def refusal(error: Exception) -> Refusal:
 
     A failed engine is logged, too. Its replica is about to be replaced, and another one may answer meanwhile.
     """
+    if isinstance(error, PassedRefusalError):
+        return error.reply
     if isinstance(error, EngineError):
         LOG.error("an engine failed", exc_info=error)
         return Refusal(503, StatusCode.UNAVAILABLE, "the engine failed: try again")
@@ -91,13 +120,29 @@ def refusal(error: Exception) -> Refusal:
     return Refusal(500, StatusCode.INTERNAL, "internal error: see the replica's log in the Ray dashboard")
 
 
-def error_response(error: Exception, traceparent: str | None = None) -> ErrorResponse:
-    """Return the HTTP response for an error. ``traceparent`` is the span of the request, if it is traced."""
+def openai_error(error: Exception) -> OpenAIErrorBody:
+    """Return an error as OpenAI's object."""
     reply = refusal(error)
+    return OpenAIErrorBody(error=ErrorObject.of(error, _openai_status(error, reply), reply.message))
+
+
+def error_response(error: Exception, traceparent: str | None = None, path: str = "") -> ErrorResponse:
+    """Return the HTTP response for an error.
+
+    Args:
+        traceparent: the span of the request, if it is traced.
+        path: that of the request, which decides the form of the error.
+    """
+    reply = refusal(error)
+    status = _openai_status(error, reply) if speaks_openai(path) else reply.http
     headers = {"traceparent": traceparent} if traceparent else {}
     if reply.retry_after_s is not None:
         headers["retry-after"] = str(reply.retry_after_s)
     if isinstance(error, UnauthorizedError):
         # HTTP wants it with every 401.
         headers["www-authenticate"] = "Bearer"
-    return ErrorResponse(reply.message, reply.http, headers)
+    return ErrorResponse(reply.message, status, headers, path, error)
+
+
+def _openai_status(error: Exception, reply: Refusal) -> int:
+    return OVERLOAD_STATUS if isinstance(error, OverloadError) else reply.http

@@ -38,8 +38,9 @@ from app.serving.protocol.grpc import require_readable
 from app.serving.protocol.infer import LIMITS
 from app.serving.reading import ON_LOOP_BYTES
 from app.serving.transport.errors import refusal
-from app.serving.transport.grpc import INFER, OPEN_METHODS, SERVICE, GrpcMethods, infer, parse
+from app.serving.transport.grpc import INFER, OPEN_METHODS, SERVICE, GrpcMethods, Origin, infer, model_of, parse
 from app.serving.transport.inference_call import Admission, TasklessCall
+from app.serving.transport.passing import learned
 from app.serving.transport.prepared import PreparedMessage, PreparedMessages
 from app.tensors import Tensors
 
@@ -80,6 +81,7 @@ _MAX_OTHER_BYTES = 2**20
 class _Method:
     """A method of the service."""
 
+    name: str
     request: type[Message]
     answer: Callable[[Any], Awaitable[Message]] | None
     """Answers a message of a caller who was checked. None: the method is inference."""
@@ -104,6 +106,7 @@ class GrpcFastPath:
     def __init__(self, methods: GrpcMethods, admission: Admission) -> None:
         """Answer with ``methods`` what ``admission`` admits."""
         self.admission = admission
+        self.service = methods
         self.answered = 0
         """The number of calls, including refused ones."""
         self.inferred = 0
@@ -112,6 +115,7 @@ class GrpcFastPath:
         admission.endpoint.on_update(self.prepared.clear)
         self.methods = {
             f"/{SERVICE.full_name}/{method.name}": _Method(
+                method.name,
                 getattr(pb, method.input_type.name),
                 None if method.name == INFER else partial(getattr(GrpcMethods, method.name).answer, methods),
                 method.name in OPEN_METHODS,
@@ -136,6 +140,12 @@ class GrpcHead:
     """The value of ``grpc-timeout``, if gRPC does not allow it."""
     traceparent: str | None
     """The client's span."""
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The headers that decide about the answer, as gRPC's metadata."""
+        lines = {**self.caller._asdict(), "traceparent": self.traceparent}
+        return tuple((name, value) for name, value in lines.items() if value is not None)
 
     @classmethod
     def read(cls, method: bytes, path: bytes, lines: Sequence[tuple[bytes, bytes]]) -> "GrpcHead":
@@ -326,23 +336,30 @@ class GrpcCall(TasklessCall):
         try:
             reader = self.admission.endpoint.reader
             message = await reader.read(num_bytes, lambda: parse(method.request, content), self.received)
-            answer = await (method.answer(message) if method.answer else infer(self, message, len(content)))
-            self._respond(answer.SerializeToString())
+
+            def here() -> Awaitable[Message]:
+                return method.answer(message) if method.answer else infer(self, message, len(content))
+
+            service, origin = self._fast_path.service, Origin(self.head.metadata, self._connection.peer)
+            if service.passes_on(message):
+                self.leave_count_to(model_of(message))
+            answer, pool = await service.answer_or_pass_on(method.name, message, origin, here)
+            self._respond(answer.SerializeToString(), learned(model_of(message), pool) if pool else [])
         except Exception as error:
             self.refuse(error)
 
     def _expire_deadline(self) -> None:
         self.refuse(DeadlineError("the call's grpc-timeout has passed"))
 
-    def _respond(self, content: bytes) -> None:
-        """Send an answer. Raises OverloadError if there is no room for it until it is sent."""
+    def _respond(self, content: bytes, lines: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        """Send an answer, with more headers. Raises OverloadError if there is no room for it until it is sent."""
         if not self._is_over:
             self._stop()
             # The answer takes the room of the request, which was dropped.
             self.hold(len(content))
             self.sent = len(content)
             self.count()
-            self._connection.respond(self, content)
+            self._connection.respond(self, content, lines)
 
     def _stop(self) -> None:
         """Stop waiting, and drop the request."""
@@ -476,11 +493,12 @@ class GrpcConnection(asyncio.Protocol):
         if call is not None:
             call.finish()
 
-    def respond(self, call: GrpcCall, content: bytes) -> None:
-        """Send a message as the answer to a call, unless it has one."""
+    def respond(self, call: GrpcCall, content: bytes, lines: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        """Send a message as the answer to a call, unless it has one, with these headers."""
         size = len(content)
         chunk = b"\r\n%x\r\n\0" % (size + _PREFIX_BYTES)
-        self._send(call, (_OK, self._farewell, chunk, size.to_bytes(4, "big"), content, _END))
+        more = b"".join(b"%s: %s\r\n" % line for line in lines)
+        self._send(call, (_OK, more, self._farewell, chunk, size.to_bytes(4, "big"), content, _END))
 
     def refuse(self, call: GrpcCall, trailers: list[tuple[str, str]]) -> None:
         """Answer a call with an error, unless it has an answer."""

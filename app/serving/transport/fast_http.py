@@ -6,7 +6,7 @@ batcher. All other requests are left to uvicorn, with their bytes unchanged. So 
 reported in one place.
 
 This uses private parts of uvicorn: ``cycle``, ``on_message_begin``, ``on_message_complete``, ``on_response_complete``,
-``shutdown``, ``flow`` and the timer of idle connections.
+``shutdown``, ``flow``, ``pause_writing``, ``resume_writing`` and the timer of idle connections.
 """
 
 import asyncio
@@ -42,6 +42,8 @@ _MAX_BYTES = 256 * 2**10
 """Limit on a plain request. A larger one is left to uvicorn, which does not copy it with every part."""
 _GATHER_S = 0.05
 """Time to receive the rest of a request. A slower one is left to uvicorn, which has its own limit."""
+_SEND_TIMEOUT_S = 60.0
+"""Default of ``FastPath.send_timeout_s``, as in nginx."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,8 @@ class FastPath:
     def __init__(self, admission: Admission, methods: GrpcMethods) -> None:
         """Take requests, and gRPC calls of ``methods``, that ``admission`` admits."""
         self.admission = admission
+        self.send_timeout_s = _SEND_TIMEOUT_S
+        """A connection is closed if its client reads nothing of an answer for this long."""
         self.grpc = GrpcFastPath(methods, admission)
         self.answered = 0
         """The number of requests that took this path, including refused ones."""
@@ -234,6 +238,7 @@ class FastHttpProtocol(HttpToolsProtocol):
         self._gathering: asyncio.TimerHandle | None = None
         self._is_uvicorn_reading = False
         self._is_leaving = False
+        self._stalled: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         # uvicorn keeps the connection until it has read and answered everything that it got.
@@ -255,7 +260,31 @@ class FastHttpProtocol(HttpToolsProtocol):
         self._is_uvicorn_reading = False
         super().on_message_complete()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._stop_awaiting_reader()
+        super().resume_writing()
+
+    def _await_reader(self, unread: int) -> None:
+        """Close the connection if its client reads nothing for ``send_timeout_s``. This cancels the request."""
+        self._stalled = self.loop.call_later(self._fast_path.send_timeout_s, self._close_if_stalled, unread)
+
+    def _close_if_stalled(self, unread: int) -> None:
+        if (left := self.transport.get_write_buffer_size()) < unread:
+            self._await_reader(left)
+        else:
+            self.transport.abort()  # ``close`` would wait until the rest is sent
+
+    def _stop_awaiting_reader(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_awaiting_reader()
         self._stop_gathering()
         self._buffered = b""
         if self._call:

@@ -6,8 +6,9 @@ https://github.com/kserve/open-inference-protocol/blob/main/specification/protoc
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -36,13 +37,17 @@ from app.serving.protocol.grpc_management import (
 from app.serving.protocol.infer import InferRequest
 from app.serving.protocol.management import Statistics
 from app.serving.protocol.model_config import model_config
-from app.serving.transport.errors import refusal
+from app.serving.transport.errors import PassedRefusalError, refusal
 from app.serving.transport.inference_call import Admission, InferenceCall
+from app.serving.transport.passing import CallAnswer, PassedCall, Pools, asleep
 from app.tensors import TensorSpec
 
 _MAX_AHEAD = 32
 """Concurrent requests of one stream. With several, they can share calls of the engine."""
 INFER = "ModelInfer"
+_INDEX = "RepositoryIndex"
+_LISTS = ("ModelStatistics", _INDEX)
+"""Methods that list all models if their message names none."""
 OPEN_METHODS = ("ServerLive", "ServerReady")
 """Methods without access control, for the health checks of load balancers."""
 SERVICER = "app.serving.transport.grpc.add_to_server"
@@ -73,6 +78,55 @@ class Context(Protocol):
         """Return the caller's address."""
 
 
+class Origin(NamedTuple):
+    """Where a call comes from."""
+
+    metadata: tuple[tuple[str, str], ...]
+    peer: str
+
+    @classmethod
+    def of(cls, grpc_context: Context) -> Self:
+        """Return the origin of a call that gRPC's own server has received."""
+        # Values under these names are bytes, which are not used here.
+        lines = [line for line in grpc_context.invocation_metadata() if not line[0].endswith("-bin")]
+        return cls(tuple(lines), grpc_context.peer())
+
+    @property
+    def traceparent(self) -> str | None:
+        """The client's span, if it sent one."""
+        return dict(self.metadata).get("traceparent")
+
+
+@dataclass
+class PassedContext:
+    """The context of a call that another pool's replica has passed on."""
+
+    origin: Origin
+    code: StatusCode = StatusCode.OK
+    details: str = ""
+    trailers: tuple[tuple[str, str], ...] = ()
+
+    def set_code(self, code: StatusCode) -> None:
+        """Set the status of the call."""
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        """Set the error message of the call."""
+        self.details = details
+
+    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, str]]) -> None:
+        """Set the metadata that is sent at the end."""
+        self.trailers = tuple(trailing_metadata)
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str]]:
+        """Return the metadata that came with the call."""
+        return self.origin.metadata
+
+    def peer(self) -> str:
+        """Return the caller's address."""
+        return self.origin.peer
+
+
 RequestMessage = TypeVar("RequestMessage", bound=Message)
 Answer = TypeVar("Answer", bound=Message)
 Item = TypeVar("Item")
@@ -97,7 +151,12 @@ def _answers(
             try:
                 if method.__name__ not in OPEN_METHODS:
                     service.require_access(grpc_context)
-                return await method(service, _require_parsed(request))
+                message: RequestMessage = _require_parsed(request)
+                origin = Origin.of(grpc_context)
+                answered: tuple[Answer, str | None] = await service.answer_or_pass_on(
+                    method.__name__, message, origin, lambda: method(service, message)
+                )
+                return answered[0]
             except Exception as error:
                 _end(grpc_context, error)
                 empty: Answer = kind()
@@ -157,16 +216,66 @@ async def infer(call: InferenceCall, message: pb.ModelInferRequest, num_bytes: i
 class GrpcMethods:
     """The service. Its methods have the names and messages of the protocol."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, pools: Pools | None = None) -> None:
+        """Answer what ``admission`` admits, and pass on what ``pools`` answer."""
         self._admission = admission
         self._endpoint = admission.endpoint
+        self._pools = pools
         self._streams, self._streamed = 0, 0  # open streams, and their requests that are being answered
 
     def require_access(self, grpc_context: Context) -> None:
         """Raise UnauthorizedError if the endpoint does not answer this caller."""
-        # Values under these names are bytes, which are not used here.
-        lines = [line for line in grpc_context.invocation_metadata() if not line[0].endswith("-bin")]
-        self._admission.require_access(Caller.of(combine(lines, ", ")), grpc_context.peer())
+        origin = Origin.of(grpc_context)
+        self._admission.require_access(Caller.of(combine(origin.metadata, ", ")), origin.peer)
+
+    def passes_on(self, message: Message) -> bool:
+        """Return whether another pool has the model that a message names."""
+        return self._pools is not None and model_of(message) in self._endpoint.config.elsewhere
+
+    async def answer_or_pass_on(
+        self, method: str, message: Message, origin: Origin, here: Callable[[], Awaitable[Answer]]
+    ) -> tuple[Answer, str | None]:
+        """Return the answer of the pool that has the message's model, and the pool; None: ``here`` gave the answer.
+
+        A method that lists all models lists those of other pools, too. Pools without a replica are not woken.
+
+        Raises:
+            PassedRefusalError: the other pool refuses the call.
+            OverloadError: none of its replicas answers.
+        """
+        elsewhere, name = self._endpoint.config.elsewhere, model_of(message)
+        if self._pools is None or not elsewhere:
+            return await here(), None
+        if pool := elsewhere.get(name):
+            return await self._ask(pool, method, message, origin), pool
+        answer = await here()
+        if method in _LISTS and not name:
+            for other in sorted(set(elsewhere.values())):
+                reason = asleep(other)
+                try:
+                    if await self._pools.is_awake(other):
+                        answer.MergeFrom(await self._ask(other, method, message, origin))
+                        continue
+                except (PassedRefusalError, OverloadError) as error:
+                    reason = str(error)
+                if method == _INDEX and not message.ready:
+                    answer.MergeFrom(write_index(self._endpoint.index_of(other, reason)))
+        return answer, None
+
+    async def _ask(self, pool: str, method: str, message: Message, origin: Origin) -> Any:
+        assert self._pools is not None
+        call = PassedCall(method, message.SerializeToString(), origin.metadata, origin.peer)
+        answer = await self._pools.call(pool, call)
+        if answer.code != StatusCode.OK.value[0]:
+            raise PassedRefusalError(answer.refusal)
+        return getattr(pb, SERVICE.methods_by_name[method].output_type.name).FromString(answer.message)
+
+    async def answer_passed(self, call: PassedCall) -> CallAnswer:
+        """Return the answer to a call that another pool's replica has passed on."""
+        context = PassedContext(Origin(call.metadata, call.peer))
+        message = parse(getattr(pb, SERVICE.methods_by_name[call.method].input_type.name), call.message)
+        answer: Message = await getattr(self, call.method)(message, context)
+        return CallAnswer(answer.SerializeToString(), context.code.value[0], context.details, context.trailers)
 
     @_answers(pb.ServerLiveResponse)
     async def ServerLive(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
@@ -191,11 +300,13 @@ class GrpcMethods:
     @_answers(pb.ModelMetadataResponse)
     async def ModelMetadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """Return the inputs and outputs of a model."""
+        await self._endpoint.load_on_demand(request.name)
         return write_model_metadata(self._endpoint.model_metadata(request.name, request.version or None))
 
     @_answers(pb.ModelConfigResponse)
     async def ModelConfig(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
         """Return a model's configuration in Triton's format."""
+        await self._endpoint.load_on_demand(request.name)
         served = self._endpoint.find(request.name, request.version or None)
         return pb.ModelConfigResponse(config=model_config(served.model.manifest, served.policy))
 
@@ -208,14 +319,14 @@ class GrpcMethods:
     @_answers(pb.RepositoryIndexResponse)
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
         """Return all served models."""
-        read_index(request)
-        return write_index(self._endpoint.index)
+        ready = read_index(request).ready
+        return write_index([model for model in self._endpoint.index if model.state == "READY" or not ready])
 
     @_answers(pb.RepositoryModelLoadResponse)
     async def RepositoryModelLoad(self, request: pb.RepositoryModelLoadRequest) -> pb.RepositoryModelLoadResponse:
         """Do nothing if the model is served. See ``Endpoint.load``."""
         read_load(request)
-        self._endpoint.load(request.model_name)
+        await self._endpoint.load(request.model_name)
         return pb.RepositoryModelLoadResponse()
 
     @_answers(pb.RepositoryModelUnloadResponse)
@@ -228,9 +339,11 @@ class GrpcMethods:
     async def ModelInfer(self, request: pb.ModelInferRequest | None, grpc_context: Context) -> pb.ModelInferResponse:
         """Run inference on tensors."""
         try:
+            if (passed := await self._passed_inference(request, grpc_context)) is not None:
+                return passed
             with InferenceCall(self._admission, "grpc") as call, call.counted():
                 self.require_access(grpc_context)
-                return await self._infer(call, request, _traceparent_of(grpc_context))
+                return await self._infer(call, request, Origin.of(grpc_context).traceparent)
         except Exception as error:
             _end(grpc_context, error)
             return pb.ModelInferResponse()
@@ -246,7 +359,7 @@ class GrpcMethods:
             InferenceCall(self._admission, "grpc").count(error)
             _end(grpc_context, error)
             return
-        answer = partial(self._answer_in_stream, _traceparent_of(grpc_context))
+        answer = partial(self._answer_in_stream, grpc_context)
         self._streams += 1
         try:
             async with aclosing(answer_in_order(request_stream, answer, self._max_ahead)) as answers:
@@ -272,17 +385,33 @@ class GrpcMethods:
             raise OverloadError(f"{self._streams} streams are open already: end one, or send requests by themselves")
 
     async def _answer_in_stream(
-        self, traceparent: str | None, request: pb.ModelInferRequest | None
+        self, grpc_context: Context, request: pb.ModelInferRequest | None
     ) -> pb.ModelStreamInferResponse:
         self._streamed += 1
         try:
+            if (passed := await self._passed_inference(request, grpc_context)) is not None:
+                return write_stream_infer(passed)
             with InferenceCall(self._admission, "grpc") as call, call.counted():
                 call.enter()
-                return write_stream_infer(await self._infer(call, request, traceparent))
+                return write_stream_infer(await self._infer(call, request, Origin.of(grpc_context).traceparent))
         except Exception as error:
             return write_stream_error(refusal(error).message, request and request.id)
         finally:
             self._streamed -= 1
+
+    async def _passed_inference(
+        self, request: pb.ModelInferRequest | None, grpc_context: Context
+    ) -> pb.ModelInferResponse | None:
+        """Return another pool's answer; None if this pool answers. Raises as ``answer_or_pass_on``."""
+        if (
+            request is None
+            or self._pools is None
+            or not (pool := self._endpoint.config.elsewhere.get(request.model_name))
+        ):
+            return None
+        self.require_access(grpc_context)
+        answer: pb.ModelInferResponse = await self._ask(pool, INFER, request, Origin.of(grpc_context))
+        return answer
 
     async def _infer(
         self, call: InferenceCall, request: pb.ModelInferRequest | None, traceparent: str | None
@@ -295,9 +424,9 @@ class GrpcMethods:
         return await infer(call, message, call.received)
 
 
-def _traceparent_of(grpc_context: Context) -> str | None:
-    """Return the client's span, if it sent one."""
-    return dict(grpc_context.invocation_metadata()).get("traceparent")
+def model_of(message: Message) -> str:
+    """Return the model that a message names; an empty text if it names none."""
+    return getattr(message, "model_name", "") or getattr(message, "name", "")
 
 
 def _unsupported(name: str, kind: type[Message]) -> Callable[[Any, Any, Context], Awaitable[Message]]:

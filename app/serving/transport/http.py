@@ -3,7 +3,6 @@
 https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md
 """
 
-import asyncio
 import re
 from collections.abc import Mapping, Sequence
 
@@ -11,26 +10,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import RayloomError, UnauthorizedError
 from app.serving.access import Caller, headers_of
-from app.serving.protocol.compression import MAX_INFLATION, is_compressed
 from app.serving.protocol.infer import LIMITS, InferRequest, InferResponse
+from app.serving.protocol.openai.errors import speaks_openai
 from app.serving.protocol.rest import bytes_to_read, max_body_bytes, read_infer, write_infer
 from app.serving.reading import ON_LOOP_BYTES
 from app.serving.traffic import Protocol
 from app.serving.transport.asgi import close_if_unread, has_body, read_body, unless_gone
 from app.serving.transport.errors import error_response
-from app.serving.transport.inference_call import Admission, InferenceCall
-from app.serving.transport.routes import DOCS_ASSETS, routes
+from app.serving.transport.generation import GenerationApi, is_generation
+from app.serving.transport.inference_call import Admission, InferenceCall, admitted
+from app.serving.transport.passing import PassOn, Pools
+from app.serving.transport.routes import DOCS_ASSETS, OPEN_PATHS, routes
 from app.tensors import TensorSpec
 
-_OPEN_PATHS = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
 _PREDICT = "/v1/"
+_SERVES_OWN = "/-/"
+"""Prefix of Serve's own paths, which have no other one."""
 _READING_PATHS = (_PREDICT, "/v2/repository/")
 """Prefixes of the paths, besides ``infer``, whose requests have bodies."""
 _INFER = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 
 
 class HttpApi:
-    """The ASGI application. Inference, the most frequent request, bypasses the framework of the other routes.
+    """The ASGI application. Inference and generation bypass the framework of the other routes.
 
     ``in_front_of`` lets it bypass Ray Serve, too. For each request Serve creates two tasks, a queue, identifiers, a log
     record and metrics. For a small request that is most of the work, and nothing is lost without it. A replica that
@@ -38,36 +40,62 @@ class HttpApi:
     as for its own requests.
     """
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, pools: Pools | None = None) -> None:
+        """Answer what ``admission`` admits, and pass on what ``pools`` answer."""
+        self.prefix = ""
+        """The prefix of the paths that Serve sends here. HAProxy sends them without it, too."""
         self._admission = admission
+        self._pools = pools
+        self._generation = GenerationApi(admission)
         self._others = routes(admission)
+        self._through_serve = self._passing_on(self._answer, takes_slot=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, to which Serve has given one of its slots."""
+        await self._through_serve(_without_prefix(scope, self.prefix), receive, send)
+
+    def _passing_on(self, app: ASGIApp, takes_slot: bool) -> ASGIApp:
+        return PassOn(self._admission, self._pools, app, takes_slot) if self._pools else app
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         receive, send = close_if_unread(scope, receive, send)
         if path := match_infer(scope):
             await self._infer(path, scope, receive, send, takes_slot=False)
+        elif is_generation(scope):
+            await self._generation.answer(scope, receive, send, takes_slot=False)
         elif await self._has_access(scope, receive, send):
             await self._others(scope, receive, send)
 
     def in_front_of(self, app: ASGIApp) -> ASGIApp:
-        """Return an application that answers inference here, and leaves all other requests to ``app``.
+        """Return an application that answers inference and generates here, and leaves other requests to ``app``.
 
         ``app`` gets a request once its body has arrived, because Serve gives a request a slot at its first byte.
         """
+
+        serve = _with_prefix(app, self.prefix)
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             if path := match_infer(scope):
                 receive, send = close_if_unread(scope, receive, send)
                 await self._infer(path, scope, receive, send, takes_slot=True)
+            elif is_generation(scope):
+                receive, send = close_if_unread(scope, receive, send)
+                await self._generation.answer(scope, receive, send, takes_slot=True)
             elif _reads_body(scope):
                 receive, send = close_if_unread(scope, receive, send)
                 if await self._has_access(scope, receive, send):
-                    await self._receive(app, scope, receive, send)
+                    await self._receive(serve, scope, receive, send)
             else:
-                await app(scope, receive, send)
+                await serve(scope, receive, send)
 
-        return answer
+        first = self._passing_on(answer, takes_slot=True)
+        if not self.prefix:
+            return first
+
+        async def without_prefix(scope: Scope, receive: Receive, send: Send) -> None:
+            await first(_without_prefix(scope, self.prefix), receive, send)
+
+        return without_prefix
 
     async def _has_access(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Return whether a request may be answered. If not, refuse it."""
@@ -77,7 +105,7 @@ class HttpApi:
             self._admission.require_access(Caller.of(headers_of(scope)))
         except UnauthorizedError as error:
             InferenceCall(self._admission, _protocol_of(scope)).count(error)
-            await error_response(error)(scope, receive, send)
+            await error_response(error, path=scope["path"])(scope, receive, send)
             return False
         return True
 
@@ -96,7 +124,7 @@ class HttpApi:
                 with call.counted():
                     self._admission.require_access(Caller.of(headers))
                     call.begin_trace(headers.get("traceparent"))
-                    receive = _admitted(receive, call, headers, max_body_bytes(headers), takes_slot)
+                    receive = admitted(receive, call, headers, max_body_bytes(headers), takes_slot)
                     content, response_headers = await _answer(call, path[1], path[2], headers, receive)
             except Exception as error:
                 await error_response(error, call.traceparent)(scope, receive, send)
@@ -112,10 +140,10 @@ class HttpApi:
         headers = headers_of(scope)
         with InferenceCall(self._admission, _protocol_of(scope)) as call:
             try:
-                body = await read_body(headers, _admitted(receive, call, headers, LIMITS.json_bytes, takes_slot=False))
+                body = await read_body(headers, admitted(receive, call, headers, LIMITS.json_bytes, takes_slot=False))
             except (RayloomError, TimeoutError) as error:
                 call.count(error)
-                await error_response(error)(scope, receive, send)
+                await error_response(error, path=scope["path"])(scope, receive, send)
                 return
             whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -123,44 +151,6 @@ class HttpApi:
                 return whole.pop() if whole else await receive()
 
             await app(scope, receive_again, send)
-
-
-def _admitted(
-    receive: Receive, call: InferenceCall, headers: Mapping[str, str], max_bytes: int, takes_slot: bool
-) -> Receive:
-    """Return a ``receive`` that takes room for a body as it arrives, for at most ``max_bytes``.
-
-    A body that has arrived takes the room of what it may inflate to, and then may take a slot.
-    """
-    received, has_arrived = 0, False
-
-    async def receive_admitted() -> Message:
-        nonlocal received, has_arrived
-        # The body has arrived, so this waits for the client to disconnect.
-        if has_arrived:
-            return await receive()
-        message = await _next_part(receive, call)
-        received += len(message.get("body", b""))
-        has_arrived = message["type"] == "http.request" and not message.get("more_body")
-        call.hold(min(received * (_inflation(headers) if has_arrived else 1), max_bytes))
-        if has_arrived and takes_slot:
-            call.enter()
-        return message
-
-    return receive_admitted
-
-
-async def _next_part(receive: Receive, call: InferenceCall) -> Message:
-    """Wait for the next part of a body. Raises OverloadError if the body was given up for others."""
-    wait = asyncio.timeout(None)
-    try:
-        async with wait:
-            call.await_body(lambda: wait.reschedule(0))
-            return await receive()
-    except TimeoutError:
-        raise call.too_slow() from None
-    finally:
-        call.arrived()
 
 
 async def _answer(
@@ -192,6 +182,25 @@ async def _answer(
     return content, response_headers
 
 
+def _without_prefix(scope: Scope, prefix: str) -> Scope:
+    """Return a request whose path does not begin with a prefix."""
+    if not prefix or scope["type"] != "http" or not scope["path"].startswith(f"{prefix}/"):
+        return scope
+    return {**scope, "path": scope["path"].removeprefix(prefix), "root_path": ""}
+
+
+def _with_prefix(app: ASGIApp, prefix: str) -> ASGIApp:
+    """Return an application that calls Serve's with the prefix that Serve expects."""
+    if not prefix:
+        return app
+
+    async def prefixed(scope: Scope, receive: Receive, send: Send) -> None:
+        is_ours = scope["type"] == "http" and not scope["path"].startswith(_SERVES_OWN)
+        await app({**scope, "path": f"{prefix}{scope['path']}"} if is_ours else scope, receive, send)
+
+    return prefixed
+
+
 def match_infer(scope: Scope) -> re.Match[str] | None:
     """Match the path of a request for ``infer``. Groups: the model, and the version or None."""
     is_post = scope["type"] == "http" and scope["method"] == "POST"
@@ -200,16 +209,9 @@ def match_infer(scope: Scope) -> re.Match[str] | None:
 
 def _protocol_of(scope: Scope) -> Protocol | None:
     """Return the protocol by which a request other than ``infer`` is counted; None if it asks no model."""
-    return "natural" if scope["method"] == "POST" and scope["path"].startswith(_PREDICT) else None
-
-
-def _inflation(headers: Mapping[str, str]) -> int:
-    """Return the factor by which a body may expand.
-
-    It is the worst case, because the real factor is known only after the memory is used.
-    """
-    encoding = headers.get("content-encoding")
-    return MAX_INFLATION if encoding and is_compressed(encoding) else 1
+    if scope["method"] != "POST" or not scope["path"].startswith(_PREDICT):
+        return None
+    return "openai" if speaks_openai(scope["path"]) else "natural"
 
 
 def _reads_body(scope: Scope) -> bool:
@@ -218,5 +220,5 @@ def _reads_body(scope: Scope) -> bool:
 
 
 def _is_open(path: str) -> bool:
-    """Return whether a path needs no token: health, for load balancers, and pages without data."""
-    return path in _OPEN_PATHS or path.startswith(f"{DOCS_ASSETS}/")
+    """Return whether a path needs no token: one of ``OPEN_PATHS``, or a script or style of ``/docs``."""
+    return path in OPEN_PATHS or path.startswith(f"{DOCS_ASSETS}/")

@@ -8,15 +8,18 @@ import asyncio
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self, TypeVar
+
+from starlette.types import Message, Receive
 
 from app.errors import DeadlineError, DisconnectedError, EngineError, OverloadError
 from app.serving.access import Caller
 from app.serving.batching.scheduler import QueuedRequest
 from app.serving.endpoint import Endpoint
 from app.serving.model.served import ServedModel
+from app.serving.protocol.compression import MAX_INFLATION, is_compressed
 from app.serving.rollout import InferenceTarget
 from app.serving.traffic import Protocol, outcome_of
 from app.serving.transport.prepared import PreparedRequest
@@ -209,10 +212,16 @@ class InferenceCall:
             NotServedError: the model or version is not served.
         """
         endpoint = self.admission.endpoint
+        await endpoint.load_on_demand(name)
         found = endpoint.find(name, version)
         self.model, self.version = name, found.version
-        request = await read(found.inputs)
+        try:
+            request = await read(found.inputs)
+        except Exception as error:
+            found.count_invalid(error)
+            raise
         # Looked up only now, because a version can be replaced while a body arrives and is read.
+        await endpoint.load_on_demand(name)
         target = endpoint.route(name, version)
         self.version = target.version
         return request, target
@@ -247,6 +256,12 @@ class InferenceCall:
             if isinstance(error, Exception):
                 self.trace.note_error(error)
             self.trace.end(self.model, self.version, outcome)
+
+    def leave_count_to(self, model: str) -> None:
+        """Leave the count to the pool that answers for a model."""
+        self._is_counted = True
+        if self.trace:
+            self.trace.end(model, "", "ok")
 
     def leave(self) -> None:
         """Free its slot and its room."""
@@ -337,3 +352,50 @@ class TasklessCall(InferenceCall, ABC):
         assert self._served is not None
         assert self._queued is not None
         self._served.latencies.add(time.monotonic() - self._queued.arrived_s)
+
+
+def admitted(
+    receive: Receive, call: InferenceCall, headers: Mapping[str, str], max_bytes: int, takes_slot: bool
+) -> Receive:
+    """Return a ``receive`` that takes room for a body as it arrives, for at most ``max_bytes``.
+
+    A body that has arrived takes the room of what it may inflate to, and then may take a slot.
+    """
+    received, has_arrived = 0, False
+
+    async def receive_admitted() -> Message:
+        nonlocal received, has_arrived
+        # The body has arrived, so this waits for the client to disconnect.
+        if has_arrived:
+            return await receive()
+        message = await _next_part(receive, call)
+        received += len(message.get("body", b""))
+        has_arrived = message["type"] == "http.request" and not message.get("more_body")
+        call.hold(min(received * (_inflation(headers) if has_arrived else 1), max_bytes))
+        if has_arrived and takes_slot:
+            call.enter()
+        return message
+
+    return receive_admitted
+
+
+async def _next_part(receive: Receive, call: InferenceCall) -> Message:
+    """Wait for the next part of a body. Raises OverloadError if the body was given up for others."""
+    wait = asyncio.timeout(None)
+    try:
+        async with wait:
+            call.await_body(lambda: wait.reschedule(0))
+            return await receive()
+    except TimeoutError:
+        raise call.too_slow() from None
+    finally:
+        call.arrived()
+
+
+def _inflation(headers: Mapping[str, str]) -> int:
+    """Return the factor by which a body may expand.
+
+    It is the worst case, because the real factor is known only after the memory is used.
+    """
+    encoding = headers.get("content-encoding")
+    return MAX_INFLATION if encoding and is_compressed(encoding) else 1

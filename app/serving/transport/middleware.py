@@ -31,7 +31,7 @@ class RefuseUnreadableHeaders:
         except UnicodeDecodeError as error:
             # The error is from Serve itself, because the endpoint turns every error into an answer.
             message = f"a header is not UTF-8 ({error}): send text as X-Request-ID and the like"
-            await ErrorResponse(message, 400)(scope, receive, send)
+            await ErrorResponse(message, 400, path=scope["path"])(scope, receive, send)
 
 
 class AnswerIfReplicaDied:
@@ -51,7 +51,7 @@ class AnswerIfReplicaDied:
 
         await self._app(scope, receive, watched)
         if not is_answered:
-            await no_replica_answers()(scope, receive, send)
+            await no_replica_answers(scope["path"])(scope, receive, send)
 
 
 InFrontOf = Callable[[ASGIApp], ASGIApp]

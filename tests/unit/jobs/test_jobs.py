@@ -1,6 +1,8 @@
 """What jobs refuse whatever the cluster is."""
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,14 +42,16 @@ def _without_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train", [DIGITS, "storage=somewhere"], 2, "relative path"),
         ("train", [DIGITS, "data.source=/nowhere.csv"], 1, "/nowhere.csv"),
         ("train", [DIGITS, "train.global_batch_size=4096"], 1, "the training split has 1423 samples"),
-        ("train", [DIGITS, "train.linear_baseline=true"], 2, "train.linear_baseline is True, which task"),
+        ("train", [STDLIB, "train.linear_baseline=true"], 2, "train.linear_baseline is True, which task"),
         ("train", [DIGITS, "model.factory=app.models.image:resnet"], 1, "'resnet50'"),
         ("train", [DIGITS, "task=app.models.image:resnet50"], 1, "expected a subclass of app.tasks.Task"),
         ("compile", [DIGITS, "name=unknown"], 1, "run jobs.train first"),
         ("compile", [DIGITS, "compile.weights=/nowhere"], 1, "/nowhere"),
-        ("compile", [STDLIB], 1, "cannot be compiled or served: expected text-classification, image-classification"),
+        ("compile", [STDLIB, "compile.engines=[onnxruntime]"], 1, "does not generate tokens: name openvino_genai"),
+        ("compile", [DIGITS, "compile.engines=[openvino_genai]"], 1, "which generates tokens, and task image-class"),
         ("compile", [DIGITS, "compile.engines=[openvino,tensorrt]"], 1, "compile.engines"),
-        ("lifecycle", [STDLIB], 1, "cannot be compiled or served"),
+        ("lifecycle", [STDLIB, "compile.precisions=[bf16]"], 1, "on the CPU in fp32, int8, int4: leave it out"),
+        ("lifecycle", [DIGITS, "compile.precisions=[int4]"], 1, "names int4, which only language models have"),
         ("lifecycle", [DIGITS, "compile.precisions=[fp8]"], 1, "compile.precisions name fp8"),
         ("tune", [DIGITS, "tune=null"], 1, "has no tune section"),
         ("tune", [DIGITS, "tune.space=tune_spaces.image:spaces"], 1, "did you mean 'space'?"),
@@ -124,3 +128,12 @@ def test_a_job_that_is_told_to_stop_asks_its_training_to_and_no_longer_once_that
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(RayloomError, match=f"asked to stop after train, whose run {run.run_id} is finished"):
         require_no_request(run)
+
+
+def test_a_job_does_not_look_for_garbage_when_its_process_ends() -> None:
+    code = "class Loop:\n def __del__(self): print('freed')\nloop = Loop()\nloop.itself = loop\n"
+    ended = [
+        subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+        for head in ("", "import jobs\n")
+    ]
+    assert ended == ["freed\n", ""]

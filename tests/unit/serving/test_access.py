@@ -59,6 +59,8 @@ def streams(server: Server) -> Iterator[GRPCInferenceServiceStub]:
         ("GET", "/v2"),
         ("POST", "/v2/repository/index"),
         ("GET", "/v1/models"),
+        ("GET", "/v1/predict"),
+        ("POST", "/v1/embeddings"),
         ("POST", "/v1/models/m/predict"),
         ("POST", "/v2/models/m/infer"),
         ("GET", "/v2/health/live/"),
@@ -70,7 +72,9 @@ def test_without_the_token_http_is_told_what_to_send(server: Server, method: str
     answer = httpx.request(method, f"http://{server.http}{path}", headers=headers)
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
-    assert "send 'Authorization: Bearer TOKEN'" in answer.json()["error"]
+    said = answer.json()["error"]
+    assert "send 'Authorization: Bearer TOKEN'" in (said["message"] if isinstance(said, dict) else said)
+    assert isinstance(said, dict) == (path in ("/v1/models", "/v1/embeddings")), "OpenAI's paths have OpenAI's object"
     assert TOKEN not in answer.text
 
 
@@ -101,7 +105,8 @@ def test_with_the_token_http_answers(server: Server, scheme: str) -> None:
     client = httpx.Client(base_url=f"http://{server.http}", headers={"Authorization": f"{scheme} {TOKEN}"})
     assert client.get("/v2").json()["name"] == "rayloom"
     assert client.post("/v2/models/m/infer").status_code == 404
-    assert client.get("/v1/models").json() == []
+    assert client.get("/v1/predict").json() == []
+    assert client.get("/v1/models").json() == {"object": "list", "data": []}
 
 
 @pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/", "/docs", "/openapi.json"])
@@ -118,9 +123,22 @@ def test_the_scripts_of_the_description_are_open_and_nothing_beside_them(server:
     assert {status(path) for path in ("/docs/assets", "/docs/assetsx", "/docs/oauth2-redirect", "/v1/models")} == {401}
 
 
-def test_the_described_api_asks_for_the_token(server: Server) -> None:
+def test_the_described_api_asks_for_the_token_where_the_endpoint_does(server: Server) -> None:
+    def locked() -> dict[str, bool]:
+        paths = httpx.get(f"http://{server.http}/openapi.json").json()["paths"]
+        return {path: "security" in operation for path, methods in paths.items() for operation in methods.values()}
+
     described = httpx.get(f"http://{server.http}/openapi.json").json()
     assert described["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
+    assert len(locked()) > 10
+    assert {path for path, is_locked in locked().items() if not is_locked} == {"/v2/health/live", "/v2/health/ready"}
+    asking = server.endpoint.config
+    server.run(server.endpoint.update(EndpointConfig()))
+    try:
+        assert not any(locked().values())
+        assert "securitySchemes" not in httpx.get(f"http://{server.http}/openapi.json").json()["components"]
+    finally:
+        server.run(server.endpoint.update(asking))
 
 
 @pytest.mark.parametrize("given", [None, *filter(str.isascii, filter(None, WRONG))])

@@ -174,11 +174,12 @@ def test_many_bad_items_cost_one_look_at_the_engine_which_is_not_closed_before(
 
 
 @pytest.mark.parametrize("inputs", [[], ["a"] * 1025])
-def test_what_cannot_be_read_counts_as_a_failure(server: Server, storage: UPath, inputs: list[str]) -> None:
+def test_what_cannot_be_read_is_invalid_and_no_failure(server: Server, storage: UPath, inputs: list[str]) -> None:
     server.run(server.endpoint.update(config(storage)))
     answer = httpx.post(f"http://{server.http}/v1/models/toy/predict", json={"inputs": inputs})
     assert answer.status_code == 400
-    assert succeeded_and_failed(server) == (0, 1)
+    assert succeeded_and_failed(server) == (0, 0)
+    assert server.endpoint.find("toy").statistics.invalid_count == 1
 
 
 def begin_over_http(server: Server) -> Callable[[], None]:

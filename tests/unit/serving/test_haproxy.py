@@ -1,102 +1,31 @@
 """HAProxy with what the installed Ray Serve writes for it, edited where Ray has no setting."""
 
-import shlex
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
 import ray.serve
-import trustme
 from ray.serve._private.common import RequestProtocol
-from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
-from ray.serve.config import HTTPOptions, gRPCOptions
+from ray.serve._private.haproxy import BackendConfig
 
-from app.ports import is_free, unused
-from app.serving.ingress.haproxy import TLS_FILE, prepare
-from app.serving.ingress.haproxy_script import APPLICATION, UNARY_BACKEND, Edit, When, edits
-from app.serving.transport.grpc import SERVICER
+from app.serving.ingress.haproxy import files_in
+from app.serving.ingress.haproxy_script import UNARY_BACKEND, Edit, When, edits, quoted
+from app.serving.pools import APPLICATION
 from tests.helpers import wait_until
-
-
-def backend(protocol: RequestProtocol, application: str, replicas: int, first_port: int) -> BackendConfig:
-    servers = [ServerConfig(f"r{number}", "127.0.0.1", first_port + number) for number in range(replicas)]
-    spare = ServerConfig("spare", "127.0.0.1", 18500)
-    name = f"{protocol.value.lower()}-{application}"
-    return BackendConfig(
-        name, "/", app_name=application, servers=servers, fallback_server=spare, protocol=protocol, timeout_server_s=9
-    )
-
+from tests.ingress import Ingress, backend
 
 HTTP = backend(RequestProtocol.HTTP, APPLICATION, 2, 30000)
 GRPC = backend(RequestProtocol.GRPC, APPLICATION, 2, 31000)
+POOL = (
+    backend(RequestProtocol.HTTP, f"{APPLICATION}-small", 1, 30010),
+    backend(RequestProtocol.GRPC, f"{APPLICATION}-small", 1, 31010),
+)
 OTHER_GRPC = backend(RequestProtocol.GRPC, "other", 1, 31005)
-
-
-@dataclass
-class Ingress:
-    """HAProxy as 'rayloom up' prepares it and Ray Serve configures it."""
-
-    folder: Path
-    ports: Sequence[int] = (18000, 18001, 18101, 18404)
-    """Ports for HTTP, gRPC, metrics and statistics."""
-
-    def __post_init__(self) -> None:
-        self.settings = prepare(self.folder, 18101, 18404, 18500, 18501)
-        self.script = Path(self.settings["RAY_SERVE_HAPROXY_BINARY_PATH"])
-        self.config = self.folder / "haproxy.cfg"
-
-    def written(self, *backends: BackendConfig) -> str:
-        """What Ray writes for these backends."""
-        http, grpc, metrics, stats = self.ports
-        given = HAProxyConfig(
-            socket_path=str(self.folder / "admin.sock"),
-            metrics_port=metrics,
-            stats_port=stats,
-            http_options=HTTPOptions(host="0.0.0.0", port=http),
-            grpc_options=gRPCOptions(port=grpc, grpc_servicer_functions=[SERVICER]),
-            is_head=True,
-        )
-        api = HAProxyApi(given, config_file_path=str(self.config))
-        api.set_backend_configs({entry.name: entry for entry in backends})
-        api.set_grpc_fallback_server(ServerConfig("proxy", "127.0.0.1", 18501))
-        api._generate_config_file_internal()
-        return self.config.read_text(encoding="utf-8")
-
-    def run(self, *backends: BackendConfig) -> tuple[str, subprocess.CompletedProcess[str]]:
-        """Let HAProxy check what it would start with."""
-        self.written(*backends)
-        command = [str(self.script), "-db", "-f", str(self.config), "-c"]
-        checked = subprocess.run(command, capture_output=True, text=True, check=False)
-        return self.config.read_text(encoding="utf-8"), checked
-
-    def start(self, *backends: BackendConfig) -> str:
-        """What HAProxy starts with, and accepts."""
-        config, checked = self.run(*backends)
-        assert checked.returncode == 0, checked.stderr
-        return config
-
-    @contextmanager
-    def running(self, *backends: BackendConfig) -> Iterator[str]:
-        """Start HAProxy on free ports, and yield its URL."""
-        self.ports = http, *_ = unused(4)
-        self.written(*backends)
-        process = subprocess.Popen([str(self.script), "-db", "-f", str(self.config)])
-        try:
-            wait_until(lambda: not is_free(http))
-            yield f"http://127.0.0.1:{http}"
-        finally:
-            process.terminate()
-            process.wait()
-
-    def show_certificate(self) -> None:
-        certificate = trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.bytes()
-        Path(self.settings[TLS_FILE]).write_bytes(certificate)
 
 
 @pytest.fixture
@@ -109,7 +38,7 @@ def without_effect(group: Iterable[Edit], ingress: Ingress, *backends: BackendCo
     script, edited = ingress.script.read_text(encoding="utf-8"), ingress.start(*backends)
     found = []
     for edit in group:
-        without = script.replace(shlex.quote(edit.expression), "''")
+        without = script.replace(quoted(edit), "''")
         assert script != without, "the script does not make this edit"
         ingress.script.write_text(without, encoding="utf-8")
         if ingress.run(*backends)[0] == edited:  # HAProxy may refuse it
@@ -119,10 +48,11 @@ def without_effect(group: Iterable[Edit], ingress: Ingress, *backends: BackendCo
 
 
 def test_every_edit_finds_what_it_changes_in_what_the_installed_ray_writes(ingress: Ingress) -> None:
-    groups = edits(ingress.folder / "503.http", Path(ingress.settings[TLS_FILE]))
+    groups = edits(files_in(ingress.folder))
     assert without_effect(groups.pop(When.STARTING), ingress) == []
     assert without_effect(groups.pop(When.ALWAYS), ingress, HTTP) == []
     assert without_effect([*groups.pop(When.GRPC), *UNARY_BACKEND], ingress, HTTP, GRPC) == []
+    assert without_effect([*groups.pop(When.POOLS), *groups.pop(When.SEVERAL)], ingress, HTTP, GRPC, *POOL) == []
     ingress.show_certificate()
     assert without_effect(groups.pop(When.TLS), ingress, HTTP, GRPC) == []
     assert not groups
@@ -175,6 +105,16 @@ def test_what_is_added_is_there_once_also_after_another_start(ingress: Ingress) 
     assert config == ingress.start(), "also of what was kept"
 
 
+def test_no_request_waits_for_a_machine_that_is_lost(ingress: Ingress) -> None:
+    """``tests/cluster/test_ingress.py`` loses one. HAProxy 2.8 ignores tcp-ut where it is a default of servers."""
+    config = ingress.start(HTTP, GRPC, *POOL)
+    servers = [line for line in config.splitlines() if line.startswith("    server ")]
+    assert len(servers) == 14
+    assert config.count("    http-request wait-for-body time 30s if { req.hdr_val(content-length) lt 16384 }") == 2
+    assert all(" tcp-ut 7s" in server for server in servers)
+    assert "    timeout connect 7s" in config
+
+
 def test_with_a_certificate_clients_of_both_protocols_speak_tls(ingress: Ingress) -> None:
     ingress.show_certificate()
     config = ingress.start(HTTP)
@@ -190,14 +130,64 @@ def test_unary_grpc_calls_go_to_the_http_listeners(ingress: Ingress) -> None:
     unary = config.partition("backend unary-rayloom\n")[2].splitlines()
     assert [line.split() for line in unary if "server " in line] == [
         ["timeout", "server", "9s"],
-        ["server", "r0", "127.0.0.1:30000", "track", "http-rayloom/r0"],
-        ["server", "r1", "127.0.0.1:30001", "track", "http-rayloom/r1"],
+        ["server", "r0", "127.0.0.1:30000", "tcp-ut", "7s", "track", "http-rayloom/r0"],
+        ["server", "r1", "127.0.0.1:30001", "tcp-ut", "7s", "track", "http-rayloom/r1"],
     ]
     before, _, after = config.partition("    default_backend grpc-rayloom\n")
     assert after
     assert before.splitlines()[-1].startswith("    use_backend unary-rayloom if { path_beg /inference.GRPC")
     assert "all gRPC calls go" not in checked.stderr
     assert ingress.start(HTTP, GRPC) == config
+
+
+def test_a_client_cannot_teach_haproxy_where_a_model_is(ingress: Ingress) -> None:
+    """HAProxy reads another model than the replica in a body that names two, and another path than it decodes."""
+    reached: list[tuple[str, str]] = []
+
+    class Replica(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        name = "shared"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            reached.append((self.name, self.path))
+            self.send_response(200)
+            if self.name == "shared" and (b'"there"' in body or "%74here" in self.path):
+                self.send_header("x-rayloom-pool", "small")
+                self.send_header("x-rayloom-model", "there")
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_GET = do_POST
+
+    class Small(Replica):
+        name = "small"
+
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Replica) as shared,
+        ThreadingHTTPServer(("127.0.0.1", 0), Small) as small,
+    ):
+        for server in (shared, small):
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        pool = backend(RequestProtocol.HTTP, f"{APPLICATION}-small", 1, small.server_port)
+        with ingress.running(backend(RequestProtocol.HTTP, APPLICATION, 1, shared.server_port), pool) as address:
+            wait_until(lambda: {name for name, _ in reached} == {"shared", "small"})
+            chat = f"{address}/v1/chat/completions"
+            answer = httpx.post(chat, content=b'{"model":"here","model":"there"}')
+            assert not [name for name in answer.headers if name.startswith("x-rayloom")]
+            httpx.post(f"{address}/v2/models/%74here/infer")
+            httpx.post(chat, content=b'{"model":"here"}')
+            httpx.post(f"{address}/v2/models/there/infer")
+            httpx.post(chat, content=b'{"model":"there/1"}')
+        for server in (shared, small):
+            server.shutdown()
+    assert [found for found in reached if found[1] != "/-/healthz"] == [
+        ("shared", "/v1/chat/completions"),
+        ("shared", "/v2/models/%74here/infer"),
+        ("shared", "/v1/chat/completions"),
+        ("small", "/v2/models/there/infer"),
+        ("small", "/v1/chat/completions"),
+    ]
 
 
 def test_a_path_of_grpc_reaches_no_replica_by_the_port_for_http(ingress: Ingress) -> None:

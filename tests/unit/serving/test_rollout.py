@@ -16,7 +16,8 @@ from onnx import numpy_helper
 from upath import UPath
 
 from app.errors import EngineError
-from app.serving.config import CandidateConfig, DeployedModel, Scaling
+from app.serving.config import CandidateConfig, DeployedModel
+from app.serving.demand import Scaling
 from app.serving.protocol.infer import InferResponse
 from app.serving.rollout import Shadow
 from app.tensors import OUTPUT

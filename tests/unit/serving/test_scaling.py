@@ -8,9 +8,10 @@ from ray.serve.config import AutoscalingConfig
 from app.config import TensorParallelConfig
 from app.serving.batching.scheduler import BatchingPolicy
 from app.serving.batching.statistics import RecentLatencies
-from app.serving.config import DeployedModel, EndpointConfig, Scaling, VersionConfig
+from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
+from app.serving.demand import Scaling
 from app.serving.scaling import desired_replicas, target_ongoing_requests
-from jobs._endpoint import desired_config
+from jobs._endpoint import desired_pools
 from serve_deployments.autoscaling import DIRECT, LATENCY, decide
 from tests.wording import refused
 
@@ -61,7 +62,7 @@ def test_requests_that_serve_sees_and_those_that_it_does_not_ask_for_replicas_to
 
 
 def test_a_full_call_of_the_smallest_engine_is_what_a_replica_should_hold() -> None:
-    assert target_ongoing_requests([BatchingPolicy(max_batch_size=32), BatchingPolicy(max_batch_size=4)]) == 4
+    assert target_ongoing_requests([32, 4]) == 4
     assert target_ongoing_requests([]) == 1
 
 
@@ -95,9 +96,9 @@ def test_models_that_share_replicas_get_what_each_asked_for() -> None:
 def test_an_endpoint_of_another_release_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     version = {"storage": "s", "name": "old", "version": 1, "threads": 1, "policy": {"max_batch_size": 8}}
     deployed = {"models": {"old": {"production": version}}}
-    monkeypatch.setattr("jobs._endpoint.deployed_user_config", lambda *_: deployed)
+    monkeypatch.setattr("jobs._endpoint.deployed_user_configs", lambda *_: {"rayloom": deployed})
     with refused("endpoint.other_release"):
-        desired_config()
+        desired_pools()
 
 
 def test_processes_that_share_a_model_are_reserved_beside_its_replica() -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from upath import UPath
 
-from app.config import Recipe, load_recipe
+from app.config import Placement, Recipe, load_recipe
 from app.repository.repository import Repository
-from app.serving.config import Scaling
+from app.serving.demand import Scaling
 from app.serving.deployment import deployed_model, promote_named
 from app.tensors import Tensor
 from jobs._cluster import cores_of_nodes
@@ -73,9 +73,9 @@ def test_only_nodes_with_room_for_a_replica_are_counted(monkeypatch: pytest.Monk
     held = [{"CPU": 8.0, "rack": 1.0}, {"memory": 1.0}, {"CPU": 2.0}, {"CPU": 4.0, "GPU": 1.0, "rack": 1.0}]
     nodes = [{"Alive": True, "Resources": resources} for resources in held]
     monkeypatch.setattr("ray.nodes", lambda: [*nodes, {"Alive": False, "Resources": {"CPU": 16.0}}])
-    assert cores_of_nodes({"CPU": 0.0, "GPU": 0.0}) == [8, 2, 4]
-    assert cores_of_nodes({"CPU": 3.0, "GPU": 0.0}) == [8, 4]
-    assert cores_of_nodes({"CPU": 0.0, "GPU": 0.5, "rack": 1.0}) == [4]
+    assert cores_of_nodes(Placement({"CPU": 0.0, "GPU": 0.0})) == [8, 2, 4]
+    assert cores_of_nodes(Placement({"CPU": 3.0, "GPU": 0.0})) == [8, 4]
+    assert cores_of_nodes(Placement({"CPU": 0.0, "GPU": 0.5, "rack": 1.0})) == [4]
 
 
 def test_a_version_is_not_tried_any_more_once_it_is_in_production(storage: UPath) -> None:

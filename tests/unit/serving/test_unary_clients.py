@@ -200,14 +200,16 @@ def test_a_header_that_does_not_end_is_disconnected(server: Server, monkeypatch:
 
 
 def test_a_closing_connection_answers_its_call(server: Server) -> None:
+    async def shut_down() -> None:
+        for connection in [one for one in server.listener.server_state.connections if isinstance(one, GrpcConnection)]:
+            connection.shutdown()
+
     with Line(server.http) as idle, Line(server.http) as line:
         idle.send(call(GOOD))
         idle.read(1)
         line.send(HALF)
         wait_until(lambda: bool(busy(server)))
-        connections = server.listener.server_state.connections
-        for connection in [connection for connection in connections if isinstance(connection, GrpcConnection)]:
-            server.loop.call_soon_threadsafe(connection.shutdown)
+        server.run(shut_down())
         idle.read()
         line.send(chunks(prefixed(GOOD)[-1:]))
         (answer,) = line.read()

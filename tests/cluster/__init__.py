@@ -1,0 +1,1 @@
+"""Clusters of several machines, which are namespaces of this one."""
