@@ -1,18 +1,22 @@
 """The commands of the local cluster: start, stop and describe it."""
 
 import shlex
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 from app.cli.endpoint import local_endpoint
 from app.cli.monitoring import Notify, receivers_of
+from app.cli.options import Json
+from app.cli.tables import print_json
 from app.cluster import local
 from app.cluster.job_view import spinner
+from app.cluster.node import node_folder, node_settings
 from app.cluster.state import SUPERVISOR_LOG, TOKEN_FILE, ClusterState, read_state, running_cluster
 from app.errors import ClusterError
 from app.monitoring import processes
-from app.ports import open_ports
+from app.ports import OpenPort, open_ports
 from app.storage import open_storage
 
 
@@ -57,9 +61,13 @@ def down() -> None:
 
 def status(
     ports: Annotated[bool, typer.Option("--ports", help="List every port that other machines could reach.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the local cluster: addresses, models, what its supervisor did, and how many ports others could reach."""
     cluster = running_cluster()
+    if as_json:
+        print_json(_facts(cluster))
+        return
     _describe(cluster)
     _describe_supervisor(cluster)
     _describe_monitoring(cluster)
@@ -67,10 +75,44 @@ def status(
     _describe_models(cluster)
 
 
-def env() -> None:
+def env(as_json: Json = False) -> None:
     """Print what 'ray job submit' needs. Use it as: eval "$(rayloom env)"."""
-    for name, value in running_cluster().client_environment().items():
+    _export(running_cluster().client_environment(), as_json)
+
+
+def node(as_json: Json = False) -> None:
+    """Prepare this node for 'ray start'. Use it as: settings="$(rayloom node)" && eval "$settings"."""
+    _export(node_settings(node_folder()), as_json)
+
+
+def _export(variables: Mapping[str, str], as_json: bool) -> None:
+    if as_json:
+        print_json(variables)
+        return
+    for name, value in variables.items():
         print(f"export {name}={shlex.quote(value)}")
+
+
+def _facts(cluster: ClusterState) -> dict[str, object]:
+    """Return all that 'rayloom status' shows, for programs. ``models`` is null if the endpoint refuses to list them."""
+    watched = cluster.monitoring
+    try:
+        models, problem = [model.model_dump() for model in local_endpoint(cluster).models()], None
+    except ClusterError as error:
+        models, problem = None, str(error)
+    return {
+        "dashboard": cluster.dashboard,
+        "token_file": str(TOKEN_FILE),
+        "endpoint": cluster.endpoint,
+        "grpc": cluster.grpc_endpoint,
+        "storage": cluster.storage,
+        "supervised": bool(cluster.supervisors()),
+        "supervisor_log": str(SUPERVISOR_LOG),
+        "monitoring": watched and {"page": watched.page, "prometheus": watched.prometheus_url},
+        "open_ports": [vars(port) for port in _exposed(cluster)],
+        "models": models,
+        "problem": problem,
+    }
 
 
 def _describe(cluster: ClusterState) -> None:
@@ -116,8 +158,12 @@ def _describe_models(cluster: ClusterState) -> None:
 
 def _describe_ports(cluster: ClusterState, are_listed: bool) -> None:
     """Count or list the ports that Ray opens on other interfaces than loopback."""
-    exposed = [port for port in open_ports(cluster.processes()) if not port.is_loopback]
+    exposed = _exposed(cluster)
     more = ":" if are_listed else "; 'rayloom status --ports' lists them"
     print(f"ports      {len(exposed)} that other machines could reach, unless a firewall blocks them{more}")
     for port in exposed if are_listed else ():
         print(f"  {port.port:>5}  {port.address:<18} {port.process}")
+
+
+def _exposed(cluster: ClusterState) -> list[OpenPort]:
+    return [port for port in open_ports(cluster.processes()) if not port.is_loopback]

@@ -43,7 +43,9 @@ def list_command(storage: Storage = None, as_json: Json = False) -> None:
 
 @data.command()
 def show(
-    name: Annotated[str, typer.Argument(help="The data's name, or its beginning.")], storage: Storage = None
+    name: Annotated[str, typer.Argument(help="The data's name, or its beginning.")],
+    storage: Storage = None,
+    as_json: Json = False,
 ) -> None:
     """Show where data came from, what was dropped, with examples, and which runs read it."""
     from app.data.preparation.collection import find_shards
@@ -58,6 +60,12 @@ def show(
             "'rayloom submit prepare RECIPE'"
         )
     report = CleaningReport.load(found.path)
+    if as_json:
+        kept = {"source": index.source, "task": index.task, "created": index.created, "bytes": index.bytes}
+        counts = {split: {"rows": index.rows[split], "shards": len(index.splits[split])} for split in index.rows}
+        dropped = {"cleaning": str(report), "examples": dict(report.shown), "settings": index.settings}
+        print_json({"name": found.name, **kept, "splits": counts, **dropped, "runs": found.runs, "folder": found.path})
+        return
     rows = [
         ("data", found.name),
         ("source", index.source),

@@ -1,10 +1,13 @@
 """A client of the endpoint, for the command line."""
 
+import json
 import os
 import re
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
@@ -18,6 +21,7 @@ from app.serving.protocol.predict import ModelDescription, PredictRequest, Predi
 TOKEN_FILE_VARIABLE = "RAYLOOM_TOKEN_FILE"  # noqa: S105 # the name of a variable
 _INDEX, _STATISTICS = TypeAdapter(list[ModelIndex]), TypeAdapter(Statistics)
 _NATURAL = TypeAdapter(list[ModelDescription])
+_ANSWER_TIMEOUT_S = 300.0
 
 Answer = TypeVar("Answer")
 
@@ -77,28 +81,75 @@ class EndpointClient:
                 f"nothing answers at {self.url} ({first_line(error)}): deploy a model with "
                 "'rayloom submit deploy RECIPE'"
             ) from error
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
-            raise RequestError(f"{self.url} answered 401: {_reason(answer)}; name the token's file with --token-file")
         if answer.is_error:
-            raise RequestError(f"{self.url} answered {answer.status_code}: {_reason(answer)}")
+            raise self._refused(answer)
         return PredictResponse.model_validate_json(answer.content)
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[str]:
+        """Ask a language model by a route of OpenAI's, and yield the text of its answer as it comes.
+
+        Raises:
+            ClusterError: nothing answers, or the answer was cut off.
+            RequestError: the endpoint refuses the request, or the answer ended with an error.
+        """
+        url, is_whole = f"{self.url}/v1/{path}", False
+        try:
+            # The first token may wait in the endpoint's queue.
+            timeout, content = httpx.Timeout(10.0, read=_ANSWER_TIMEOUT_S), {**body, "stream": True}
+            with httpx.stream("POST", url, json=content, headers=self._headers, timeout=timeout) as answer:
+                if answer.is_error:
+                    answer.read()
+                    raise self._refused(answer)
+                for line in answer.iter_lines():
+                    if line == "data: [DONE]":
+                        is_whole = True
+                    elif line.startswith("data: "):
+                        yield _text_of(json.loads(line.removeprefix("data: ")))
+        except httpx.HTTPError as error:
+            raise ClusterError(
+                f"nothing answers at {self.url} ({first_line(error)}): deploy a model with "
+                "'rayloom submit deploy RECIPE'"
+            ) from error
+        if not is_whole:
+            raise ClusterError("the answer was cut off, because its replica was replaced: ask again").of("answer.cut")
 
     def natural_models(self) -> list[ModelDescription]:
         """Return the models that answer texts, images, rows or records. Raises ClusterError as ``models`` does."""
-        return self._request("GET", "v1/models", _NATURAL) or []
+        return self._request("GET", "v1/predict", _NATURAL) or []
 
     def curl(self, model: str) -> str:
         """Return a command line that asks for the tensors that a model takes."""
-        token = f' -H "Authorization: Bearer $(cat {self.token_file})"' if self.token_file else ""
-        return f"curl{token} {self.url}/v2/models/{model}"
+        return f"{self._curl} {self.url}/v2/models/{model}"
+
+    def curl_text(self, model: str, is_chat: bool) -> str:
+        """Return a command line that asks a language model for text, as a chat or as a completion."""
+        begin = {"messages": [{"role": "user", "content": "Hello"}]} if is_chat else {"prompt": "Once"}
+        path, body = "chat/completions" if is_chat else "completions", json.dumps({"model": model, **begin})
+        return f"{self._curl} {self.url}/v1/{path} -d {shlex.quote(body)}"
+
+    def _refused(self, answer: httpx.Response) -> RequestError:
+        remedy = "; name the token's file with --token-file" if answer.status_code == httpx.codes.UNAUTHORIZED else ""
+        return RequestError(f"{self.url} answered {answer.status_code}: {_reason(answer)}{remedy}")
+
+    @property
+    def _curl(self) -> str:
+        return f'curl -H "Authorization: Bearer $(cat {self.token_file})"' if self.token_file else "curl"
 
 
 def _reason(answer: httpx.Response) -> str:
     """Return the sentence of a refusal: ``error`` of the endpoint's JSON, or the first line of another program's."""
     try:
-        return str(answer.json()["error"])
+        error = answer.json()["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError):
         return answer.text.strip().partition("\n")[0][:200] or answer.reason_phrase
+
+
+def _text_of(event: Mapping[str, Any]) -> str:
+    """Return the text of an event, of a chat or a completion. Raises RequestError for an error."""
+    if error := event.get("error"):
+        raise RequestError(f"the answer ended with an error: {error['message']}")
+    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in event["choices"])
 
 
 def named_endpoint(url: str, token_file: Path | None) -> EndpointClient:

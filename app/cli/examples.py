@@ -25,8 +25,21 @@ _MAX_CHARACTERS = 80
 def commands_for(endpoint: EndpointClient, storage: UPath, only: str | None = None) -> list[str]:
     """Return a command for each model that is served, or for one. Raises ClusterError if nothing answers."""
     known = {model.name: model for model in endpoint.natural_models()}
-    names = dict.fromkeys(model.name for model in endpoint.models() if only in (None, model.name))
-    return [_predict(known[name], storage) if name in known else endpoint.curl(name) for name in names]
+    # The first version of a name is the one in production.
+    served = {model.name: model.version for model in reversed(endpoint.models()) if only in (None, model.name)}
+    return [
+        _predict(known[name], storage) if name in known else _curl(endpoint, name, version, storage)
+        for name, version in reversed(served.items())
+    ]
+
+
+def _curl(endpoint: EndpointClient, name: str, version: str, storage: UPath) -> str:
+    """Return a command that asks a language model for text, or another model for the tensors that it takes."""
+    try:
+        generation = Repository(storage).manifest(name, int(version)).generation
+    except (RayloomError, OSError):
+        generation = None
+    return endpoint.curl_text(name, generation.has_chat) if generation else endpoint.curl(name)
 
 
 def _predict(model: ModelDescription, storage: UPath) -> str:

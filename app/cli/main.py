@@ -1,7 +1,9 @@
 """The command ``rayloom``."""
 
 import errno
+import importlib
 import os
+import re
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -20,6 +22,7 @@ _COMMANDS = {
     "down": "cluster:down",
     "status": "cluster:status",
     "env": "cluster:env",
+    "node": "cluster:node",
     "submit": "jobs:submit",
     "follow": "jobs:follow",
     "stop": "jobs:stop",
@@ -30,6 +33,7 @@ _COMMANDS = {
     "data": "data",
     "recipes": "recipes",
     "predict": "predict:predict",
+    "chat": "chat:chat",
     "plan": "plan:plan",
     "check": "check:check",
     "ui": "offline:ui",
@@ -37,6 +41,7 @@ _COMMANDS = {
     "monitoring": "monitoring:write_files",
 }
 """Each command's function, or the module with a group of them."""
+_GROUPS = [place for place in _COMMANDS.values() if ":" not in place]
 
 app = typer.Typer(
     cls=lazy_group({name: f"app.cli.{place}" for name, place in _COMMANDS.items()}),
@@ -96,8 +101,23 @@ def _explain(error: TyperException) -> str:
         option = message.removeprefix("Invalid value for ").partition(": ")[0].strip("'")
         expected = problem.expected.rpartition(" is not one of ")[2].rstrip(".")
         message = f"{option} is {given!r}: expected {expected}"
+    elif unknown := re.fullmatch("No such command '(.+)'", message):
+        if places := _places_of(unknown[1]):
+            return f"no command {unknown[1]!r} here: did you mean {' or '.join(map(repr, places))}?"
+    elif key := re.match(r"No such option: --([a-z]\w*\.\S+)", message):
+        return f"--{key[1]} is no option: write a key of the recipe without dashes, as in train.epochs=3"
     context = getattr(error, "ctx", None)
     return f"{message}; see '{context.command_path} -h'" if message and context else message
+
+
+def _places_of(command: str) -> list[str]:
+    """Return the whole commands that a word may stand for: a job to submit, or a command of a group."""
+    from app.cluster.packages import known_jobs
+
+    jobs = [f"rayloom submit {command}"] if command in known_jobs(Path.cwd()) else []
+    named = {group: importlib.import_module(f"app.cli.{group}") for group in _GROUPS}
+    groups = {group: typer.main.get_group(getattr(module, group)) for group, module in named.items()}
+    return [*jobs, *(f"rayloom {name} {command}" for name, group in groups.items() if command in group.commands)]
 
 
 def _exit_if_output_fails(error: OSError) -> None:

@@ -142,12 +142,15 @@ def export(
 @models.command("import")
 def import_command(
     name: str,
-    source: Annotated[Path, typer.Argument(help="A .onnx or .pt2 file, or a model's folder in a Triton repository.")],
+    source: Annotated[Path, typer.Argument(help="A .onnx or .pt2 file, or a folder of Triton's or Hugging Face's.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Such as compile.engines=[onnxruntime].")
     ] = None,
     samples: Annotated[
-        Path | None, typer.Option(help="Rows to compare on: npz, parquet, csv or jsonl. Default: random ones.")
+        Path | None,
+        typer.Option(
+            help="Rows to compare on: npz, parquet, csv or jsonl. A language model takes texts. Default: random ones."
+        ),
     ] = None,
     labels: Annotated[Path | None, typer.Option(help="The labels by column: JSON, or one a line.")] = None,
     processor: Annotated[

@@ -46,6 +46,8 @@ def chosen_storage(storage: str | None, is_new: bool = False) -> UPath:
     if is_named and not is_new and is_local(root) and not root.exists():
         source = "--storage" if storage else "RAYLOOM_STORAGE"
         raise StorageError(f"{source} is {str(root)!r}, which does not exist: give a folder that has runs/ or models/")
+    if is_local(root) and root.is_file():
+        raise StorageError(f"storage {str(root)!r} is a file: give a folder that has runs/ or models/")
     return root
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import shlex
 import sys
 from contextlib import suppress
@@ -14,6 +15,7 @@ import typer
 from app.cli.endpoint import TOKEN_FILE_VARIABLE, local_endpoint, named_endpoint
 from app.cli.options import Json
 from app.cluster.state import running_cluster
+from app.config.section import NAME
 from app.errors import RequestError
 from app.published.prediction import Prediction
 from app.serving.protocol.predict import PredictRequest
@@ -29,7 +31,7 @@ def predict(
     model: str,
     inputs: Annotated[
         list[str] | None,
-        typer.Argument(help="Texts; files with --file or --image; rows with --row. - is standard input."),
+        typer.Argument(help="Texts, or files with --file or --image, or rows with --row. - is standard input."),
     ] = None,
     file: Annotated[bool, typer.Option("--file", help="The inputs are paths of files with one text each.")] = False,
     image: Annotated[bool, typer.Option("--image", help="The inputs are paths of images.")] = False,
@@ -52,6 +54,11 @@ def predict(
     """Send inputs to a deployed model, and print its answer to each: for a classifier the label and its probability."""
     if bool(inputs) == bool(field) or file + image + row > 1:
         raise RequestError("give inputs of one kind, or the fields of one record with --field NAME=VALUE")
+    if not re.fullmatch(NAME, model):
+        raise RequestError(
+            f"{model!r} is not the name of a model, such as tickets: give the name before the inputs; "
+            "'rayloom models list' lists them"
+        )
     read = _read_file if file else _read_image if image else _read_row if row else _read_text
     given = [read(item) for item in inputs or []] or [_read_fields(field or [])]
     client = named_endpoint(endpoint, token_file) if endpoint else local_endpoint(running_cluster(), token_file)

@@ -21,6 +21,7 @@ from app.reports.catalog import (
     delete_run,
     find_run,
     flat_metrics,
+    group_parts,
     list_runs,
     versions_of,
 )
@@ -45,7 +46,7 @@ def list_command(
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
-    """List runs, the newest first."""
+    """List runs, the newest first. The parts of a lifecycle stand below it."""
     root = chosen_storage(storage)
     found = list_runs(root, job, recipe, limit)
     if as_json:
@@ -56,7 +57,7 @@ def list_command(
         print(f"no runs{of} in {root}: 'rayloom submit train RECIPE' makes one; --storage names another storage")
         return
     head = ("job", "run", "status", "began, UTC", "time", "result")
-    print("\n".join(aligned([head, *map(_row, found)])))
+    print("\n".join(aligned([head, *(_row(run, is_part) for run, is_part in group_parts(found))])))
     print(f"in {root}", file=sys.stderr)
 
 
@@ -186,6 +187,6 @@ def _require_unused(root: UPath, found: list[RunFolder]) -> None:
             )
 
 
-def _row(run: RunSummary) -> tuple[str, ...]:
+def _row(run: RunSummary, is_part: bool) -> tuple[str, ...]:
     seconds = "" if run.duration_s is None else duration(run.duration_s)
-    return run.job, run.run_id, run.status, minute(run.began), seconds, run.headline.partition("\n")[0]
+    return "  " * is_part + run.job, run.run_id, run.status, minute(run.began), seconds, run.headline.partition("\n")[0]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from app.cli.tables import aligned
-from app.repository.manifest import ImportedFrom, Manifest, Quantization, ServingDefaults
+from app.repository.manifest import Generation, ImportedFrom, Manifest, Quantization, ServingDefaults
 from app.repository.repository import ListedVersion
 
 _HEADER = ("model", "version", "aliases", "precision", "engine", "score", "size", "created")
@@ -26,10 +26,11 @@ def description_of(manifest: Manifest, aliases: Sequence[str], folder: str) -> I
             ("engine", str(key)),
             ("score", manifest.score_in_words),
             (f"to {lineage.baseline}", _parity(manifest)),
+            *_generation(manifest.generation),
             *(("quantized", line) for line in _quantization(manifest.quantization)),
             *(("input", str(tensor)) for tensor in manifest.inputs),
             *(("output", str(tensor)) for tensor in manifest.outputs),
-            ("serving", _serving(manifest.serving)),
+            ("serving", _serving(manifest.serving, manifest.generation is not None)),
             ("data", lineage.data_fingerprint),
             ("recipe", f"sha256:{lineage.recipe}"),
             ("code", lineage.code),
@@ -65,6 +66,19 @@ def _parity(manifest: Manifest) -> str:
     return f"cosine {manifest.cosine:.4f}, largest difference {manifest.max_difference:.1e}"
 
 
+def _generation(generation: Generation | None) -> Iterator[tuple[str, str]]:
+    """Yield what a language model generates, and how it was measured. Nothing for a model that answers batches."""
+    if generation is None:
+        return
+    chat = "with a chat template" if generation.has_chat else "without a chat template"
+    yield "generates", f"{generation.context_length:,} tokens with the prompt, {chat}"
+    yield "greedy tokens", f"equal in {generation.greedy.equal_prompts} of {generation.greedy.prompts} prompts"
+    if generation.speculation:
+        yield "speculation", str(generation.speculation)
+    if (ours := generation.perplexity) and (before := generation.baseline_perplexity):
+        yield "perplexity", f"{ours}, in float32 {before.value:.3f}"
+
+
 def _imported(imported: ImportedFrom | None) -> Iterator[str]:
     """Yield the source of an imported model, and the sha256 of each of its files. Nothing for a trained one."""
     if imported is not None:
@@ -80,7 +94,9 @@ def _quantization(quantization: Quantization | None) -> Iterator[str]:
         yield from quantization.exempt
 
 
-def _serving(defaults: ServingDefaults) -> str:
+def _serving(defaults: ServingDefaults, generates: bool) -> str:
+    if generates:
+        return f"{defaults.max_batch_size} streams, replicas {defaults.replicas}, threads {defaults.threads}"
     by_length = ", ".join(f"{length}: {rows}" for length, rows in defaults.max_batch_size_by_length.items())
     preferred = ", ".join(map(str, defaults.preferred_batch_sizes))
     return (

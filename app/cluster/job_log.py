@@ -35,9 +35,10 @@ class _Block:
 
 
 class JobLog:
-    """Turns pieces of a job's log into the lines to show. ``ray job logs`` shows the others, too."""
+    """Turns pieces of a job's log into the lines to show: Rayloom's, or with ``shows_all`` also Ray's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, shows_all: bool = False) -> None:
+        self._shows_all = shows_all
         self._rest = ""
         self._leader: str | None = None
         self._blocks: dict[str, _Block] = {}
@@ -66,6 +67,9 @@ class JobLog:
             self.has_result = True
             with suppress(ValueError):  # the line of another program
                 self.was_stopped = json.loads(line.removeprefix("RESULT ")).get("status") == "stopped"
+        if self._shows_all:
+            yield line
+            return
         named = _PROCESS.match(line)
         process, text = (named["process"], line[named.end() :]) if named else ("", line)
         if _OF_RAY.match(text) or (process.startswith("(ServeController ") and _OF_SERVE_CONTROLLER.match(text)):

@@ -11,12 +11,16 @@ Detail = Literal["quiet", "normal", "verbose"]
 """Show the result, warnings and errors; all lines of the job; also Ray's own lines."""
 
 _ALWAYS = ("RESULT {", "error: ", "warning: ")
+_HEADING = "── "
+"""How the first line of each step of a lifecycle begins."""
 _BARS = (
     re.compile(r"(?P<what>epoch \d+/\d+)  step (?P<done>[\d,]+)/(?P<total>[\d,]+)  (?P<rest>.*)"),
     re.compile(r"(?P<what>epoch) (?P<done>[\d,]+)/(?P<total>[\d,]+)  (?P<rest>loss .*)"),
     re.compile(r"(?P<what>.+): (?P<done>\d+) of (?P<total>\d+) parts, (?P<rest>.*)"),
 )
 """Progress lines. Each replaces the one before."""
+_STEPS = re.compile(r"(?P<what>variant|trials) (?P<done>\d+)/(?P<total>\d+)  (?P<rest>.*)")
+"""Progress between lines that stay. It is not kept after them."""
 
 
 class JobView:
@@ -46,18 +50,32 @@ class JobView:
         if self._bar is None:
             print(line, flush=True)
         elif found := next((match for bar in _BARS if (match := bar.fullmatch(line))), None):
-            done, total = (int(found[name].replace(",", "")) for name in ("done", "total"))
-            self._bar.update(self._task, description=found["what"], completed=done, total=total, rest=found["rest"])
+            self._show_bar(found)
             self._last = line
         else:
             self._keep_last()
+            if found := _STEPS.fullmatch(line):
+                self._show_bar(found)
+                return
+            if line.startswith(_HEADING):
+                self._show_spinner()
             self._print(line)
+
+    def _show_bar(self, found: re.Match[str]) -> None:
+        done, total = (int(found[name].replace(",", "")) for name in ("done", "total"))
+        what = found["what"]
+        # Drawn at once where another bar begins: a short one could end before the next regular drawing.
+        is_new = self._bar.tasks[self._task].description != what
+        self._bar.update(self._task, description=what, completed=done, total=total, rest=found["rest"], refresh=is_new)
+
+    def _show_spinner(self) -> None:
+        self._bar.reset(self._task, description="working", total=None, rest="")
 
     def _keep_last(self) -> None:
         """Print the last progress line, and reset the bar to a spinner."""
         if self._bar is not None and self._last is not None:
             self._print(self._last)
-            self._bar.reset(self._task, description="working", total=None, rest="")
+            self._show_spinner()
             self._last = None
 
     def _print(self, line: str) -> None:

@@ -1,5 +1,6 @@
 """A client for the jobs API of a Ray cluster, which returns typed values."""
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,12 +31,25 @@ class Job(BaseModel):
     """The same; None before the end."""
     metadata: Annotated[dict[str, str], BeforeValidator(lambda given: given or {})] = {}
     message: str | None = None
-    """The reason of a failure."""
+    """The reason of a failure, in Ray's words."""
+    driver_exit_code: int | None = None
+    """The exit code of the job's command; None before its end, or if the node was lost."""
 
     @property
     def has_ended(self) -> bool:
         """Whether the job has ended, in any way."""
         return self.status in _ENDED
+
+    @property
+    def reason(self) -> str:
+        """Why the job failed, in one sentence."""
+        if self.driver_exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL):  # a shell reports it as 137
+            return (
+                "it was killed (SIGKILL), as Linux does when a node has no memory left: 'dmesg' on the node names what "
+                "it killed; give the job less to hold, and submit it again"
+            )
+        # Ray appends the end of the log, which was printed before.
+        return (self.message or "no reason is known").partition("\n")[0].partition(", last available logs")[0]
 
 
 class Node(BaseModel):

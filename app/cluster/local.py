@@ -15,6 +15,7 @@ import psutil
 
 from app import ports
 from app.cluster import state
+from app.cluster.node import node_settings
 from app.cluster.packages import default_storage
 from app.cluster.state import MARK, ClusterState, Monitoring
 from app.errors import ClusterError
@@ -150,11 +151,11 @@ def _start_head(cluster: ClusterState) -> None:
         *([f"--num-cpus={cluster.num_cpus}"] if cluster.num_cpus is not None else []),
         f"--system-config={json.dumps(_store(cluster))}",
     ]
-    log = cluster.runtime / "start.log"
+    folder, log = cluster.runtime / "haproxy", cluster.runtime / "start.log"
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(
             command,
-            env=_environment(cluster) | haproxy.prepare(cluster.runtime / "haproxy", *ingress),
+            env=_environment(cluster) | node_settings(folder) | haproxy.local_settings(folder, *ingress),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -194,16 +195,10 @@ def _environment(cluster: ClusterState) -> dict[str, str]:
         **os.environ,
         **cluster.client_environment(),
         MARK: cluster.id,
-        # Jobs run 'python' by its name, which must be the one of this environment.
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "RAYLOOM_STORAGE": cluster.storage,
         "RAYLOOM_SERVE_PORT": str(cluster.serve_port),
         "RAYLOOM_GRPC_PORT": str(cluster.grpc_port),
         "AUTOSCALER_METRIC_PORT": str(cluster.autoscaler_metrics_port),
         "DASHBOARD_METRIC_PORT": str(cluster.dashboard_metrics_port),
         **({"RAY_PROMETHEUS_HOST": cluster.monitoring.prometheus_url} if cluster.monitoring else {}),
-        # Ray would give training and serving a lower priority than all other processes.
-        "RAY_worker_niceness": "0",
-        # A stopped training job writes a checkpoint first, and Ray would wait for 3 s.
-        "RAY_JOB_STOP_WAIT_TIME_S": "120",
     }

@@ -66,6 +66,8 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
             answers, it rejects the token, or the job was lost with the cluster.
     """
     if job not in (known := known_jobs(Path.cwd())):
+        if recipe in known:
+            raise ClusterError(f"{job!r} is not a job: give the job first, as in 'rayloom submit {recipe} {job}'")
         raise ClusterError(f"no job {job!r}: known are {', '.join(known)}{suggestion(job, known)}")
     require_once(overrides)
     is_local = _extend_environment()
@@ -316,13 +318,12 @@ def _print_and_await(
 
 def _print_log(submission_id: str, environment: Mapping[str, str], view: JobView) -> JobLog:
     """Print and return the job's log, until its RESULT, or else until the job ends or its cluster does not answer."""
-    log = JobLog()
+    log = JobLog(shows_all=view.detail == "verbose")
 
     async def print_log(client: Any) -> None:
         async with aclosing(client.tail_job_logs(submission_id)) as pieces:
             async for piece in pieces:
-                lines = list(log.lines(piece))
-                for line in lines if view.detail != "verbose" else piece.splitlines():
+                for line in log.lines(piece):
                     view.show(line)
                 if log.has_result:
                     return
@@ -342,9 +343,7 @@ def _exit_code(submission_id: str, job: Job | None, was_stopped: bool) -> int:
         print(f"the end of job {submission_id} is unknown: look at 'rayloom status'", file=sys.stderr)
         return 1
     if job.status == "FAILED":
-        # Ray appends the end of the log, which was printed before.
-        reason = (job.message or "no reason is known").partition("\n")[0].partition(", last available logs")[0]
-        print(f"job {submission_id} failed: {reason}", file=sys.stderr)
+        print(f"job {submission_id} failed: {job.reason}", file=sys.stderr)
         return 1
     if job.status == "STOPPED":
         print(f"job {submission_id} was stopped before its end", file=sys.stderr)

@@ -21,7 +21,7 @@ from app.config import load_recipe
 from app.repository.repository import Repository
 from app.runs import Run
 from tests.helpers import ROOT
-from tests.publishing import CARD, files_in
+from tests.publishing import CARD, GENERATION, files_in
 
 ASKED: list[dict[str, object]] = []
 """The requests for predictions that the endpoint has received."""
@@ -33,14 +33,14 @@ def endpoint() -> Iterator[EndpointClient]:
     """An HTTP server that lists models of each kind, and answers each request for a prediction alike."""
     kinds = {"words": "text", "digits": "image", "lines": "row", "halves": "record"}
     natural = [{"name": name, "version": "1", "input": kind, "labels": []} for name, kind in kinds.items()]
-    served = [{"name": name, "version": "1", "state": "READY", "reason": ""} for name in [*kinds, "tensors"]]
+    served = [{"name": name, "version": "1", "state": "READY", "reason": ""} for name in [*kinds, "tensors", "writer"]]
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
             received = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if is_prediction := self.path.endswith("/predict"):
+            if is_prediction := self.command == "POST" and self.path.endswith("/predict"):
                 ASKED.append(json.loads(received))
-            body = json.dumps(RESPONSE if is_prediction else natural if self.path == "/v1/models" else served).encode()
+            body = json.dumps(RESPONSE if is_prediction else natural if self.path == "/v1/predict" else served).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -78,8 +78,11 @@ def test_each_command_asks_with_a_real_input(
     publish(tmp_path, "digits", "recipes/digits.yaml", f"data.source={tmp_path}/pictures")
     table = ["data.columns={label: label}", "data.test_fraction=0.1"]
     publish(tmp_path, "lines", "recipes/breast_cancer.yaml", f"data.source={tmp_path}/lines.csv", *table)
+    Repository(UPath(tmp_path)).publish(
+        "writer", files_in(tmp_path / "writer"), CARD.model_copy(update={"generation": GENERATION})
+    )
     commands = [shlex.split(command) for command in examples.commands_for(endpoint, UPath(tmp_path))]
-    words, digits, lines, halves, tensors = commands
+    words, digits, lines, halves, tensors, writer = commands
     assert words == ["rayloom", "predict", "words", "where is my parcel"]
     assert _read_text(words[-1])
     assert digits[:-1] == ["rayloom", "predict", "digits", "--image"]
@@ -88,6 +91,8 @@ def test_each_command_asks_with_a_real_input(
     assert _read_row(lines[-1]) == {"age": 40, "town": "Köln"}
     assert _read_fields([halves[-1]])  # its run is gone
     assert tensors[0] == "curl"
+    assert writer[:3] == ["curl", f"{endpoint.url}/v1/chat/completions", "-d"]
+    assert json.loads(writer[3]) == {"model": "writer", "messages": [{"role": "user", "content": "Hello"}]}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Commands that look at what lies in storage."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,12 +10,13 @@ from typer.testing import CliRunner
 from upath import UPath
 
 from app.cli.main import app
+from app.cluster.state import MARK, ClusterState
 from app.config import load_recipe
 from app.reports.lifecycle import lifecycle_page, note_part
 from app.reports.run_folder import RunFolder
 from app.runs import Outcome, Run
 from app.training.records import StoppedTrainMetrics
-from tests.helpers import ROOT
+from tests.helpers import BIN, ROOT
 
 
 def shown(*arguments: str) -> str:
@@ -65,6 +68,45 @@ def test_a_number_that_json_does_not_know_is_null(number: str, tmp_path: Path) -
     file.write_text(file.read_text(encoding="utf-8").replace('"steps": 3', f'"steps": {number}'), encoding="utf-8")
     said = shown("runs", "show", run.run_id, f"--storage={tmp_path}", "--json")
     assert json.loads(said)["metrics"]["steps"] is None
+
+
+def test_the_parts_of_a_lifecycle_stand_below_it(tmp_path: Path) -> None:
+    run, alone = run_of(tmp_path, "lifecycle"), run_of(tmp_path, "train")
+    parts = [run_of(tmp_path, job) for job in ("tune", "train")]
+    for part in parts:
+        note_part(run.folder, part.job, part.run_id)
+    note_part(run.folder, "compile", "20260101-000000-digits-abcd")  # it was refused before it began
+    rows = [line for line in shown("runs", "list", f"--storage={tmp_path}").splitlines() if "digits" in line]
+    place = next(index for index, row in enumerate(rows) if row.startswith("lifecycle"))
+    assert [row.split()[1] for row in rows[place : place + 3]] == [run.run_id, *(part.run_id for part in parts)]
+    assert [row[:6] for row in rows[place + 1 : place + 3]] == ["  tune", "  trai"]
+    assert any(row.startswith(f"train      {alone.run_id}") for row in rows)
+    assert len(rows) == 4
+    only = shown("runs", "list", "--job=train", f"--storage={tmp_path}").splitlines()
+    assert not [row for row in only if row.startswith(" ")]  # their lifecycle is not listed
+
+
+def test_status_and_env_are_json_for_programs(tmp_path: Path) -> None:
+    cluster = ClusterState(
+        id="mine", gcs_port=1, dashboard_port=2, serve_port=9, grpc_port=4, storage="/s", num_cpus=1, runtime=tmp_path
+    )
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster/cluster.json").write_text(cluster.model_dump_json())
+    environment = {**os.environ, "RAYLOOM_HOME": str(tmp_path)}
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: "mine"}) as process:
+
+        def printed(command: str) -> dict[str, object]:
+            done = subprocess.run(
+                [f"{BIN}/rayloom", command, "--json"], env=environment, capture_output=True, text=True, check=True
+            )
+            answer: dict[str, object] = json.loads(done.stdout)
+            return answer
+
+        found, variables = printed("status"), printed("env")
+        process.kill()
+    assert (found["dashboard"], found["grpc"], found["storage"]) == ("http://127.0.0.1:2", "127.0.0.1:4", "/s")
+    assert (found["supervised"], found["models"], found["open_ports"]) == (False, [], [])
+    assert variables["RAY_API_SERVER_ADDRESS"] == "http://127.0.0.1:2"
 
 
 def test_a_part_that_never_began_is_refused_and_leads_nowhere(tmp_path: Path) -> None:

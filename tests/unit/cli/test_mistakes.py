@@ -46,6 +46,7 @@ FILES: dict[str, bytes] = {
     "data/rows.jsonl": b'{"text": "a", "label": "b"}\n{"text": \n',
     "unfinished/models.py": b"\ndef make(:\n",
     "broken/__init__.py": b"raise ValueError('no GPU')\n",
+    "project/nets/small.py": b"def make(): ...\n",
     "pictures/cat/1.png": b"no picture",
     "pictures/dog/1.png": b"no picture",
     "token": b"",
@@ -98,8 +99,26 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     ([*TRAIN, "model.factory=app.models.text:encoder_clasifier"], ["did you mean 'encoder_classifier'"]),
     ([*TRAIN, "model.factory=app.models.txt:encoder"], ["no module 'app.models.txt'"]),
     ([*TRAIN, "model.factory=unfinished.models:make"], ["'unfinished.models:make'", "line 2 of", "correct it"]),
+    ([*TRAIN, "model.factory=nets.small:make"], ["no module 'nets.small'", "it is in 'project'", "change to that"]),
     (["plan", "recipes/tickets.yaml", "--cluster", "64xb900"], ["'b900'", "did you mean 'b200'"]),
+    # Commands of other tools, and words in another order
+    (["train", "recipes/tickets.yaml"], ["no command 'train'", "did you mean 'rayloom submit train'"]),
+    (["deploy", "tickets"], ["no command 'deploy'", "'rayloom submit deploy'"]),
+    (["logs", "20260101"], ["no command 'logs'", "'rayloom runs logs'"]),
+    (["list"], ["no command 'list'", "'rayloom runs list' or 'rayloom models list' or 'rayloom data list'"]),
+    (["models", "deploy", "tickets"], ["no command 'deploy'", "'rayloom submit deploy'"]),
+    (["submit", "recipes/tickets.yaml", "train"], ["is not a job", "'rayloom submit train recipes/tickets.yaml'"]),
+    (["submit", "train", "tickets"], ["'tickets' cannot be read", "did you mean 'recipes/tickets.yaml'"]),
+    (["submit", "train", "recipes"], ["'recipes' cannot be read (Is a directory)", "YAML file"]),
+    ([*TRAIN, "train.epochs", "=", "3"], ["'train.epochs' is not key=value", "without spaces"]),
+    ([*TRAIN, "--train.epochs=3"], ["--train.epochs is no option", "without dashes"]),
+    (["export", "recipes/tickets.yaml"], ["no run 'recipes/tickets.yaml'", "give a run's id, or JOB/ID"]),
+    (["runs", "show", "trian/2026"], ["no run 'trian/2026'", "did you mean 'train'"]),
+    (["runs", "compare", "a"], ["only 'a' is given", "two or more"]),
     # Values
+    ([*SHOW, "train.epochs="], ["train.epochs is empty (null)", "a whole number"]),
+    ([*SHOW, "train.workers=[1]"], ["train.workers", "a number, or [min, max]", "got [1]"]),
+    ([*SHOW, "serve.replicas=[1]"], ["serve.replicas", "a number, or [min, max]", "got [1]"]),
     ([*SHOW, "train.epochs=three"], ["train.epochs is 'three'", "a whole number"]),
     ([*SHOW, "train.optimizer.lr=0"], ["train.optimizer.lr is 0", "a number greater than 0"]),
     ([*SHOW, "train.plan=fast"], ["train.plan", "'fast'", "auto"]),
@@ -137,6 +156,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     ),
     # Places
     (["runs", "list", "--storage", "nowhere"], ["--storage", "nowhere", "does not exist"]),
+    (["runs", "list", "--storage", "data/rows.csv"], ["data/rows.csv", "is a file", "give a folder"]),
     (["runs", "show", "foo"], ["no run 'foo'", "rayloom runs list"]),
     (["pause", "foo"], ["no train run 'foo'", "rayloom runs list"]),
     (["stop", "foo"], ["no train run 'foo'", "rayloom runs list"]),
@@ -148,6 +168,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["follow", "train-1"], ["no local cluster is up", "rayloom up"]),
     # Asking a model
     (["predict", "tickets"], ["give inputs"]),
+    (["predict", "my printer is on fire", "tickets"], ["'my printer is on fire'", "the name before the inputs"]),
+    (["predict", "picture.png", "digits", "--image"], ["'picture.png'", "the name before the inputs"]),
     *(
         ([*ASK, text], ["nothing answers at http://127.0.0.1:9", "rayloom submit deploy"])
         for text in ("hello", "https://example.com/login.html", "/r/python", "/s", f"{'x' * 300}/y")

@@ -2,13 +2,11 @@
 
 import copy
 import shlex
-from pathlib import Path
 
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from app.serving.ingress.haproxy import prepare
 from tests.helpers import ROOT
 
 CONFIG = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
@@ -32,15 +30,14 @@ def test_it_has_a_cpu_group_and_a_spot_gpu_group_that_starts_empty() -> None:
 
 
 @pytest.mark.parametrize("commands", ["head_start_ray_commands", "worker_start_ray_commands"])
-def test_every_node_starts_as_a_local_cluster_does_with_the_same_storage(commands: str, tmp_path: Path) -> None:
-    start = CONFIG[commands][-1]
-    settings = dict(word.rstrip(";").split("=", 1) for word in shlex.split(start) if "=" in word)
-    assert settings["RAY_AUTH_MODE"] == "token"
-    assert settings["RAYLOOM_STORAGE"].startswith("s3://")
-    local = prepare(tmp_path, 1, 2, 3, 4)
-    of_serve = {name: value for name, value in settings.items() if name.startswith("RAY_SERVE_")}
-    assert of_serve == {name: local[name] for name in of_serve}
-    assert len(of_serve) == 10
+def test_every_node_has_the_fast_ingress_and_the_same_storage(commands: str) -> None:
+    *_, command = CONFIG[commands]
+    settings, _, prepared = command.partition(";")
+    given = dict(word.split("=", 1) for word in shlex.split(settings) if "=" in word)
+    assert given == {"RAY_AUTH_MODE": "token", "RAYLOOM_STORAGE": "s3://YOUR-BUCKET/rayloom"}
+    # A node whose settings fail must not start without them.
+    assert prepared.strip().startswith('settings="$(rayloom node)" && eval "$settings" && {')
+    assert "} && ray start " in prepared
 
 
 def test_nodes_with_gpus_install_tensorrt_and_all_that_the_others_do() -> None:

@@ -1,5 +1,7 @@
 """What of a job's log 'rayloom submit' shows."""
 
+import re
+
 from app.cluster.job_log import JobLog
 
 WRITTEN = """\
@@ -53,6 +55,17 @@ def test_a_traceback_that_is_not_of_ray_s_end_of_a_process_is_shown() -> None:
     assert "\n".join([*log.lines(text), *log.end(), ""]) == text
     many = text + "".join(f"{process}{number}\n" for number in range(30))
     assert "\n".join([*JobLog().lines(many), ""]) == many
+
+
+def test_a_verbose_log_has_every_line_once_wherever_it_is_cut() -> None:
+    lines = [re.sub(r"\x1b\[\d+m", "", line) for line in WRITTEN.splitlines()]
+    for size in (1, 7, 100):
+        log = JobLog(shows_all=True)
+        shown = [line for first in range(0, len(WRITTEN), size) for line in log.lines(WRITTEN[first : first + size])]
+        assert [*shown, *log.end()] == lines
+    assert log.has_result
+    unfinished = JobLog(shows_all=True)
+    assert [*unfinished.lines("one\ntwo"), *unfinished.end()] == ["one", "two"]
 
 
 def test_a_last_line_without_its_end_is_shown() -> None:

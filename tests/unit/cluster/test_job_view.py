@@ -68,6 +68,30 @@ def test_a_terminal_shows_progress_in_place_and_keeps_its_last_state() -> None:
     assert "\x1b[?25h" in shown  # the cursor is back
 
 
+STEPS = """
+import time
+from app.cluster.job_view import JobView
+with JobView() as view:
+    for line in (
+        "    3  pruned", "trials 3/4  ended", "── compile ──", "variant 1/2  openvino fp32", "openvino fp32: fast"
+    ):
+        view.show(line)
+        time.sleep(0.2)  # a bar is drawn ten times a second
+"""
+
+
+def test_a_terminal_shows_trials_and_variants_as_bars_between_lines_that_stay() -> None:
+    shown = without_control(on_a_terminal(STEPS))
+    assert re.search(r"trials .*━.* ended", shown)
+    assert re.search(r"variant .*━.* openvino fp32", shown)
+    kept = [line.strip() for line in shown.replace("\r", "\n").splitlines()]
+    assert [line for line in kept if line.startswith(("3 ", "trials 3", "──", "variant 1", "openvino"))] == [
+        "3  pruned",
+        "── compile ──",
+        "openvino fp32: fast",
+    ]
+
+
 def test_a_terminal_without_color_gets_none() -> None:
     assert re.search(r"\x1b\[[0-9;]*3\dm", on_a_terminal(JOB))
     assert not re.search(r"\x1b\[[0-9;]*3\dm", on_a_terminal(JOB, NO_COLOR="1"))

@@ -124,6 +124,18 @@ def test_submit_shows_the_log_of_a_job_and_returns_its_exit_code(
     assert shown.err.endswith("was stopped before its end\n") is (status == "STOPPED")
 
 
+@pytest.mark.parametrize("exit_code", [137, -9])
+def test_a_killed_job_says_what_kills_one(
+    exit_code: int, sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = job("train-1", "FAILED", driver_exit_code=exit_code)
+    monkeypatch.setattr(JobsApi, "find", lambda self, submission_id: killed)
+    assert submit("train", "recipes/digits.yaml", []) == 1
+    told = capsys.readouterr().err
+    assert "failed: it was killed (SIGKILL), as Linux does when a node has no memory left" in told
+    assert "submit it again" in told
+
+
 def test_a_job_that_paused_ends_a_chain_of_commands(
     sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
