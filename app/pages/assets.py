@@ -16,14 +16,14 @@ STYLE = read_asset("style.css")
 
 
 def page_headers(page: str, has_forms: bool = False) -> dict[str, str]:
-    """Return the headers of a page. The browser runs nothing but the script and style in it.
+    """Return the headers of a page. The browser runs nothing but the scripts and styles that it contains or links to.
 
-    Its script and its forms may ask only the server that the page came from.
+    Its scripts and its forms may ask only the server that the page came from.
     """
     policy = [
         "default-src 'none'",
-        f"script-src {_source(page, 'script')}",
-        f"style-src {_source(page, 'style')}",
+        f"script-src {_source(page, 'script', '<script src=')}",
+        f"style-src {_source(page, 'style', '<link rel=stylesheet ')}",
         "connect-src 'self'",
         "img-src blob: data:",
         "base-uri 'none'",
@@ -39,8 +39,9 @@ def page_headers(page: str, has_forms: bool = False) -> dict[str, str]:
     }
 
 
-def _source(page: str, tag: str) -> str:
-    """Return what the page's elements of that kind contain, as a content security policy names it."""
+def _source(page: str, tag: str, link: str) -> str:
+    """Return what the page's elements of that kind contain and link to, as a content security policy names it."""
     contents = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
-    return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
+    sources = [f"'sha256-{digest}'" for digest in digests]
+    return " ".join(["'self'", *sources] if link in page else sources) or "'none'"

@@ -44,7 +44,9 @@ def open_published(manifest: Manifest, folder: Path, threads: int) -> Engine:
         )
     try:
         device, sha256 = _device_for(key), manifest.files[key.file]
-        settings = EngineSettings(key.precision, threads, device=device, cache=machine_cache(), sha256=sha256)
+        # What an engine makes of a large file is as large, and would be in memory beside it while it is written.
+        cache = None if manifest.has_shards else machine_cache()
+        settings = EngineSettings(key.precision, threads, device=device, cache=cache, sha256=sha256)
         if runs_module(key.engine):
             engine = _open_module(manifest, folder, settings)
         else:

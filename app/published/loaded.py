@@ -16,6 +16,7 @@ from app.config import TENSORS
 from app.data.examples import Input, Natural
 from app.data.processor import Processor, WeighingProcessor
 from app.data.targets import LABELS_FILE, Classes, Outputs
+from app.data.vectors import Vectors
 from app.engines.base import Engine
 from app.engines.registry import runs_module
 from app.errors import EngineError, RequestError, RequestTooLargeError, StorageError
@@ -68,6 +69,11 @@ class LoadedModel:
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The tensors that a request may have."""
         return self.processor.inputs if self.processor else self.manifest.signature.inputs
+
+    @property
+    def answers_vectors(self) -> bool:
+        """Whether it answers texts with vectors."""
+        return isinstance(self.targets, Vectors)
 
     @property
     def labels(self) -> list[str]:

@@ -1,5 +1,6 @@
 """The weights folder: a trained model, everything that is needed to use it, and checksums."""
 
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,19 +124,26 @@ def convert_weights(weights: Path, folder: UPath) -> None:
             file.copy(folder / file.name)
 
 
-def load_weights(folder: UPath) -> TrainedModel:
+def load_weights(folder: UPath, max_bytes: float = math.inf) -> TrainedModel:
     """Load the model of a weights folder.
+
+    Args:
+        max_bytes: as for ``read_weights``.
 
     Raises:
         StorageError: the folder is missing, or a file in it was changed.
     """
     verify_checksums(folder)
     with local_copy(folder) as path:
-        return read_weights(path)
+        return read_weights(path, max_bytes)
 
 
-def read_weights(folder: Path) -> TrainedModel:
+def read_weights(folder: Path, max_bytes: float = math.inf) -> TrainedModel:
     """Load the model of a local folder whose files have been verified. Its weights are in memory only once.
+
+    Args:
+        max_bytes: the size above which weights are mapped instead of read. The kernel takes their pages back when
+            memory is short. Nobody may change the file while the model is in use.
 
     Raises:
         RecipeError: the recipe builds a different model from the one that was trained.
@@ -143,8 +151,9 @@ def read_weights(folder: Path) -> TrainedModel:
     architecture = read_architecture(folder)
     path = folder / WEIGHTS_FILE
     try:
-        # "pread", because a mapped file could change later.
-        model = architecture.blueprint.load(safetensors.torch.load_file(path, backend="pread"))
+        # A mapped file could change later.
+        backend = "mmap" if path.stat().st_size > max_bytes else "pread"
+        model = architecture.blueprint.load(safetensors.torch.load_file(path, backend=backend))
     except ValueError as error:
         raise RecipeError(
             f"{str(path)!r} does not fit {architecture.recipe.model.title}: {error}; restore the "

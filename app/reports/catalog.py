@@ -12,6 +12,7 @@ from app.errors import RequestError, StorageError
 from app.import_string import suggestion
 from app.pages.words import MISSING
 from app.reports.curves import read_curves
+from app.reports.lifecycle import parts_of
 from app.reports.run_folder import RunFolder, Status, headline
 from app.repository.manifest import Manifest
 from app.repository.repository import Repository
@@ -41,6 +42,8 @@ class RunSummary:
     """None: it has not ended."""
     headline: str
     """The figures that a person wants first, or the error."""
+    parts: tuple[str, ...] = ()
+    """The keys of a lifecycle's parts, in their order."""
 
     @property
     def key(self) -> str:
@@ -85,6 +88,15 @@ def list_runs(
     return list(filter(None, map_concurrently(storage, summary, newest)))
 
 
+def group_parts(runs: Sequence[RunSummary]) -> list[tuple[RunSummary, bool]]:
+    """Put the parts of each lifecycle below it. Return the runs, each with whether it is such a part."""
+    listed = {run.key: run for run in runs}
+    parts = {run.key: [listed[key] for key in run.parts if key in listed] for run in runs}
+    below = {part.key for found in parts.values() for part in found}
+    groups = [[(run, False), *((part, True) for part in parts[run.key])] for run in runs if run.key not in below]
+    return [row for group in groups for row in group]
+
+
 def _jobs_in(storage: UPath, job: str | None) -> list[str]:
     """Return the given job, else all jobs that have runs. Raise StorageError if there is no such job.
 
@@ -109,6 +121,7 @@ def summarize(run: RunFolder) -> RunSummary:
         began=_time_in(run.run_id),
         duration_s=result.duration_s if result else None,
         headline=headline(result) if result else "",
+        parts=tuple(f"{job}/{run_id}" for job, run_id in parts_of(run.path).items()) if run.job == "lifecycle" else (),
     )
 
 
@@ -121,6 +134,9 @@ def find_run(storage: UPath, named: str, only: str | None = None) -> RunFolder:
         StorageError: there is no such run, or several.
     """
     job, _, run_id = named.rpartition("/")
+    if job and job not in JOBS:
+        expected = f"give a run's id, or JOB/ID; for JOB, expected one of {', '.join(JOBS)}"
+        raise StorageError(f"no run {named!r}: {expected}{suggestion(job, JOBS)}")
     names = {name: list_names(runs_folder(storage, name)) for name in _jobs_in(storage, job or only)}
     every = [runs_folder(storage, name) / found for name, ids in names.items() for found in ids]
     # A whole id comes first, because it may also be the beginning of another one.
@@ -200,7 +216,7 @@ def compare_runs(storage: UPath, named: Sequence[str]) -> Comparison:
         StorageError: one of them is not there, or its recipe is damaged.
     """
     if len(named) < 2:
-        raise RequestError(f"{', '.join(named) or 'no run'} is given: give two or more to compare")
+        raise RequestError(f"{f'only {named[0]!r}' if named else 'no run'} is given: give two or more to compare")
     runs = [find_run(storage, name) for name in named]
     figures = [_figures(run) for run in runs]
     names = dict.fromkeys(name for row in figures for name in row)

@@ -12,7 +12,7 @@ from app.pages.words import duration, number
 from app.reports.run_folder import RunFolder
 from app.reports.versions import facts_of, trail_of
 from app.repository.repository import Repository
-from app.serving.config import DeployedModel, VersionConfig
+from app.serving.config import AnyDeployed, LoadedConfig
 from app.shared_files import KeptFile
 
 
@@ -20,7 +20,7 @@ class DeploymentRecord(KeptFile):
     """What a deploy run made the endpoint serve under the recipe's name."""
 
     file: ClassVar[str] = "deployment.json"
-    model: DeployedModel
+    model: AnyDeployed
     phases_s: dict[str, float]
     """Seconds by what they were spent on."""
 
@@ -63,7 +63,7 @@ def _figures(metrics: dict[str, object]) -> dict[str, object]:
     return {"seconds until ready": number(metrics.get("ready_s")), "replicas": number(metrics.get("replicas"))}
 
 
-def _add_versions(page: Page, model: DeployedModel, storage: UPath) -> None:
+def _add_versions(page: Page, model: AnyDeployed, storage: UPath) -> None:
     for role, version in _roles(model).items():
         page.add_heading(f"{version.title}, {role}")
         try:
@@ -72,26 +72,16 @@ def _add_versions(page: Page, model: DeployedModel, storage: UPath) -> None:
             page.add_error(str(error))
             continue
         page.add_trail(trail_of(manifest, storage))
-        policy = version.policy
-        page.add_facts(
-            {
-                **facts_of(manifest),
-                "threads of its engine": number(version.threads),
-                "batches of at most": number(policy.max_batch_size),
-                "longest wait for a batch": duration(policy.max_queue_delay_s),
-                "queue": f"{policy.queue_limit:,} requests",
-            }
-        )
-    if model.cascade:
+        page.add_facts({**facts_of(manifest), "threads of its engine": number(version.threads), **version.bounds})
+    if model.summary:
         page.add_heading("Cascade")
-        page.add_code(model.cascade.summary(model.production))
+        page.add_code(model.summary)
 
 
-def _roles(model: DeployedModel) -> dict[str, VersionConfig]:
+def _roles(model: AnyDeployed) -> dict[str, LoadedConfig]:
     """Return the versions by what they are for."""
-    roles = {"in production": model.production}
+    roles: dict[str, LoadedConfig] = {"in production": model.production}
     for name, share in (("canary", model.canary), ("shadow", model.shadow)):
         if share:
             roles[f"{name}, {share.percent:g} % of the requests"] = share.version
-    stages = model.cascade.before if model.cascade else ()
-    return roles | {f"stage {number} of the cascade": version for number, version in enumerate(stages, 1)}
+    return roles | {f"stage {number} of the cascade": version for number, version in enumerate(model.stages, 1)}

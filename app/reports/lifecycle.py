@@ -23,14 +23,14 @@ JOBS = ("tune", "train", "compile", "deploy")
 
 def note_part(run_folder: UPath, job: str, run_id: str) -> None:
     """Note which run is a part of the lifecycle, before it begins."""
-    parts = _parts(run_folder) | {job: run_id}
+    parts = parts_of(run_folder) | {job: run_id}
     write_atomically(run_folder / _PARTS_FILE, json.dumps(parts, indent=1).encode())
 
 
 def lifecycle_page(path: UPath) -> Page:
     """Return the page of the lifecycle in this folder. It may be under way."""
     run = RunFolder(path)
-    parts = {job: RunFolder(folder_of_run(run.storage, job, run_id)) for job, run_id in _parts(path).items()}
+    parts = {job: RunFolder(folder_of_run(run.storage, job, run_id)) for job, run_id in parts_of(path).items()}
     page = Page(f"{run.recipe.get('name', run.run_id)}, from data to an endpoint", run.state)
     if run.result and run.result.error:
         page.add_error(run.result.error)
@@ -111,6 +111,7 @@ def _add_version(page: Page, parts: dict[str, RunFolder], storage: UPath) -> Non
     page.add_facts(facts_of(manifest))
 
 
-def _parts(run_folder: UPath) -> dict[str, str]:
+def parts_of(run_folder: UPath) -> dict[str, str]:
+    """Return the id of each part of a lifecycle that has begun, by its job."""
     parts: dict[str, str] = json.loads(read(run_folder / _PARTS_FILE) or b"{}")
     return parts

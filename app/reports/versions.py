@@ -37,13 +37,19 @@ def facts_of(manifest: Manifest) -> dict[str, object]:
         f"difference from {manifest.lineage.baseline}": (
             f"{manifest.max_difference:.1e} at most, cosine {manifest.cosine:.5f}"
         ),
-        "quantization": str(manifest.quantization or "none"),
+        "quantization": _quantization_of(manifest),
         "size": f"{manifest.size_bytes / 1e6:.2f} MB",
         "created": f"{manifest.created:%Y-%m-%d %H:%M:%S} UTC",
         "recipe": f"sha256 {manifest.lineage.recipe[:_SHORT_SHA]}",
         "code": manifest.lineage.code,
-        "largest batch": number(manifest.serving.max_batch_size),
+        ("streams" if manifest.generation else "largest batch"): number(manifest.serving.max_batch_size),
     }
+
+
+def _quantization_of(manifest: Manifest) -> str:
+    if manifest.generation:
+        return "none" if manifest.engine_key.precision == "fp32" else f"weights in {manifest.engine_key.precision}"
+    return str(manifest.quantization or "none")
 
 
 def _link(run_folder: str, storage: UPath) -> Link | str:

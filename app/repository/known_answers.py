@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.engines.base import Engine
-from app.tensors import OUTPUT, Tensors, magnitudes
+from app.tensors import Tensors
 
 ANSWERS_FILE = "answers.npz"
 _INPUT, _OUTPUT, _MAGNITUDE = "input:", "output:", "magnitude:"
@@ -29,12 +29,11 @@ class KnownAnswers:
         """Read them from a version's files."""
         with np.load(folder / ANSWERS_FILE) as arrays:
             read = {name: _strings(arrays[name]) for name in arrays.files}
-        inputs = {name.removeprefix(_INPUT): array for name, array in read.items() if name.startswith(_INPUT)}
-        outputs = {name.removeprefix(_OUTPUT): array for name, array in read.items() if name.startswith(_OUTPUT)}
-        # Releases before 0.2 named only the logits.
-        outputs = outputs or {OUTPUT: read[OUTPUT]}
-        known = {name.removeprefix(_MAGNITUDE): array for name, array in read.items() if name.startswith(_MAGNITUDE)}
-        return cls(inputs, outputs, known or magnitudes([outputs]))
+
+        def part(prefix: str) -> Tensors:
+            return {name.removeprefix(prefix): array for name, array in read.items() if name.startswith(prefix)}
+
+        return cls(part(_INPUT), part(_OUTPUT), part(_MAGNITUDE))
 
     def save(self, folder: Path) -> None:
         """Write them into a version's folder."""

@@ -4,12 +4,21 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Literal, Self
 
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from app.artifacts import WEIGHTS_FILE
 from app.config import CalibrationMethod, ComputePrecision, EngineName, ServeConfig
 from app.engines.architecture import Device
 from app.engines.base import ShapeProfile, Signature
+from app.engines.generation.base import PromptLookup
 from app.engines.registry import runs_module, runs_plans
 from app.errors import RecipeError
 from app.repository.score import Scored
@@ -17,6 +26,14 @@ from app.storage import PlainName
 from app.tensors import OUTPUT, Tensor
 
 MODEL_FILE, PLAN_FILE = "model.onnx", "model.plan"
+SHARD_PREFIX = f"{MODEL_FILE}."
+"""Begins the names of the files with the weights of a large ONNX file."""
+
+GENERATION_FILE = "openvino_model.xml"
+"""The graph of a language model for OpenVINO. Its weights are in a file beside it."""
+
+GENERATION_FILES: dict[EngineName, str] = {"openvino_genai": GENERATION_FILE, "vllm": WEIGHTS_FILE}
+"""The file that identifies a language model, by its engine. The engine opens the folder."""
 
 Split = Literal["test", "validation", "samples"]
 """The rows on which a score was measured. ``samples`` are those that a person gave for an imported model."""
@@ -48,7 +65,8 @@ class EngineKey(BaseModel):
     """The source of a compiled model, and its target machine."""
 
     onnx_sha256: str
-    """The sha256 of the ONNX file; for the engine torch, of the weights."""
+    """The sha256 of the ONNX file; for the engine torch, of the weights; for a language model, of its file in
+    ``GENERATION_FILES``."""
 
     precision: ComputePrecision
     engine: EngineName
@@ -64,6 +82,8 @@ class EngineKey(BaseModel):
         """The file of the version that the engine opens."""
         if runs_plans(self.engine):
             return PLAN_FILE
+        if self.engine in GENERATION_FILES:
+            return GENERATION_FILES[self.engine]
         return WEIGHTS_FILE if runs_module(self.engine) else MODEL_FILE
 
     def __str__(self) -> str:
@@ -181,6 +201,56 @@ class ServingDefaults(BaseModel):
         )
 
 
+class Perplexity(BaseModel):
+    """exp of the mean cross-entropy of tokens in nats, on held-out text."""
+
+    value: PositiveFloat
+    standard_error: NonNegativeFloat | None = None
+    """Over documents, by the delta method. None if there is only one document, which has no spread."""
+    tokens: PositiveInt
+
+    def __str__(self) -> str:
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.3f}"
+        return f"{self.value:.3f}{error} on {self.tokens:,} tokens"
+
+
+class GreedyAgreement(BaseModel):
+    """The agreement of greedy tokens with those of transformers in float32."""
+
+    prompts: PositiveInt
+    tokens: PositiveInt
+    """Tokens that were compared, over all prompts."""
+    equal_prompts: NonNegativeInt
+    """Prompts whose tokens were all equal. Where the two most probable tokens are a near tie, either is right."""
+
+
+class Generation(BaseModel):
+    """The properties of a language model that generates tokens."""
+
+    context_length: PositiveInt
+    """Maximum tokens of a prompt and its answer together."""
+    vocab_size: PositiveInt
+    end_ids: tuple[NonNegativeInt, ...]
+    """Tokens that end an answer."""
+    has_chat: bool
+    """Whether it has a chat template."""
+    cache_bytes_per_token: PositiveInt
+    """Memory for the keys and values of a token: in bfloat16 for bf16, and in float32 otherwise."""
+    perplexity: Perplexity | None = None
+    """On the test split; None for an imported model without samples."""
+    baseline_perplexity: Perplexity | None = None
+    """That of its float32 form, whose greedy tokens equal those of transformers, on the same tokens."""
+    greedy: GreedyAgreement
+    speculation: PromptLookup | None = None
+    """How the engine guesses tokens, if compile measured that it is faster."""
+
+    @property
+    def longest_bytes(self) -> int:
+        """Size of the cache for the longest answer, including speculated tokens."""
+        guessed = self.speculation.tokens if self.speculation else 0
+        return (self.context_length + guessed) * self.cache_bytes_per_token
+
+
 class ModelCard(Scored):
     """The publisher's description of a model: its contents, its lineage and its measurements."""
 
@@ -190,6 +260,9 @@ class ModelCard(Scored):
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     serving: ServingDefaults
+    generation: Generation | None = None
+    """None for a model that answers batches."""
+
     quantization: Quantization | None = None
     """None for a model in float."""
 
@@ -275,3 +348,8 @@ class Manifest(ModelCard):
     """Total size of its files."""
 
     files: dict[PlainName, str]
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether its ONNX file has its weights in files beside it."""
+        return any(name.startswith(SHARD_PREFIX) for name in self.files)

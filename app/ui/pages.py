@@ -9,7 +9,7 @@ from upath import UPath
 from app.pages.content import Link, State
 from app.pages.page import REPORT_FILE, Page
 from app.pages.words import duration, minute, number
-from app.reports.catalog import JOBS, Comparison, RunSummary
+from app.reports.catalog import JOBS, Comparison, RunSummary, group_parts
 from app.reports.run_folder import state_of
 from app.repository.repository import ListedVersion
 
@@ -56,7 +56,7 @@ class Site:
             [
                 [
                     _Mark(run.key),
-                    run.job,
+                    "↳ " * is_part + run.job,
                     self._report(run.job, run.run_id),
                     state_of(run.status),
                     run.recipe,
@@ -64,7 +64,7 @@ class Site:
                     "" if run.duration_s is None else duration(run.duration_s),
                     run.headline,
                 ]
-                for run in runs
+                for run, is_part in group_parts(runs)
             ],
             is_list=True,
         )

@@ -79,6 +79,7 @@ def test_work_that_waits_for_a_node_says_so_and_leaves_no_process() -> None:
 import io, os, psutil, ray, sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
+from app.config import Placement
 from jobs import _node
 from tests.helpers import wait_until
 
@@ -86,7 +87,7 @@ _node._USUAL_START_S = 0.1
 ray.init(num_cpus=1, include_dashboard=False)
 holder = ray.remote(num_cpus=1)(type("Holder", (), {})).remote()
 with redirect_stdout(io.StringIO()) as printed, ThreadPoolExecutor() as pool:
-    pid = pool.submit(_node.run_on_node, "work", lambda log: log("begins") or os.getpid(), {"CPU": 1})
+    pid = pool.submit(_node.run_on_node, "work", lambda log: log("begins") or os.getpid(), Placement({"CPU": 1}))
     wait_until(lambda: "work waits until a node has 1 CPU free" in printed.getvalue())
     ray.kill(holder)
 assert printed.getvalue().endswith("hold the rest\\nbegins\\n"), printed.getvalue()

@@ -102,7 +102,7 @@ def test_every_variant_passes_the_gates(chain: Chain) -> None:
 
 @pytest.mark.slow
 def test_predict_takes_records_with_any_of_the_fields(chain: Chain) -> None:
-    (model,) = chain.client.get("/v1/models").json()
+    (model,) = chain.client.get("/v1/predict").json()
     assert (model["input"], model["columns"]) == ("record", ["words", "picture"])
     parts = [chain.whole, {"words": chain.whole["words"]}, {"picture": chain.whole["picture"], "words": None}]
     together = chain.predict(*parts).json()["predictions"]

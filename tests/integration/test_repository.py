@@ -1,5 +1,6 @@
 """Processes that publish, promote and die at once, and the words of the command line; on a disk and on S3."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,10 +16,10 @@ from upath import UPath
 
 from app.repository.repository import Repository
 from app.storage import open_storage
-from tests.helpers import ROOT, run, wait_until
+from tests.helpers import ROOT, rayloom, wait_until
 from tests.publishing import CARD, files_in
 
-Rayloom = Callable[..., subprocess.CompletedProcess[str]]
+Models = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -27,26 +28,24 @@ def repository(storage: str) -> Repository:
 
 
 @pytest.fixture
-def rayloom(storage: str, tmp_path: Path) -> Rayloom:
+def models(storage: str, tmp_path: Path) -> Models:
     """Runs 'rayloom models ...', with no cluster up."""
     home = {"RAYLOOM_HOME": str(tmp_path / "home")}
-    return lambda *arguments: run("rayloom", "models", *arguments, "--storage", storage, environment=home)
+    return lambda *arguments: rayloom("models", *arguments, "--storage", storage, environment=home)
 
 
-def waiting(storage: str, *act: str) -> subprocess.Popen[str]:
-    """A process that has loaded all it needs, and acts once its input ends."""
-    command = [sys.executable, "-m", "tests.publishing", storage, *act]
+def waiting(storage: str, *acts: list[str]) -> subprocess.Popen[str]:
+    """Processes that have loaded all they need, and act once their input ends. This one then waits for the others."""
+    command = [sys.executable, "-m", "tests.publishing", storage, *map(json.dumps, acts)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    assert [process.stdout.readline() for _ in acts] == ["ready\n"] * len(acts)
     return process
 
 
-def at_once(processes: list[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.close()
-    assert [process.wait(120) for process in processes] == [0] * len(processes)
+def let_act(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def test_processes_that_publish_and_promote_at_once_lose_nothing(
@@ -54,7 +53,9 @@ def test_processes_that_publish_and_promote_at_once_lose_nothing(
 ) -> None:
     contents = [b"a model of process %d" % index for index in range(4)]
     folders = [files_in(tmp_path / f"files{number}", content) for number, content in enumerate(contents)]
-    at_once([waiting(storage, "publish_and_promote", str(files), "3") for files in folders])
+    publishers = waiting(storage, *(["publish_and_promote", str(files), "3"] for files in folders))
+    let_act(publishers)
+    assert publishers.wait(120) == 0
     assert repository.versions("toy") == list(range(1, 13))
     published = []
     for version in range(1, 13):
@@ -71,25 +72,28 @@ def test_processes_that_publish_and_promote_at_once_lose_nothing(
 def test_what_processes_write_down_at_once_is_all_there(repository: Repository, storage: str, tmp_path: Path) -> None:
     for index in range(8):
         repository.publish("toy", files_in(tmp_path / f"files{index}"), CARD)
-    at_once([waiting(storage, "delete", *(str(version) for version in range(first, 9, 4))) for first in range(1, 5)])
+    deleting = waiting(
+        storage, *(["delete", *(str(version) for version in range(first, 9, 4))] for first in range(1, 5))
+    )
+    let_act(deleting)
+    assert deleting.wait(120) == 0
     assert repository.names() == []
     assert repository.aliases("toy").deleted == tuple(range(1, 9))
 
 
 def test_a_publisher_that_is_killed_leaves_nothing_that_a_reader_sees(
-    repository: Repository, storage: str, tmp_path: Path, rayloom: Rayloom
+    repository: Repository, storage: str, tmp_path: Path, models: Models
 ) -> None:
     large = files_in(tmp_path / "large")
     os.truncate(tmp_path / "large/model.onnx", 2**28 if storage.startswith("s3") else 2**32)
-    process = waiting(storage, "publish_and_promote", str(large), "1")
-    assert process.stdin is not None
-    process.stdin.close()
+    process = waiting(storage, ["publish_and_promote", str(large), "1"])
+    let_act(process)
     model = repository.folder("toy", 1).parent
     wait_until(lambda: model.exists() and any(model.iterdir()))
     process.send_signal(signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL
     assert repository.names() == []
-    assert "toy" not in rayloom("list").stdout
+    assert "toy" not in models("list").stdout
     version = repository.publish("toy", files_in(tmp_path / "small"), CARD).version
     assert repository.versions("toy") == [version]
     repository.verify("toy", version)
@@ -102,9 +106,8 @@ def test_a_later_export_removes_what_a_killed_one_left_and_nothing_else(
     large, target = files_in(tmp_path / "large"), tmp_path / "triton"
     os.truncate(tmp_path / "large/model.onnx", 2**29)
     repository.publish("toy", large, CARD)
-    process = waiting(storage, "export", str(target))
-    assert process.stdin is not None
-    process.stdin.close()
+    process = waiting(storage, ["export", str(target)])
+    let_act(process)
     wait_until(lambda: any(target.glob(".*.tmp/1/model.onnx")))
     process.send_signal(signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL
@@ -122,39 +125,39 @@ def test_a_later_export_removes_what_a_killed_one_left_and_nothing_else(
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
-def test_the_words_of_the_command_line(repository: Repository, storage: str, tmp_path: Path, rayloom: Rayloom) -> None:
+def test_the_words_of_the_command_line(repository: Repository, storage: str, tmp_path: Path, models: Models) -> None:
     files = files_in(tmp_path / "files")
     for _ in range(3):
         repository.publish("toy", files, CARD)
 
-    assert rayloom("promote", "toy", "1").stdout.startswith("toy, version 1, is production now\nno local endpoint")
-    tried = rayloom("promote", "toy", "2", "--alias", "canary").stdout
+    assert models("promote", "toy", "1").stdout.startswith("toy, version 1, is production now\nno local endpoint")
+    tried = models("promote", "toy", "2", "--alias", "canary").stdout
     assert tried.startswith("toy, version 2, is canary now\n'rayloom submit deploy RECIPE', with serve.canary")
-    assert rayloom("promote", "toy", "2").stdout.startswith("toy, version 2, is production now\n")
-    assert rayloom("rollback", "toy").stdout.startswith("toy, version 1, is in production again\n")
-    head, *rows = rayloom("list").stdout.splitlines()
+    assert models("promote", "toy", "2").stdout.startswith("toy, version 2, is production now\n")
+    assert models("rollback", "toy").stdout.startswith("toy, version 1, is in production again\n")
+    head, *rows = models("list").stdout.splitlines()
     assert head.split() == ["model", "version", "aliases", "precision", "engine", "score", "size", "created"]
     assert [row.split()[:2] for row in rows] == [["toy", "1"], ["toy", "2"], ["toy", "3"]]
     assert rows[1].split()[2:7] == ["previous", "fp32", "openvino", "accuracy", "0.9000"]
 
-    shown = rayloom("show", "toy").stdout
+    shown = models("show", "toy").stdout
     for line in ("model toy, version 1", "data d", "recipe sha256:r", "code s", "train run t", "compile run c",
                  "input input_ids int64 [-1, -1]", "output logits float32 [-1, 2]"):  # fmt: skip
         assert line in " ".join(shown.split()), shown
 
-    exported = rayloom("export", "toy", "3", str(tmp_path / "triton"))
+    exported = models("export", "toy", "3", str(tmp_path / "triton"))
     assert f"serve it with: tritonserver --model-repository {tmp_path / 'triton'}" in exported.stdout
     config = text_format.Parse((tmp_path / "triton/toy/config.pbtxt").read_text(encoding="utf-8"), ModelConfig())
     assert (config.name, config.version_policy.specific.versions) == ("toy", [3])
     assert (tmp_path / f"triton/toy/3/{config.default_model_filename}").read_bytes() == b"a model"
 
-    assert rayloom("delete", "toy", "3").stdout == "deleted toy, version 3; its number is not given again\n"
+    assert models("delete", "toy", "3").stdout == "deleted toy, version 3; its number is not given again\n"
     assert repository.versions("toy") == [1, 2]
-    assert rayloom("verify", "toy").stdout.count("every byte as published") == 2
+    assert models("verify", "toy").stdout.count("every byte as published") == 2
 
 
 @pytest.mark.parametrize("storage", ["local"], indirect=True)
-def test_what_the_command_line_refuses(repository: Repository, storage: str, tmp_path: Path, rayloom: Rayloom) -> None:
+def test_what_the_command_line_refuses(repository: Repository, storage: str, tmp_path: Path, models: Models) -> None:
     for index in range(2):
         repository.publish("toy", files_in(tmp_path / f"files{index}"), CARD)
     repository.promote("toy", 1)
@@ -174,7 +177,7 @@ def test_what_the_command_line_refuses(repository: Repository, storage: str, tmp
         (("verify", "toy", "2"), "2/labels.json' was changed"),
         (("verify", "toy", "1"), "config.pbtxt' was changed"),
     ):
-        refused = rayloom(*arguments)
+        refused = models(*arguments)
         assert refused.returncode == 2, refused
         assert words in " ".join(refused.stderr.split())
         assert "Traceback" not in refused.stderr

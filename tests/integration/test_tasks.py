@@ -1,7 +1,8 @@
 """Each built-in task beside the oldest ones, and one of one's own: trained, compiled, served and asked over HTTP."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,16 @@ class Chain:
     model: dict[str, Any]
 
 
+@pytest.fixture(scope="module")
+def storage_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The storage of a recipe's runs, so that its data is prepared once."""
+    return cache(tmp_path_factory.mktemp)
+
+
 @pytest.fixture(scope="module", params=TASKS, ids=lambda task: f"{task.recipe}-{task.metric}")
-def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
+def chain(request: pytest.FixtureRequest, storage_of: Callable[[str], Path]) -> Iterator[Chain]:
     task: Task = request.param
-    storage = tmp_path_factory.mktemp("storage")
+    storage = storage_of(task.recipe)
     overrides = [*task.overrides, f"storage={storage}", "train.workers=1"]
     trained = train_alone(*overrides, recipe=task.path)
     recipe = load_recipe(task.path, [*overrides, *FAST])
@@ -79,7 +86,7 @@ def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with serving() as server:
         server.run(server.endpoint.update(config))
         client = httpx.Client(base_url=f"http://{server.http}")
-        (model,) = client.get("/v1/models").json()
+        (model,) = client.get("/v1/predict").json()
         answer = client.post(f"/v1/models/{recipe.name}/predict", json={"inputs": [given]})
         assert answer.status_code == 200, answer.text
         refused = client.post(
@@ -118,8 +125,8 @@ def test_predict_answers_in_the_words_of_the_task(chain: Chain) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS[:-1], ids=lambda task: task.recipe)
-def test_two_ranks_train_and_validate_as_one(task: Task, tmp_path: Path) -> None:
-    plain = [*SGD, "train.precision=fp32", "train.optimizer.lr=0.02", f"storage={tmp_path}"]
+def test_two_ranks_train_and_validate_as_one(task: Task, storage_of: Callable[[str], Path]) -> None:
+    plain = [*SGD, "train.precision=fp32", "train.optimizer.lr=0.02", f"storage={storage_of(task.recipe)}"]
     if task.recipe == "functions":  # each rank draws a dropout of its own
         plain += ["model.args.dropout=0.0", "model.args.embedding_dropout=0.0"]
     one = train_alone(*plain, recipe=task.path)

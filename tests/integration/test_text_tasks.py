@@ -74,23 +74,28 @@ def test_a_pretrained_encoder_learns_to_embed_and_answers_openais_requests(tmp_p
         assert (vectors[0::2] @ vectors[1::2].T).argmax(1).tolist() == [0, 1, 2]
 
 
-def write_python_lines(file: Path) -> Path:
-    """Lines of a package of a fixed version. Debian's standard library is a tenth smaller than Python's own, and the
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with lines of Python. Its folder is for storage in which they are prepared once.
+
+    They are of a package of a fixed version. Debian's standard library is a tenth smaller than Python's own, and the
     recipe learns less from it: an entity F1 of 0.867 in place of 0.913.
     """
-    code = (path.read_bytes() for path in sorted(Path(str(files("networkx"))).rglob("*.py")))
+    folder = tmp_path_factory.mktemp("lines")
+    paths = sorted(Path(str(files("networkx"))).rglob("*.py"))
+    code = (path.read_bytes() for path in paths if "tests" not in path.parts)
     keys = ("start", "end", "label")
     rows = [
         {"text": text, "spans": [dict(zip(keys, span, strict=True)) for span in spans]}
-        for text, spans in python_lines(code, one_in=8)
+        for text, spans in python_lines(code, one_in=5)
     ]
+    file = folder / "lines.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return file
 
 
-def test_code_is_highlighted_over_http(tmp_path: Path) -> None:
-    source = f"data.source={write_python_lines(tmp_path / 'lines.jsonl')}"
-    with chain("python_tokens", tmp_path / "storage", source, *TAGGING) as (trained, compiled, client):
+def test_code_is_highlighted_over_http(lines: Path) -> None:
+    with chain("python_tokens", lines.parent, f"data.source={lines}", *TAGGING) as (trained, compiled, client):
         assert trained["metrics"]["val_entity_f1"] > 0.85
         score = compiled["accuracy"]["score"]
         assert (score["metric"], compiled["accuracy"]["split"]) == ("entity_f1", "test")
@@ -109,12 +114,14 @@ def test_code_is_highlighted_over_http(tmp_path: Path) -> None:
 WITHOUT_DROPOUT = ["model.args.dropout=0.0", "model.args.embedding_dropout=0.0", "train.precision=fp32"]
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "zero_stage"),
-    [("docstrings", ["data.clean.min_length=120"], 1), ("python_tokens", [], 3)],
-)
-def test_two_ranks_train_and_validate_as_one(name: str, overrides: list[str], zero_stage: int, tmp_path: Path) -> None:
-    path, plain = str(ROOT / f"recipes/{name}.yaml"), [*SGD, *WITHOUT_DROPOUT, *overrides, f"storage={tmp_path}"]
+@pytest.mark.parametrize("name", ["docstrings", "python_tokens"])
+def test_two_ranks_train_and_validate_as_one(name: str, lines: Path, tmp_path: Path) -> None:
+    if name == "docstrings":
+        # At the rate of the others, this loss is chaotic: rounding errors grow a hundredfold within 20 steps.
+        overrides, zero_stage = ["data.clean.min_length=120", "train.optimizer.lr=0.02", f"storage={tmp_path}"], 1
+    else:
+        overrides, zero_stage = [f"data.source={lines}", "data.test_fraction=0.1", f"storage={lines.parent}"], 3
+    path, plain = str(ROOT / f"recipes/{name}.yaml"), [*SGD, *WITHOUT_DROPOUT, *overrides]
     one = train_alone(*plain, recipe=path)
     plan = f"train.plan={{zero_stage: {zero_stage}}}"
     two = train_alone(*plain, "train.workers=2", plan, processes=2, recipe=path)

@@ -1,5 +1,6 @@
 """Training on shards: the same for any number of workers, under torchrun and on a cluster, prepared by either."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from app.config import load_recipe
 from app.data.shards import ShardIndex
 from app.storage import to_path
 from app.tasks import prepare
-from tests.helpers import SGD, losses, submit, train_alone
+from tests.helpers import SGD, losses, train_alone
+from tests.jobs import run_job
 
 SHARDS = "data.shards={size: 20KB, window: 60KB}"
 DIGITS = ["recipes/digits.yaml", SHARDS, "train.epochs=2", "model.args.width=8", "data.test_fraction=0.1"]
@@ -36,7 +38,7 @@ def test_a_cluster_prepares_the_shards_that_a_process_does_and_trains_on_them(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
     storage = f"storage={tmp_path / 'storage'}"
-    prepared = submit(cluster, "prepare", *DIGITS, storage)
+    prepared = run_job(cluster, "prepare", *DIGITS, storage)
     rows = [prepared["metrics"][f"{split}_rows"] for split in ("train", "validation", "test")]
     assert min(rows) > 0
     assert sum(rows) == prepared["metrics"]["given"] == 1797
@@ -44,9 +46,12 @@ def test_a_cluster_prepares_the_shards_that_a_process_does_and_trains_on_them(
     here: Any = prepare(load_recipe(DIGITS[0], [*DIGITS[1:], f"storage={tmp_path / 'other'}"]))
     assert here.reference.sha256 == index.sha256
 
-    trained = submit(cluster, "train", *DIGITS, storage, "train.workers=2")
+    trained = run_job(cluster, "train", *DIGITS, storage, "train.workers=2")
     assert trained["metrics"]["val_accuracy"] > 0.3
     assert ShardIndex.load(to_path(prepared["artifacts"]["data"])).created == index.created  # not made again
-    tagged = submit(cluster, "prepare", "recipes/python_tokens.yaml", storage)
+    rows = [{"tokens": ["to", f"w{number}"], "tags": ["O", "city"]} for number in range(1200)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    source = f"data.source={tmp_path / 'rows.jsonl'}"
+    tagged = run_job(cluster, "prepare", "recipes/python_tokens.yaml", source, storage)
     found = tagged["metrics"]
     assert found["train_rows"] + found["validation_rows"] == found["given"] - found["dropped"] > 1000

@@ -144,6 +144,16 @@ def test_the_page_of_a_training_tells_where_it_stood_and_what_it_survived(tmp_pa
         assert words in page, words
 
 
+def test_a_model_that_is_too_large_to_judge_says_so(tmp_path: Path) -> None:
+    with (tmp_path / WEIGHTS_FILE).open("wb") as file:
+        file.truncate(3 * 2**29)  # a sparse file
+    recipe = load_recipe(str(ROOT / "recipes/digits.yaml"))
+    evaluation = write_evaluation(UPath(tmp_path), prepare(recipe), recipe, UPath(tmp_path), {"val_accuracy": 0.9})
+    assert evaluation.closing_line == (
+        "warning: no verdict, and no baseline was fitted: the weights take 1.5 GiB, more than 1 GiB"
+    )
+
+
 def test_a_page_shows_some_of_what_was_dropped_and_predictions_of_data_in_shards(tmp_path: Path) -> None:
     folder = write_run(UPath(tmp_path), RUN, metrics={"val_loss": 0.5})
     rows = [f"text number {number},{number % 2}" for number in range(200)]
