@@ -77,6 +77,18 @@ SERVING = Board(
             Panel(
                 "Errors", "percentunit", [(_ERROR_RATIO, "of all requests")], "What the endpoint should have answered."
             ),
+            Panel(
+                "Invalid requests",
+                "reqps",
+                [
+                    (
+                        'sum by (model, protocol) (rate(ray_rayloom_requests_total{model=~"$model", '
+                        'outcome="invalid"}[$__rate_interval]))',
+                        "{{model}} {{protocol}}",
+                    )
+                ],
+                "Refused as malformed: a mistake of the client, not of the model.",
+            ),
             Panel("Rows", "rps", [rate("ray_rayloom_rows_total", "model", "version")]),
             Panel(
                 "Bytes",
@@ -104,7 +116,12 @@ SERVING = Board(
             Panel("Calls by reason", "ops", [rate("ray_rayloom_batches_total", "model", "reason")]),
             Panel("Waiting", "short", [('sum by (model) (ray_rayloom_waiting{model=~"$model"})', "{{model}}")]),
             Panel("In flight", "short", [('sum by (model) (ray_rayloom_in_flight{model=~"$model"})', "{{model}}")]),
-            Panel("Failures by reason", "reqps", [rate("ray_rayloom_failures_total", "model", "reason")]),
+            Panel(
+                "Failures by reason",
+                "reqps",
+                [rate("ray_rayloom_failures_total", "model", "reason")],
+                "Without invalid requests, which are their clients' mistakes.",
+            ),
             Panel(
                 "Replicas", "short", [("sum by (deployment) (ray_serve_deployment_replica_healthy)", "{{deployment}}")]
             ),
@@ -152,6 +169,96 @@ SERVING = Board(
         ],
     },
     {"model": "ray_rayloom_loads_total"},
+)
+
+
+def share(part: str, whole: str) -> str:
+    """Return the expression of a counter's rate as a share of another's, by model."""
+    rates = (f'sum by (model) (rate({metric}{{model=~"$model"}}[$__rate_interval]))' for metric in (part, whole))
+    return " / ".join(rates)
+
+
+_GENERATION = "ray_rayloom_generation"
+
+GENERATION = Board(
+    "Rayloom language models",
+    {
+        "Latency": [
+            Panel("Time to the first token", "s", quantiles(f"{_GENERATION}_first_token_seconds"), "From its arrival."),
+            Panel("Time between tokens", "s", quantiles(f"{_GENERATION}_between_tokens_seconds"), "Of one answer."),
+            Panel("Whole request", "s", quantiles(f"{_GENERATION}_request_seconds"), "From arrival to the last token."),
+            Panel("In the queue", "s", quantiles(f"{_GENERATION}_queue_seconds"), "Until the engine has the prompt."),
+        ],
+        "Tokens": [
+            Panel("Generated tokens", "ops", [rate(f"{_GENERATION}_tokens_total", "model", "version")]),
+            Panel("Prompt tokens", "ops", [rate(f"{_GENERATION}_prompt_tokens_total", "model", "version")]),
+            Panel(
+                "Tokens a step",
+                "short",
+                [(share(f"{_GENERATION}_tokens_total", f"{_GENERATION}_steps_total"), "{{model}}")],
+            ),
+            Panel("Answers by their end", "reqps", [rate(f"{_GENERATION}_answers_total", "model", "finish")]),
+            Panel("Failures by reason", "reqps", [rate("ray_rayloom_failures_total", "model", "reason")]),
+        ],
+        "Load": [
+            Panel("Running", "short", [(f'sum by (model) ({_GENERATION}_running{{model=~"$model"}})', "{{model}}")]),
+            Panel(
+                "Waiting",
+                "short",
+                [(f'sum by (model) (ray_rayloom_waiting{{model=~"$model"}} and {_GENERATION}_running)', "{{model}}")],
+                "Answers that the engine has not begun with.",
+            ),
+            Panel(
+                "Waiting tokens",
+                "percentunit",
+                [
+                    (
+                        f'max by (model) ({_GENERATION}_waiting_tokens{{model=~"$model"}} / '
+                        f"{_GENERATION}_queue_limit_tokens)",
+                        "{{model}}",
+                    )
+                ],
+                "As a share of the limit, in the fullest replica.",
+            ),
+            Panel(
+                "Cache",
+                "percentunit",
+                [(f'max by (model) ({_GENERATION}_cache_ratio{{model=~"$model"}})', "{{model}}")],
+            ),
+            Panel("Preemptions", "ops", [rate(f"{_GENERATION}_preemptions_total", "model", "version")]),
+            Panel("Restarts of the engine", "ops", [rate(f"{_GENERATION}_engine_restarts_total", "model", "version")]),
+        ],
+        "Shadow": [
+            Panel(
+                "Tokens that agree",
+                "percentunit",
+                [
+                    (
+                        f'sum by (model, version) (rate({_GENERATION}_shadow_tokens_total{{model=~"$model", '
+                        'agrees="true"}[5m])) / '
+                        f'sum by (model, version) (rate({_GENERATION}_shadow_tokens_total{{model=~"$model"}}[5m]))',
+                        "{{model}} {{version}}",
+                    )
+                ],
+                "Of greedy answers, those before the first difference.",
+            ),
+            Panel(
+                "Length",
+                "percentunit",
+                [
+                    (
+                        f'sum by (model, version) (rate({_GENERATION}_shadow_length_tokens_total{{model=~"$model", '
+                        'side="shadow"}[5m])) / '
+                        f'sum by (model, version) (rate({_GENERATION}_shadow_length_tokens_total{{model=~"$model", '
+                        'side="client"}[5m]))',
+                        "{{model}} {{version}}",
+                    )
+                ],
+                "Tokens of the shadow's answers, as a share of the clients'.",
+            ),
+        ],
+    },
+    {"model": f"{_GENERATION}_running"},
 )
 
 TRAINING = Board(
@@ -289,7 +396,14 @@ OVERVIEW = Board(
     {},
 )
 
-BOARDS = {"overview": OVERVIEW, "serving": SERVING, "training": TRAINING, "tuning": TUNING, "nodes": NODES}
+BOARDS = {
+    "overview": OVERVIEW,
+    "serving": SERVING,
+    "generation": GENERATION,
+    "training": TRAINING,
+    "tuning": TUNING,
+    "nodes": NODES,
+}
 
 
 def to_json(name: str, board: Board) -> str:

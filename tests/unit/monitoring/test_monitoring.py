@@ -85,7 +85,7 @@ def test_every_expression_of_the_dashboards_is_one(tmp_path: Path) -> None:
 
 
 def test_rules_and_dashboards_ask_for_metrics_that_exist() -> None:
-    declared = (*catalog.SERVING, *catalog.TRAINING, *catalog.TUNING)
+    declared = (*catalog.SERVING, *catalog.GENERATION, *catalog.TRAINING, *catalog.TUNING)
     suffixes = {Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
     known = {metric.exported + suffix for metric in declared for suffix in suffixes.get(metric.kind, ("",))}
     known |= {"rayloom_jobs", "rayloom_job_failed_timestamp_seconds", "rayloom_nodes", "rayloom_nodes_lost_total",

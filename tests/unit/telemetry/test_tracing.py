@@ -24,6 +24,7 @@ from app.runs import Run, execute
 from app.serving.batching.batcher import Batcher
 from app.serving.batching.scheduler import BatchingPolicy
 from app.serving.endpoint import Endpoint
+from app.serving.generation.statistics import RequestTimer, StreamStatistics
 from app.serving.rollout import Shadow
 from app.telemetry import tracing
 from app.telemetry.tracing import RequestTracer, current_request, find_tracer, within_request
@@ -207,6 +208,21 @@ def test_copies_for_a_shadow_are_not_in_the_trace_of_the_client(collector: Colle
         assert await seen is None
 
     asyncio.run(scenario())
+
+
+def test_a_generated_answer_has_spans_as_far_as_it_came(collector: Collector) -> None:
+    tracer, statistics = find_tracer(), StreamStatistics()
+    assert tracer is not None
+    with within_request(RequestTracer(tracer, 1.0).begin("openai", None)):
+        answered, late = RequestTimer(statistics), RequestTimer(statistics)
+    time.sleep(0.02)
+    answered.started(prompt_tokens=3)
+    answered.received(0, 1)
+    answered.answered()
+    late.failed(DeadlineError("late"))
+    spans = collector.spans()
+    assert sorted(span.name for span in spans) == ["decode", "prefill", "queue", "queue"]
+    assert all(duration_s(span) > 0.01 for span in spans if span.name == "queue")
 
 
 def test_a_request_that_is_refused_has_its_outcome(
