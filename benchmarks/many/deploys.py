@@ -7,14 +7,14 @@ import sys
 import time
 from pathlib import Path
 
-from app.serving.config import EndpointConfig
 from app.serving.deployment import deployed_model
+from app.serving.pools import SHARED
 from app.storage import open_storage
 from benchmarks.cluster import Cluster, local_cluster
 from benchmarks.many.measures import Cost
 from benchmarks.many.population import RECIPE, name_of, recipe_in, write_versions
 from jobs._cluster import connect
-from jobs._endpoint import desired_config, endpoint_lock, roll_out
+from jobs._endpoint import desired_pools, endpoint_lock, roll_out
 
 _ROOT = Path(__file__).parents[2]
 _OPTIONS = ("serve.version=1", "serve.replicas=1")
@@ -66,8 +66,11 @@ def _serve_all(count: int) -> None:
     models = {name_of(number): deployed_model(recipe_in(storage, name_of(number)), storage) for number in range(count)}
     connect()
     with endpoint_lock():
-        before = desired_config()
-        roll_out(before, EndpointConfig(models={**before.models, **models}, access=before.access), _READY_S)
+        before = desired_pools()
+        after = before
+        for name, model in models.items():
+            after = after.serving(SHARED, name, model)
+        roll_out(before, after, SHARED, _READY_S)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from s3fs import S3FileSystem
@@ -13,7 +14,7 @@ from upath import UPath
 from app.cli.versions import table_of
 from app.repository.repository import Repository
 from app.runs import latest_result
-from app.serving.config import DeployedModel, EndpointConfig
+from app.serving.config import AnyDeployed, EndpointConfig
 from app.serving.deployment import deployed_model
 from app.serving.endpoint import Endpoint
 from app.storage import to_path
@@ -71,9 +72,9 @@ def of_endpoint(storage: UPath, count: int) -> dict[str, Cost]:
     return asyncio.run(_of_endpoint(models))
 
 
-async def _of_endpoint(models: list[DeployedModel]) -> dict[str, Cost]:
-    def config(served: list[DeployedModel]) -> EndpointConfig:
-        return EndpointConfig(models={model.production.name: model for model in served})
+async def _of_endpoint(models: list[AnyDeployed]) -> dict[str, Cost]:
+    def config(served: list[AnyDeployed]) -> EndpointConfig:
+        return reduce(lambda others, model: others.serving(model.production.name, model), served, EndpointConfig())
 
     endpoint, sent = Endpoint(), config(models).model_dump(mode="json")
     costs = {

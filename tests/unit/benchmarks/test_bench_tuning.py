@@ -6,7 +6,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from app.data.sources.labelled import load_examples
 from app.errors import TuningError
 from app.tuning.outcome import TuneMetrics
 from app.tuning.space import load_space
@@ -15,6 +14,7 @@ from benchmarks.tuning.contenders import CONTENDERS, RANDOM, RAYLOOM
 from benchmarks.tuning.overhead import Window, fit, timed, turns_in
 from benchmarks.tuning.race import Race, run_race
 from benchmarks.tuning.report import Comparison, Findings, report
+from tests.examples import read_examples
 
 CASE = CASES[0]
 
@@ -50,10 +50,10 @@ def test_short_reviews_are_a_source_named_by_its_content(tmp_path: Path) -> None
     case = CASES[1]
     data = case.recipe(tmp_path).data
     assert case.recipe(tmp_path).data == data
-    examples = load_examples(data)
-    assert len(examples) > 5000
-    assert max(map(len, examples.inputs)) <= 32
-    assert set(examples.labels) == {"positive", "negative"}
+    texts, labels = zip(*read_examples(data), strict=True)
+    assert len(texts) > 5000
+    assert max(map(len, texts)) <= 32
+    assert set(labels) == {"positive", "negative"}
 
 
 def test_the_report_counts_epochs_to_the_random_value() -> None:

@@ -1,4 +1,4 @@
-"""What the README and the page of goals say about the benchmarks is on the benchmarks' pages."""
+"""What the READMEs and the page of goals say about the benchmarks is on the benchmarks' pages."""
 
 import re
 
@@ -49,3 +49,17 @@ def number_of(figure: str) -> float:
 
 def test_the_readme_has_at_most_eight_rows_of_figures() -> None:
     assert 0 < len(rows_of_the_readme()) <= 8
+
+
+def test_the_list_of_benchmarks_has_every_command_and_page_with_times_that_a_page_holds() -> None:
+    readme = ROOT / "benchmarks/README.md"
+    (header, *rows) = next(tables(readme))
+    assert header == ["command", "page", "proves", "costs"]
+    targets = re.findall(r"^(bench-[\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert {f"make {target}" for target in targets} <= {row[0] for row in rows}
+    linked = [[readme.parent / link for link in re.findall(r"\]\((.+?)\)", row[1])] for row in rows]
+    written = set(readme.parent.glob("*/*.md")) - {readme.parent / "compile/RESULTS_AMX.md"}  # of another machine
+    assert {page for pages in linked for page in pages} == written
+    for (*_, costs), pages in zip(rows, linked, strict=True):
+        text = "".join(page.read_text(encoding="utf-8") for page in pages)
+        assert all(f"{figure} minutes" in text for figure in re.findall(r"([\d.]+) minutes", costs))
