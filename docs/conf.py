@@ -44,16 +44,16 @@ def _write_generated_pages(_: Sphinx) -> None:
 
 def _copy_benchmarks(_: Sphinx) -> None:
     """Copy the benchmarks' pages and what they link to: Sphinx reads pages from one folder only."""
-    for kind in ("*.md", "*.svg", "*.py"):
-        for page in (HERE.parent / "benchmarks").glob(f"*/{kind}"):
+    for kind in ("*.md", "*/*.md", "*/*.svg", "*/*.py"):
+        for page in (HERE.parent / "benchmarks").glob(kind):
             target = HERE / "benchmarks" / page.relative_to(HERE.parent / "benchmarks")
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(page, target)
 
 
 def _link_to_copies(_: Sphinx, __: str, source: list[str]) -> None:
-    """Let links to the benchmarks, which hold in the repository, hold in the site."""
-    source[0] = re.sub(r"\]\((\.\./)+benchmarks/", "](/benchmarks/", source[0])
+    """Let links to and from the benchmarks, which hold in the repository, hold in the site."""
+    source[0] = re.sub(r"\]\((\.\./)+(docs/|(?=benchmarks/))", "](/", source[0])
 
 
 def _drop_module_docstring(_: Sphinx, what: str, __: str, ___: object, ____: object, lines: list[str]) -> None:
