@@ -3,11 +3,13 @@
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from upath import UPath
 
@@ -26,6 +28,8 @@ _PACKAGES = {"browser": ("chromium", "chromium-driver"), "postgres": ("postgresq
 """The Debian packages that fixtures need. A test that uses such a fixture needs its packages."""
 
 if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
+
     from tests.postgres import PostgresServer
     from tests.s3 import S3Server
 
@@ -71,6 +75,15 @@ def http() -> Iterator[Callable[..., HttpReceiver]]:
         receiver.server.server_close()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: "WorkerController", error: object) -> None:
+    """Print how a test process died. A negative status is the signal that killed it."""
+    if error:
+        status = node.gateway._io.wait()
+        memory = psutil.virtual_memory()
+        print(f"\n{node.gateway.id} ended with status {status}; {memory.available >> 20} MiB are available", flush=True)
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test by its folder: 'pytest -m integration'.
@@ -95,6 +108,17 @@ def _needs_cluster(item: pytest.Item) -> bool:
 def _own_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYLOOM_STORAGE", str(tmp_path / "storage"))
     monkeypatch.setenv("RAYLOOM_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Give PyTorch one thread again after each test. Compile and engines of PyTorch set the number for their process.
+
+    With two threads, each small operation waits for a core that the other test process uses.
+    """
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -173,3 +197,29 @@ def cluster(home: Path) -> Iterator[dict[str, str]]:
 def ray(cluster: dict[str, str]) -> Cluster:
     """The same, to be looked at and harmed."""
     return Cluster(cluster)
+
+
+@pytest.fixture(scope="session")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small GPT with random weights, as a folder of transformers with a tokenizer and a chat template."""
+    from tests.generating import make_language_model
+
+    return make_language_model(tmp_path_factory.mktemp("language_model"))
+
+
+@pytest.fixture(scope="session")
+def exported_model(language_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, exported for an engine."""
+    from tests.generating import export_language_model
+
+    return export_language_model(language_model, tmp_path_factory.mktemp("exported_model"))
+
+
+@pytest.fixture(scope="session")
+def generating_storage(language_model: Path, exported_model: Path, tmp_path_factory: pytest.TempPathFactory) -> UPath:
+    """Storage whose repository has the same model as version 1 of ``writer``, in production. Do not change it."""
+    from tests.generating import publish_language_model
+
+    storage = UPath(tmp_path_factory.mktemp("generating") / "storage")
+    publish_language_model(storage, "writer", language_model, exported_model)
+    return storage

@@ -26,9 +26,15 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 ROOT = Path(__file__).parents[1]
 _HERE = "127.0.0.1"
 TRAINING = [
-    *("app.training.__main__", "deepspeed", "deepspeed.ops"),
-    *("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject", "sklearn.datasets", "sklearn.metrics"),
-    *("sklearn.model_selection", "tensorboardX", "torch._dynamo", "torch.distributed.checkpoint"),
+    *("app.training.__main__", "app.data.preparation.data", "app.data.tabular", "app.data.text", "app.models.image"),
+    *("app.tasks.classification", "app.tasks.judgement.examples", "app.tasks.judgement.linear"),
+    *("app.training.checkpoints.part_reader", "deepspeed", "deepspeed.module_inject", "deepspeed.ops"),
+    *("deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops"),
+    *("deepspeed.runtime.zero.muon.muon_optimizer", "PIL.PngImagePlugin", "pyarrow.pandas_compat", "setuptools"),
+    *("sklearn.datasets", "sklearn.linear_model", "sklearn.metrics", "sklearn.model_selection", "sklearn.svm"),
+    *("tensorboardX", "torch._dynamo", "torch.distributed.checkpoint", "upath.implementations.local"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"),
+    "transformers.models.llama.modeling_llama",
 ]  # includes modules that models and optimizers would import late
 JOBS = [*TRAINING, "jobs.tune", "jobs.deploy", "transformers", "onnxscript"]
 """ONNX Runtime is left out: it starts a thread on import. A fork lacks this thread and would wait for it on exit."""

@@ -23,7 +23,6 @@ defaults
     option redispatch 1
     option http-no-delay
     option idle-close-on-response
-    option splice-request
     option splice-response
     retry-on conn-failure empty-response
     retries 1

@@ -1,15 +1,17 @@
 """What several tests do: run a command, read its result."""
 
+import asyncio
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from upath import UPath
 
@@ -20,6 +22,18 @@ ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 CLUSTER = "cluster"
 """Name of the fixture and of the xdist group of its tests, which share one process and one cluster."""
+
+Arguments = ParamSpec("Arguments")
+
+
+def on_loop(test: Callable[Arguments, Coroutine[Any, Any, None]]) -> Callable[Arguments, None]:
+    """Run a test that is a coroutine on an event loop of its own."""
+
+    @functools.wraps(test)
+    def run_test(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run_test
 
 
 def run(
@@ -150,6 +164,19 @@ def write_sums(folder: Path) -> Path:
         lines = [f"{first} + {second} = {first + second}\n" for second in range(50)]
         (folder / f"{first}.txt").write_text("".join(lines), encoding="utf-8")
     return folder
+
+
+@cache
+def _commands() -> Forks:
+    return Forks(os.environ, ["app.cli.main", "app.cli.models", "s3fs"])
+
+
+def rayloom(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run ``rayloom ARGUMENT…`` in the checkout, in a fork of a process that has imported its modules.
+
+    ``run`` starts the installed command, which takes a second longer.
+    """
+    return _commands().run(Command("app.cli.main:main", list(arguments), _extended(environment)), timeout_s=120)
 
 
 @cache

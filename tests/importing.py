@@ -117,8 +117,9 @@ output { name: "logits" data_type: TYPE_FP32 dims: 8 label_filename: "names.txt"
 """
 
 
-def external(folder: Path) -> Path:
-    path = dense(folder / "model.onnx")
+def external(folder: Path, width: int = WIDTH) -> Path:
+    """A linear model whose weights are in a file beside it."""
+    path = dense(folder / "model.onnx", width=width)
     onnx.save_model(
         onnx.load(path),
         path,

@@ -4,6 +4,7 @@ import subprocess
 from functools import cache
 from typing import Any
 
+from app.serving.pools import application_of
 from tests.forks import JOBS, Command, Forks
 from tests.helpers import latest, result_of
 from tests.launch import Cluster
@@ -37,10 +38,11 @@ def delete_endpoint() -> None:
     from ray import serve  # takes seconds to import
 
     from jobs._cluster import connect
-    from jobs._endpoint import APPLICATION
+    from jobs._endpoint import desired_pools
 
     connect()
-    serve.delete(APPLICATION)
+    for pool in desired_pools().by_pool:
+        serve.delete(application_of(pool))
 
 
 def _driven(cluster: dict[str, str], module: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,12 +1,14 @@
-"""What tests publish, also from processes of their own: python -m tests.publishing STORAGE ACT ..."""
+"""What tests publish, also from processes of their own: python -m tests.publishing STORAGE '["ACT", "ARGUMENT"]'..."""
 
+import json
+import os
 import sys
 from pathlib import Path
 
 from upath import UPath
 
 from app.engines.base import ShapeProfile
-from app.repository.manifest import EngineKey, Lineage, ModelCard, ServingDefaults
+from app.repository.manifest import EngineKey, Generation, GreedyAgreement, Lineage, ModelCard, ServingDefaults
 from app.repository.repository import Repository
 from app.repository.score import Score
 from app.storage import open_storage
@@ -33,6 +35,17 @@ CARD = ModelCard(
 )
 
 
+GENERATION = Generation(
+    context_length=128,
+    vocab_size=300,
+    end_ids=(0,),
+    has_chat=True,
+    cache_bytes_per_token=2**16,
+    greedy=GreedyAgreement(prompts=1, tokens=1, equal_prompts=1),
+)
+"""A language model whose longest answer takes 8 MiB of the cache."""
+
+
 def files_in(folder: Path, model: bytes = b"a model") -> UPath:
     folder.mkdir(parents=True)
     (folder / "model.onnx").write_bytes(model)
@@ -55,9 +68,25 @@ def delete(repository: Repository, *versions: str) -> None:
         repository.delete("toy", int(version))
 
 
-if __name__ == "__main__":
-    _, storage, act, *arguments = sys.argv
+def act(storage: str, name: str, *arguments: str) -> None:
     repository = Repository(open_storage(storage))
-    print("ready", flush=True)
+    os.write(1, b"ready\n")  # whole, where others write, too
     sys.stdin.read()  # until the test lets all go at once
-    globals()[act](repository, *arguments)
+    globals()[name](repository, *arguments)
+
+
+def main() -> None:
+    """Run each act in a process. All but the first are forked, because importing takes longer than publishing."""
+    _, storage, *acts = sys.argv
+    first, *others = (json.loads(given) for given in acts)
+    forked = []
+    for other in others:
+        if not (pid := os.fork()):
+            return act(storage, *other)
+        forked.append(pid)
+    act(storage, *first)
+    sys.exit(any(os.waitpid(pid, 0)[1] for pid in forked))
+
+
+if __name__ == "__main__":
+    main()

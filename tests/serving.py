@@ -92,6 +92,7 @@ def serving(chance: random.Random | None = None, fast: bool = True, room_bytes: 
         asyncio.run_coroutine_threadsafe(stop(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()  # with its threads, which would last as long as this process
 
 
 def refused(server: Server, wanted: EndpointConfig, kind: type[RayloomError], words: str) -> str:

@@ -1,6 +1,5 @@
 """The commands of the how-to pages work, block by block, on a cluster of their own."""
 
-import base64
 import json
 import os
 import re
@@ -23,8 +22,8 @@ from onnx import TensorProto, helper, numpy_helper
 from sklearn.datasets import load_diabetes, load_digits
 from sklearn.linear_model import LogisticRegression
 
-from app.config import DataConfig
-from app.data.sources.labelled import load_examples
+from app.data.sources.formats.builtin import find_examples
+from app.data.sources.source import Source
 from tests.helpers import BIN, ROOT, local_cluster, wait_until
 from tests.pages import blocks, commands, mark_of
 from tests.streams import nats_server
@@ -302,12 +301,12 @@ def test_give_several_labels(reader: Reader) -> None:
     """On a tenth of the functions, and for fewer epochs."""
     texts, table = blocks(HOW_TO / "give_several_labels.md", "yaml")
     (reader.folder / "functions.yaml").write_text(texts.replace("epochs: 12", "epochs: 2"), encoding="utf-8")
-    functions = load_examples(DataConfig(source="builtin:functions"))
+    functions = find_examples(Source("builtin:functions"))
     rows = [{"code": code, "modules": json.loads(labels)} for code, labels in functions]
     (reader.folder / "functions.jsonl").write_text("\n".join(map(json.dumps, rows[::10])), encoding="utf-8")
     (reader.folder / "tumours.yaml").write_text(table, encoding="utf-8")
-    tumours = load_examples(DataConfig(source="builtin:tumour_extremes"))
-    rows = [json.loads(row) | {"high": json.loads(labels)} for row, labels in tumours]
+    tumours = find_examples(Source("builtin:tumour_extremes"))
+    rows = [{**row, "high": json.loads(labels)} for row, labels in tumours]
     (reader.folder / "tumours.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     shown = reader.paste_all("give_several_labels.md")
     assert "val_exact_match" in shown
@@ -318,7 +317,7 @@ def test_predict_a_number(reader: Reader) -> None:
     """On a fourth of the functions, and for fewer epochs."""
     (recipe,) = blocks(HOW_TO / "predict_a_number.md", "yaml")
     (reader.folder / "lines.yaml").write_text(recipe.replace("epochs: 12", "epochs: 2"), encoding="utf-8")
-    functions = load_examples(DataConfig(source="builtin:function_lines"))
+    functions = find_examples(Source("builtin:function_lines"))
     rows = [{"code": code, "lines": int(lines)} for code, lines in functions]
     (reader.folder / "functions.jsonl").write_text("\n".join(map(json.dumps, rows[::4])), encoding="utf-8")
     shown = reader.paste_all("predict_a_number.md")
@@ -331,10 +330,9 @@ def test_join_texts_and_pictures(reader: Reader) -> None:
     (reader.folder / "halves.yaml").write_text(recipe.replace("epochs: 20", "epochs: 3"), encoding="utf-8")
     (reader.folder / "pictures").mkdir()
     lines = ["words,picture,label"]
-    for number, (record, label) in enumerate(load_examples(DataConfig(source="builtin:digit_halves"))):
-        fields = json.loads(record)
+    for number, (fields, label) in enumerate(find_examples(Source("builtin:digit_halves"))):
         if picture := fields.get("picture"):
-            (reader.folder / f"pictures/{number}.png").write_bytes(base64.b64decode(picture))
+            (reader.folder / f"pictures/{number}.png").write_bytes(picture)
         lines.append(f'"{fields.get("words", "")}",{f"pictures/{number}.png" if picture else ""},{label}')
         if number == 1:
             (reader.folder / "words.txt").write_text(fields["words"], encoding="utf-8")

@@ -18,8 +18,8 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.utils import InferenceServerException
 
-from app.config import DataConfig
-from app.data.sources.labelled import load_examples
+from app.data.sources.formats.builtin import find_examples
+from app.data.sources.source import Source
 from tests.helpers import result_of, run, submit
 from tests.jobs import run_job
 
@@ -39,7 +39,7 @@ def endpoint(deployed: dict[str, Any]) -> httpx.Client:
 
 @pytest.fixture(scope="module")
 def pictures() -> tuple[list[bytes], list[str]]:
-    examples = load_examples(DataConfig(source="builtin:digits"))
+    examples = find_examples(Source("builtin:digits"))
     return list(examples.inputs[:40]), examples.labels[:40]
 
 

@@ -61,7 +61,7 @@ def test_deploys_at_one_time_add_up_one_that_is_late_changes_nothing_and_undeplo
         endpoint, _ = (item["artifacts"]["http"] for item in pool.map(job, ("one", "two")))
 
     def served() -> set[str]:
-        return {item["name"] for item in httpx.get(f"{endpoint}/v1/models").json()}
+        return {item["name"] for item in httpx.get(f"{endpoint}/v1/predict").json()}
 
     both = served()
     assert both >= {"one", "two"}

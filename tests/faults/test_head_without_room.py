@@ -22,12 +22,14 @@ QUICK = ["compile.engines=[openvino]", "compile.precisions=[fp32]", "compile.bat
 # Print the GPUs that a task sees if it reserves none, then if it reserves one.
 SEEN = """
 import os
+from app.config import Placement
 from jobs import _node
 from jobs._cluster import connect
 _node._USUAL_START_S = 60.0  # a slow start would print a line
 connect()
 for gpus in (0, 1):
-    print(_node.run_on_node("look", lambda tell: repr(os.environ.get("CUDA_VISIBLE_DEVICES")), {"CPU": 1, "GPU": gpus}))
+    placement = Placement({"CPU": 1, "GPU": gpus})
+    print(_node.run_on_node("look", lambda tell: repr(os.environ.get("CUDA_VISIBLE_DEVICES")), placement))
 """
 
 

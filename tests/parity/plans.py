@@ -12,6 +12,7 @@ FACTS = {"vocab_size": 257, "max_length": LENGTH}
 MODELS = {
     "gpt": ModelConfig(factory="app.models.gpt:gpt", args={"layers": 4, "width": 32, "heads": 4}),
     "short gpt": ModelConfig(factory="app.models.gpt:gpt", args={"layers": 1, "width": 32, "heads": 4}),
+    "no layers": ModelConfig(factory="app.models.gpt:gpt", args={"layers": 0, "width": 32, "heads": 4}),
     "untied gpt": ModelConfig(
         factory="app.models.gpt:gpt",
         args={"layers": 4, "width": 32, "heads": 4, "positions": "learned", "tied": False},
@@ -82,6 +83,7 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
             f"ZeRO {stage}, torch.compile": {"zero_stage": stage, "torch_compile": True, "model": "short gpt"}
             for stage in (2, 3)
         },  # layers compile slowly
+        "ZeRO 2, torch.compile, no layers": {"zero_stage": 2, "torch_compile": True, "model": "no layers"},
         "ZeRO 1, offload": {"offload": "cpu"},
         "ZeRO 2, offload": {"zero_stage": 2, "offload": "cpu"},
         "ZeRO 3, offload": {"zero_stage": 3, "offload": "cpu", "offload_param": "cpu"},
@@ -191,8 +193,8 @@ SELECTIONS = {
                 *("ZeRO 0, bf16, sgd", "ZeRO 0, accumulation 4, adamw", "ZeRO 0, PowerSGD, adamw"),
                 *("ZeRO 1, adamw", "ZeRO 1, bf16, accumulation 4, sgd", "ZeRO 1, gradients travel as bf16, sgd"),
                 *("ZeRO 1, recomputed activations, sgd", "ZeRO 1, offload, adamw"),
-                *("ZeRO 2, bf16, adamw", "ZeRO 2, accumulation 4, sgd", "ZeRO 2, torch.compile, adamw"),
-                "ZeRO 3, torch.compile, sgd",
+                *("ZeRO 2, bf16, adamw", "ZeRO 2, accumulation 4, sgd"),
+                *("ZeRO 2, torch.compile, no layers, adamw", "ZeRO 3, torch.compile, sgd"),
                 *("ZeRO 2, offload, adamw", "ZeRO 3, sgd", "ZeRO 3, bf16, sgd", "ZeRO 3, accumulation 4, adamw"),
                 *("ZeRO 3, offload, adamw", "Llama, tensor 2, ZeRO 0, sgd", "Llama, tensor 2, ZeRO 1, adamw"),
                 *("Llama, pipeline 2, sgd", "Llama, pipeline 2, bf16, adamw"),
