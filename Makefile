@@ -8,12 +8,13 @@ INSTALLED_MUTATION := .venv/.installed-mutation
 .NOTPARALLEL:  # what is installed for two goals goes into one environment
 PYTHON_VERSION ?= 3.12
 
-.PHONY: help install demo test test-slow test-faults test-fresh test-gpu gpu-kit mutation bench-training bench-tuning bench-compile bench-serving bench-planning bench-finetuning bench-many bench-monitoring bench-data coverage docs lint format
+.PHONY: help install demo test test-slow test-cluster test-faults test-fresh test-gpu gpu-kit mutation bench-training bench-tuning bench-compile bench-serving bench-planning bench-finetuning bench-many bench-monitoring bench-data bench-generation coverage docs lint format
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
 	@echo "make test            the tests that need no GPU, except slow ones and fault injection"
 	@echo "make test-slow       the slow tests, except fault injection"
+	@echo "make test-cluster    the tests of multi-machine clusters, simulated with namespaces; needs root"
 	@echo "make test-fresh      run 'make demo' and 'make test' of the last commit on a bare Debian; needs root and debootstrap"
 	@echo "make test-faults     fault injection, with a table of the outcomes"
 	@echo "make coverage        which lines the unit tests run, with the modules that lack most first"
@@ -28,6 +29,7 @@ help:
 	@echo "make bench-finetuning  fine-tuning beside its peers, after pruning and by a teacher, and every built-in task, into pages of benchmarks/finetuning; the machine must be quiet"
 	@echo "make bench-many      the cost of many runs, trials, versions and models, into benchmarks/many/RESULTS.md"
 	@echo "make bench-data      data that do not fit into memory: prepared, read, trained on, killed; into pages of benchmarks/data; takes 30 GB of disk; the machine must be quiet"
+	@echo "make bench-generation  language models beside llama.cpp, transformers and the bare engine, into benchmarks/generation/RESULTS.md; the machine must be quiet"
 	@echo "make bench-monitoring  what metrics and traces cost, into benchmarks/monitoring/RESULTS.md; needs Prometheus and wrk; the machine must be quiet"
 	@echo "make docs            the documentation as a site, into build/docs; a warning or a page of long sentences is an error"
 	@echo "make lint            ruff, mypy and the rules between the parts"
@@ -36,6 +38,7 @@ help:
 install: $(INSTALLED)
 
 # Each of them holds Rayloom and what it runs on, so none has to wait for another.
+# Modules are compiled on all cores, because pip compiles on one. Some packages have files that Python cannot compile.
 $(INSTALLED): EXTRAS := [demo]
 $(INSTALLED_DEV): EXTRAS := [dev]
 $(INSTALLED_BENCH): EXTRAS := [bench]
@@ -44,7 +47,8 @@ $(INSTALLED) $(INSTALLED_DEV) $(INSTALLED_BENCH) $(INSTALLED_MUTATION): pyprojec
 	@echo "installing rayloom$(EXTRAS) into .venv, a few minutes"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: set PYTHON=...")'
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.$(EXTRAS)'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.$(EXTRAS)'
+	@$(BIN)/python -m compileall -qq --workers 0 .venv/lib || true
 	@touch $(INSTALLED) $@
 
 # The demo tries two sets of rates for a third of an epoch and trains the better one for two epochs; the recipe as it
@@ -70,6 +74,9 @@ test-slow: $(INSTALLED_DEV)
 
 test-fresh:
 	@.ci/fresh
+
+test-cluster: $(INSTALLED_DEV)
+	@$(BIN)/python -m pytest tests/cluster
 
 test-faults: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest -m faults tests
@@ -112,6 +119,9 @@ bench-finetuning: $(INSTALLED_BENCH)
 
 bench-many: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.many
+
+bench-generation: $(INSTALLED_BENCH)
+	@$(BIN)/python -m benchmarks.generation
 
 bench-data: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.data
