@@ -15,8 +15,9 @@ from ray.serve.schema import ApplicationStatus, DeploymentStatusTrigger, Replica
 from tenacity import RetryError, retry, retry_if_result, stop_after_delay, wait_fixed
 
 from app.errors import ClusterError
-from app.serving.config import EndpointConfig, PoolConfigs
+from app.serving.config import EndpointConfig
 from app.serving.demand import Demand
+from app.serving.pool_configs import PoolConfigs
 from app.serving.pools import APPLICATION, Pool, application_of, named, pool_of, prefix_of
 from jobs._cluster import require, require_node
 from jobs._serve_internals import await_proxies, deployed_user_configs

@@ -7,8 +7,9 @@ from upath import UPath
 
 from app.config import Recipe, load_recipe
 from app.repository.repository import Repository
-from app.serving.config import DeployedGenerator, EndpointConfig, PoolConfigs
+from app.serving.config import DeployedGenerator, EndpointConfig
 from app.serving.deployment import deployed_model, promote_named
+from app.serving.pool_configs import PoolConfigs
 from app.serving.pools import SHARED
 from app.tensors import Tensor
 from jobs._endpoint import require_room
