@@ -117,8 +117,8 @@ WITHOUT_DROPOUT = ["model.args.dropout=0.0", "model.args.embedding_dropout=0.0",
 @pytest.mark.parametrize("name", ["docstrings", "python_tokens"])
 def test_two_ranks_train_and_validate_as_one(name: str, lines: Path, tmp_path: Path) -> None:
     if name == "docstrings":
-        # At the rate of the others, this loss is chaotic: rounding errors grow a hundredfold within 20 steps.
-        overrides, zero_stage = ["data.clean.min_length=120", "train.optimizer.lr=0.02", f"storage={tmp_path}"], 1
+        # At higher rates, this loss is chaotic: rounding errors grow a thousandfold within 20 steps.
+        overrides, zero_stage = ["data.clean.min_length=120", "train.optimizer.lr=0.005", f"storage={tmp_path}"], 1
     else:
         overrides, zero_stage = [f"data.source={lines}", "data.test_fraction=0.1", f"storage={lines.parent}"], 3
     path, plain = str(ROOT / f"recipes/{name}.yaml"), [*SGD, *WITHOUT_DROPOUT, *overrides]
