@@ -40,17 +40,41 @@ def connections(replica: psutil.Process) -> set[str]:
     return set()
 
 
+def replicas(ray: Cluster) -> list[set[str]]:
+    """The connections of each replica."""
+    return [connections(replica) for replica in ray.replicas()]
+
+
+def ready(ray: Cluster) -> int:
+    """The number of replicas that take new connections."""
+    return sum(psutil.CONN_LISTEN in replica for replica in replicas(ray))
+
+
+def deploy(cluster: dict[str, str], scaling: str, *overrides: str) -> str:
+    """Deploy the toy model with one replica, which may become two. Return its path for inference."""
+    (version,) = publish(UPath(cluster["RAYLOOM_STORAGE"]), exported())
+    ranged = ["serve.replicas=[1, 2]", f"serve.scaling={scaling}", "serve.threads=1", *overrides]
+    deployed = submit(cluster, "deploy", "recipes/reviews.yaml", "name=toy", f"serve.version={version}", *ranged)
+    assert deployed["metrics"]["replicas"] == 1
+    return f"{deployed['artifacts']['http']}/v2/models/toy/infer"
+
+
+def test_replicas_follow_a_target_of_latency(cluster: dict[str, str], ray: Cluster, faults: Faults) -> None:
+    # Less than one request at a time, so the load asks for one replica. No engine answers in 50 µs.
+    url = deploy(cluster, "{upscale_delay_s: 1, downscale_delay_s: 2, latency_target_ms: 0.05}")
+    with faults("S5", "40 requests/s, slower than the target of latency; then none", "2 replicas, then 1") as fault:
+        with load(url, BODY, 40) as sent:
+            wait_until(lambda: ready(ray) == 2)
+        wait_until(lambda: ready(ray) == 1, timeout_s=120)
+        fault.saw(f"2, then 1; {len(sent.failed)} of {len(sent.answers)} failed")
+        assert not sent.failed
+
+
 def test_replicas_that_are_added_and_stopped_lose_nothing(
     cluster: dict[str, str], ray: Cluster, faults: Faults
 ) -> None:
-    def replicas() -> list[set[str]]:
-        return [connections(replica) for replica in ray.replicas()]
-
-    def ready() -> int:
-        return sum(psutil.CONN_LISTEN in replica for replica in replicas())
-
     def one_only_answers() -> bool:
-        return {psutil.CONN_ESTABLISHED} in replicas()
+        return {psutil.CONN_ESTABLISHED} in replicas(ray)
 
     def send_slowly(url: str) -> int:
         def parts() -> Iterator[bytes]:
@@ -65,12 +89,7 @@ def test_replicas_that_are_added_and_stopped_lose_nothing(
         await asyncio.sleep(HELD_S)
         yield CONTENT[5:]
 
-    (version,) = publish(UPath(cluster["RAYLOOM_STORAGE"]), exported())
-    ranged = ["serve.replicas=[1, 2]", "serve.scaling={upscale_delay_s: 1, downscale_delay_s: 2}"]
-    recipe = ["recipes/reviews.yaml", "name=toy", f"serve.version={version}", "serve.threads=1", *ranged]
-    deployed = submit(cluster, "deploy", *recipe, "serve.batching.max_batch_size=32")
-    assert deployed["metrics"]["replicas"] == 1
-    url = f"{deployed['artifacts']['http']}/v2/models/toy/infer"
+    url = deploy(cluster, "{upscale_delay_s: 1, downscale_delay_s: 2}", "serve.batching.max_batch_size=32")
     with faults("S5", "1 replica to 2 and back to 1, at 40 requests/s", "0 errors") as fault:
         two_answer = threading.Event()
         with (
@@ -79,10 +98,10 @@ def test_replicas_that_are_added_and_stopped_lose_nothing(
             ThreadPoolExecutor(SLOW) as pool,
         ):
             slow = [pool.submit(send_slowly, url) for _ in range(SLOW)]
-            wait_until(lambda: ready() == 2)
+            wait_until(lambda: ready(ray) == 2)
             two_answer.set()
             wait_until(one_only_answers, timeout_s=120)
-            assert ready() == 1
+            assert ready(ray) == 1
         failed = [*sent.failed, *held.failed]
         fault.saw(f"{len(failed)} of {len(sent.answers) + len(held.answers) + SLOW} failed")
         assert not failed

@@ -83,7 +83,14 @@ PLANS: dict[int, dict[str, dict[str, Any]]] = {
             f"ZeRO {stage}, torch.compile": {"zero_stage": stage, "torch_compile": True, "model": "short gpt"}
             for stage in (2, 3)
         },  # layers compile slowly
-        "ZeRO 2, torch.compile, no layers": {"zero_stage": 2, "torch_compile": True, "model": "no layers"},
+        **{
+            f"ZeRO {stage}, torch.compile, no layers": {
+                "zero_stage": stage,
+                "torch_compile": True,
+                "model": "no layers",
+            }
+            for stage in (2, 3)
+        },
         "ZeRO 1, offload": {"offload": "cpu"},
         "ZeRO 2, offload": {"zero_stage": 2, "offload": "cpu"},
         "ZeRO 3, offload": {"zero_stage": 3, "offload": "cpu", "offload_param": "cpu"},
@@ -194,7 +201,7 @@ SELECTIONS = {
                 *("ZeRO 1, adamw", "ZeRO 1, bf16, accumulation 4, sgd", "ZeRO 1, gradients travel as bf16, sgd"),
                 *("ZeRO 1, recomputed activations, sgd", "ZeRO 1, offload, adamw"),
                 *("ZeRO 2, bf16, adamw", "ZeRO 2, accumulation 4, sgd"),
-                *("ZeRO 2, torch.compile, no layers, adamw", "ZeRO 3, torch.compile, sgd"),
+                *("ZeRO 2, torch.compile, no layers, adamw", "ZeRO 3, torch.compile, no layers, sgd"),
                 *("ZeRO 2, offload, adamw", "ZeRO 3, sgd", "ZeRO 3, bf16, sgd", "ZeRO 3, accumulation 4, adamw"),
                 *("ZeRO 3, offload, adamw", "Llama, tensor 2, ZeRO 0, sgd", "Llama, tensor 2, ZeRO 1, adamw"),
                 *("Llama, pipeline 2, sgd", "Llama, pipeline 2, bf16, adamw"),
