@@ -62,12 +62,15 @@ demo: $(INSTALLED)
 	@echo
 	@$(BIN)/rayloom predict reviews "这本书很好，内容生动，值得一读" "质量太差，用了一天就坏了"
 
+# The unit tests have a run of their own. Otherwise, the cluster and what the others have imported stay in memory beside them.
 # One process for each of two cores. Tests that share an expensive fixture run in the same process: see tests/conftest.py.
 # Ray's workers are forked from a process that has imported the slow modules: see tests/workers.
 # If a test process dies, the run ends and names its test. When pytest-xdist 3.8 replaces the process, it hangs or fails
 # with a KeyError (github.com/pytest-dev/pytest-xdist/issues/1323, /1362).
 test: $(INSTALLED_DEV)
-	@RAYLOOM_TEST_FORKED_WORKERS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+	@status=0; for tests in "tests/cluster tests/e2e tests/integration" tests/unit; do \
+		RAYLOOM_TEST_FORKED_WORKERS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 $$tests || status=1; \
+	done; exit $$status
 
 test-slow: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest -m "slow and not faults and not gpu" tests

@@ -41,7 +41,7 @@ class Sent(Exception):
 
 
 @pytest.fixture(autouse=True)
-def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def running_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is up, whose first question ends the submission."""
 
     def stop(self: JobsApi) -> None:
