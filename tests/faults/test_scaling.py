@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -40,6 +41,11 @@ def connections(replica: psutil.Process) -> set[str]:
     return set()
 
 
+def cold_replicas(ray: Cluster) -> list[psutil.Process]:
+    """The processes of the pool that sleeps."""
+    return ray.processes("ServeReplica:rayloom-rare:ModelServer")
+
+
 def replicas(ray: Cluster) -> list[set[str]]:
     """The connections of each replica."""
     return [connections(replica) for replica in ray.replicas()]
@@ -50,10 +56,10 @@ def ready(ray: Cluster) -> int:
     return sum(psutil.CONN_LISTEN in replica for replica in replicas(ray))
 
 
-def deploy(cluster: dict[str, str], scaling: str, *overrides: str) -> str:
-    """Deploy the toy model with one replica, which may become two. Return its path for inference."""
+def deploy(cluster: dict[str, str], scaling: str, *overrides: str, replicas: str = "[1, 2]") -> str:
+    """Deploy the toy model, and return its path for inference. It begins with one replica."""
     (version,) = publish(UPath(cluster["RAYLOOM_STORAGE"]), exported())
-    ranged = ["serve.replicas=[1, 2]", f"serve.scaling={scaling}", "serve.threads=1", *overrides]
+    ranged = [f"serve.replicas={replicas}", f"serve.scaling={scaling}", "serve.threads=1", *overrides]
     deployed = submit(cluster, "deploy", "recipes/reviews.yaml", "name=toy", f"serve.version={version}", *ranged)
     assert deployed["metrics"]["replicas"] == 1
     return f"{deployed['artifacts']['http']}/v2/models/toy/infer"
@@ -68,6 +74,33 @@ def test_replicas_follow_a_target_of_latency(cluster: dict[str, str], ray: Clust
         wait_until(lambda: ready(ray) == 1, timeout_s=120)
         fault.saw(f"2, then 1; {len(sent.failed)} of {len(sent.answers)} failed")
         assert not sent.failed
+
+
+def wake(url: str, ray: Cluster) -> tuple[float, float]:
+    """Ask a pool without replicas. Return when its answer came, and how long its replica took to start, in seconds."""
+    wait_until(lambda: not cold_replicas(ray), timeout_s=120)
+    with ThreadPoolExecutor() as client:
+        asked_s = time.time()
+        answer = client.submit(httpx.post, url, json=BODY, timeout=60)
+        wait_until(lambda: bool(cold_replicas(ray)))
+        (replica,) = cold_replicas(ray)
+        wait_until(lambda: psutil.CONN_LISTEN in connections(replica))
+        loaded_s = time.time()
+        assert answer.result().status_code == 200
+        # Ray may have started the process before.
+        return time.time() - asked_s, loaded_s - max(replica.create_time(), asked_s)
+
+
+def test_a_pool_that_sleeps_answers_soon_after_it_has_loaded(
+    cluster: dict[str, str], ray: Cluster, faults: Faults
+) -> None:
+    scaling = "{upscale_delay_s: 0.1, downscale_delay_s: 1}"
+    url = deploy(cluster, scaling, "serve.pool=rare", "serve.request_timeout_s=60", replicas="[0, 1]")
+    with faults("S5", "the first request of a pool without replicas", "answered in the time to load + 1 s") as fault:
+        for _ in range(3):
+            answered_s, load_s = wake(url, ray)
+            fault.saw(f"{answered_s:.1f} s, of which {load_s:.1f} s were the start of the replica")
+            assert answered_s < load_s + 1
 
 
 def test_replicas_that_are_added_and_stopped_lose_nothing(
