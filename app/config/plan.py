@@ -45,11 +45,11 @@ class PlanConfig(Section):
     offload: Literal["none", "cpu", "nvme"] = Field(
         default="none", description="where the optimizer's state is kept; its step then runs on the CPU"
     )
-    offload_param: Literal["none", "cpu"] = Field(
+    offload_param: Literal["none", "cpu", "nvme"] = Field(
         default="none", description="where the parameters are kept that ZeRO 3 has split"
     )
     nvme_path: str | None = Field(
-        default=None, description="folder on a fast local disk, for state that is offloaded to nvme"
+        default=None, description="folder on a fast local disk, for what is offloaded to nvme"
     )
     micro_batch: PositiveInt | None = Field(
         default=None,
@@ -72,6 +72,11 @@ class PlanConfig(Section):
     def model_parallel(self) -> int:
         """Workers that hold one copy of the model."""
         return self.tensor * self.pipeline
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether anything is kept in ``nvme_path``."""
+        return "nvme" in (self.offload, self.offload_param)
 
     @property
     def takes_partial_steps(self) -> bool:

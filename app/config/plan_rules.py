@@ -23,6 +23,8 @@ class ModelTraits:
     None if its matrices cannot be split.
     """
     checkpoints_activations: bool
+    has_frozen: bool = False
+    """Whether training leaves some of its parameters as they are, for example beside an adapter."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +142,29 @@ def _tensor_takes_zero_1(plan: PlanConfig, _: Setting) -> str | None:
 
 
 def _nvme_takes_a_path(plan: PlanConfig, setting: Setting) -> str | None:
-    if plan.offload != "nvme":
+    key = next((key for key in ("offload", "offload_param") if getattr(plan, key) == "nvme"), None)
+    if key is None:
         return None
     if plan.zero_stage != 3:
-        return f"offload nvme takes zero_stage 3, got {plan.zero_stage}"
+        return f"{key} nvme takes zero_stage 3, got {plan.zero_stage}"
     if plan.nvme_path is None or not PurePath(plan.nvme_path).is_absolute():
-        return f"offload nvme takes nvme_path, the absolute path of a folder on a fast local disk, got {plan.nvme_path}"
+        return f"{key} nvme takes nvme_path, the absolute path of a folder on a fast local disk, got {plan.nvme_path}"
     min_workers, max_workers = setting.workers
     if min_workers != max_workers:
-        return f"offload nvme takes a fixed number of workers, got [{min_workers}, {max_workers}]"
+        return f"{key} nvme takes a fixed number of workers, got [{min_workers}, {max_workers}]"
+    return None
+
+
+def _nvme_takes_trained_parameters(plan: PlanConfig, setting: Setting) -> str | None:
+    if plan.offload_param != "nvme":
+        return None
+    if setting.model and setting.model.has_frozen:
+        return (
+            f"offload_param nvme moves parameters that are trained, and model {setting.model.name} has frozen ones: "
+            "set offload_param to cpu"
+        )
+    if plan.zero_plus_plus != ZeroPlusPlusConfig():
+        return "offload_param nvme moves parameters that no rank holds twice: leave zero_plus_plus out"
     return None
 
 
@@ -285,6 +301,7 @@ _RULES: tuple[Rule, ...] = (
     _staged_tensor_takes_zero_1_in_low_precision,
     _offload_takes_zero,
     _nvme_takes_a_path,
+    _nvme_takes_trained_parameters,
     _offload_takes_adamw,
     _zero_plus_plus_takes_gpus,
     _powersgd_takes_plain_data_parallel,

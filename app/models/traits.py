@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from enum import Enum, auto
 
 from torch import nn
@@ -54,6 +55,11 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 def traits_of(model: nn.Module) -> ModelTraits:
     """Return how the model can be split. Raises RecipeError if the layers of a staged model are not the whole model."""
+    has_frozen = not all(parameter.requires_grad for parameter in model.parameters())
+    return replace(_split_traits(model), has_frozen=has_frozen)
+
+
+def _split_traits(model: nn.Module) -> ModelTraits:
     name = type(model).__name__
     match kind_of(model):
         case ModelKind.STAGED:

@@ -84,7 +84,7 @@ def _options(plain: PlanConfig, cluster: Cluster) -> Iterator[dict[str, object]]
     if cluster.device.kind == "cpu" or plain.model_parallel > 1 or not plain.zero_stage:
         return
     moves = ["cpu", *(["nvme"] if plain.nvme_path and plain.zero_stage == 3 else [])]
-    for offload, parameters in product(moves, ("none", "cpu") if plain.zero_stage == 3 else ("none",)):
+    for offload, parameters in product(moves, ("none", *moves) if plain.zero_stage == 3 else ("none",)):
         yield _NO_OPTION | {"offload": offload, "offload_param": parameters}
     if plain.zero_stage == 3 and cluster.nodes > 1:
         for is_quantized in (False, True):

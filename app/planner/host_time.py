@@ -10,12 +10,17 @@ from app.planner.stages import Stage, held_parameters
 def parameters_s(profile: ModelProfile, plan: ParallelPlan, cluster: Cluster, stage: Stage) -> float:
     """Return the seconds in which a rank copies its part of offloaded parameters to the device, twice a micro-batch.
 
-    Rajbhandari 2021, arXiv:2104.07857, section 5: each rank copies its own part, and the parts are gathered then.
+    Rajbhandari 2021, arXiv:2104.07857, section 5: each rank copies its own part, and the parts are gathered then. NVMe
+    reads it before each copy, and writes it once a step. All ranks of a node share its disk. Not validated.
     """
     if plan.offload_param == "none":
         return 0.0
     part = held_parameters(stage, plan.tensor) * profile.element_bytes / plan.data
-    return 2 * plan.accumulation * part / cluster.host_link.bandwidth
+    copied_s = 2 * plan.accumulation * part / cluster.host_link.bandwidth
+    if plan.offload_param == "cpu":
+        return copied_s
+    moved = (2 * plan.accumulation + 1) * part * cluster.devices_per_node
+    return copied_s + moved / cluster.disk_bandwidth
 
 
 def optimizer_s(plan: ParallelPlan, cluster: Cluster, elements: float, rates: Rates) -> float:

@@ -80,7 +80,8 @@ def memory(
     if plan.offload != "none" and plan.zero_stage >= 2:
         host, gradients = host + gradients, 0.0
     if plan.offload_param != "none":
-        host, parameters = host + parameters, 0.0
+        host += parameters if plan.offload_param == "cpu" else _parts_in_use(profile, plan, stage)
+        parameters = 0.0
     return MemoryEstimate(
         parameters=parameters,
         gradients=gradients,
@@ -90,6 +91,16 @@ def memory(
         context=_process_bytes(process, plan),
         host=host,
     )
+
+
+def _parts_in_use(profile: ModelProfile, plan: ParallelPlan, stage: Stage) -> float:
+    """Return the bytes of parameters that are read from NVMe and still in memory: the rank's part of two layers.
+
+    So many layers are assumed to be gathered at once (``Stack.buffers``). Parts of less than 1 MiB, which always stay
+    in memory, are left out: biases and norms.
+    """
+    largest = max(layer.parameters_of(plan.tensor) for layer in stage)
+    return 2 * largest * profile.element_bytes / plan.data
 
 
 def _padding(plan: ParallelPlan, stage: Stage) -> float:

@@ -27,7 +27,7 @@ class ParallelPlan:
     """Micro-batches of a data-parallel rank in a step."""
     zero_stage: int = 1
     offload: Literal["none", "cpu", "nvme"] = "none"
-    offload_param: Literal["none", "cpu"] = "none"
+    offload_param: Literal["none", "cpu", "nvme"] = "none"
     hpz: int = 1
     """Ranks that hold a second copy of ZeRO 3's parameters, to gather it from for the backward pass (ZeRO++)."""
     quantized_weights: bool = False

@@ -199,7 +199,7 @@ def _check_model(recipe: Recipe, model: nn.Module, data: PreparedData) -> None:
             f"{type(model).__name__}): set train.sync_batch_norm to true, which computes it in fp32, or "
             "train.precision to fp32"
         ).of("batch_norm.precision", "train.precision")
-    if config.plan.offload == "nvme":
+    if config.plan.uses_nvme:
         require_asynchronous_io()
 
 

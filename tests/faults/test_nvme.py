@@ -1,4 +1,7 @@
-"""The optimizer's state on a disk. Among the long tests because DeepSpeed compiles for minutes at the first use."""
+"""The optimizer's state and the parameters on a disk.
+
+Among the long tests because DeepSpeed compiles for minutes at the first use.
+"""
 
 import os
 import signal
@@ -6,32 +9,45 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import wait_until
+from tests.helpers import latest, wait_until
 from tests.launch import Launch, Launched, Trained, newest_step
 from tests.tables import Faults
 
 RUN = ["train.workers=2", "train.max_steps=16", "train.early_stopping=null", "train.resume=latest",
        "train.checkpoint.every_steps=4", "train.plan.zero_stage=3",
-       "model.factory=tests.faults.models:WideMlp", "model.args.pause_s=0.3"]  # fmt: skip
+       "model.factory=tests.faults.models:WideMlp", "model.args.pause_s=0"]  # fmt: skip
+SLOWLY = "model.args.pause_s=0.3"
 pytestmark = pytest.mark.debian("libaio-dev")  # DeepSpeed compiles against this package
 
 
 def train(launch: Launch, storage: Path, *overrides: str) -> Launched:
-    return launch.torchrun("-m", "app.training", "recipes/digits.yaml", *RUN, f"storage={storage}", *overrides)
+    keys = latest([*RUN, f"storage={storage}", *overrides])
+    return launch.torchrun("-m", "app.training", "recipes/digits.yaml", *keys)
 
 
+@pytest.mark.parametrize(
+    ("what", "moved", "precision"),
+    [
+        ("optimizer", {"offload": "nvme"}, "fp32"),
+        ("parameters", {"offload": "cpu", "offload_param": "nvme"}, "bf16"),
+        ("optimizer and parameters", {"offload": "nvme", "offload_param": "nvme"}, "fp32"),
+    ],
+)
 def test_it_is_the_model_of_offload_to_the_cpu_and_goes_on_with_the_same_bits(
-    launch: Launch, tmp_path: Path, faults: Faults
+    what: str, moved: dict[str, str], precision: str, launch: Launch, tmp_path: Path, faults: Faults
 ) -> None:
-    wide, disk = "model.args.width=1024", tmp_path / "disk"
-    nvme = [wide, "train.plan.offload=nvme", f"train.plan.nvme_path={disk}"]
-    expected = Trained.of(train(launch, tmp_path / "cpu", wide, "train.plan.offload=cpu").result())
-    with faults("T1", "torchrun: SIGKILL of a rank, optimizer on NVMe", "resumes with the same bits") as fault:
+    model, disk = ["model.args.width=1024", f"train.precision={precision}"], tmp_path / "disk"
+    plan = [f"train.plan.{key}={place}" for key, place in moved.items()]
+    nvme = [*model, SLOWLY, *plan, f"train.plan.nvme_path={disk}"]
+    expected = Trained.of(train(launch, tmp_path / "cpu", *model, "train.plan.offload=cpu").result())
+    with faults("T1", f"torchrun: SIGKILL of a rank, {what} on NVMe", "resumes with the same bits") as fault:
         killed = train(launch, tmp_path / "nvme", *nvme)
         wait_until(lambda: newest_step(tmp_path / "nvme") >= 4 or killed.process.poll() is not None, timeout_s=600)
         os.kill(killed.ranks()[1], signal.SIGKILL)
         assert killed.ends() != 0
-        assert [file for file in disk.rglob("*.swp") if file.stat().st_size > 2**20], "nothing was swapped"
+        swapped = {file.parent.name for file in disk.rglob("*.swp") if file.stat().st_size >= 2**20}
+        assert ("parameters" in swapped) == ("offload_param" in moved), "not swapped"
+        assert bool(swapped - {"parameters"}) == (moved["offload"] == "nvme"), "not swapped"
         result = train(launch, tmp_path / "nvme", *nvme).result()
         assert result["metrics"]["resumed_from_step"] >= 4
         assert Trained.of(result) == expected

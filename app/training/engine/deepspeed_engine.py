@@ -13,7 +13,7 @@ from app.config import Layout, PlanConfig, TrainConfig
 from app.errors import RecipeError
 from app.models.traits import ModelKind
 from app.training.engine.deepspeed_internals import continue_at_min_loss_scale, loss_scale_of
-from app.training.engine.nvme import load_asynchronous_io, require_aligned_gradients, with_own_folder
+from app.training.engine.nvme import require_aligned_gradients
 from app.training.engine.optimizer import create_optimizer, create_scheduler, num_elements
 from app.training.worker import import_deepspeed
 
@@ -131,6 +131,9 @@ def _zero(plan: PlanConfig, on_gpu: bool) -> dict[str, Any]:
             zero[key] = {"device": device, "pin_memory": on_gpu}
         if device == "nvme":
             zero[key]["nvme_path"] = plan.nvme_path
+    if plan.offload_param == "nvme":
+        # By default the first 1e9 elements would stay in memory.
+        zero["offload_param"]["max_in_cpu"] = 0
     return zero
 
 
@@ -174,11 +177,6 @@ def _merge(ours: dict[str, Any], given: dict[str, Any], path: str) -> dict[str, 
 
 def initialize(model: Any, config: TrainConfig, deepspeed: Keys, total_steps: int) -> Any:
     """Return the ``DeepSpeedEngine`` of ``model``, with the configuration ``deepspeed``."""
-    uses_nvme = config.plan.offload == "nvme"
-    if uses_nvme:
-        load_asynchronous_io()
-        deepspeed = with_own_folder(deepspeed)
-
     optimizer = create_optimizer(model, config)
     num_parameters = sum(map(num_elements, model.parameters()))
     hook = optimizer.register_step_pre_hook(_drop_gradients) if config.plan.zero_stage == 0 else None
@@ -194,7 +192,7 @@ def initialize(model: Any, config: TrainConfig, deepspeed: Keys, total_steps: in
     if hook:
         hook.remove()
     continue_at_min_loss_scale(engine)
-    if uses_nvme:
+    if config.plan.offload == "nvme":
         require_aligned_gradients(engine)
     return engine
 

@@ -162,9 +162,9 @@ def refresh_weights(engine: Any) -> None:
 
 def _refresh_under_zero_3(engine: Any) -> None:
     optimizer = engine.optimizer
-    # Small parameters are kept whole on every rank. They must be partitioned while their parts are replaced.
-    if optimizer.persistent_parameters:
-        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+    # Small parameters are kept whole on every rank, and others from one use to the next. They must be partitioned while
+    # their parts are replaced: what is in memory would not be written to NVMe.
+    optimizer._partition_all_parameters()
     for group, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         with read_from_nvme(engine, master):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
@@ -306,6 +306,37 @@ def misaligned_gradient(engine: Any) -> tuple[str, int, int] | None:
         if is_written and offset % swapper.numel_alignment:
             return engine.param_names[parameter], offset, swapper.numel_alignment
     return None
+
+
+# Parameters on NVMe. ZeRO 3 asks a swapper for this rank's part of each (``ParameterSwapper``).
+
+
+def show_part(parameter: Any, part: Tensor) -> None:
+    """Let ZeRO 3 see this rank's part of ``parameter``, which was read into memory."""
+    parameter.ds_tensor.data = part
+    parameter.ds_tensor.status = _part_status().AVAILABLE
+
+
+def hide_part(parameter: Any) -> None:
+    """Tell ZeRO 3 that this rank's part of ``parameter`` is only on NVMe."""
+    parameter.ds_tensor.data = torch.empty(0, dtype=parameter.dtype)
+    parameter.ds_tensor.status = _part_status().NOT_AVAILABLE
+
+
+def _part_status() -> Any:
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+    return PartitionedParamStatus
+
+
+def file_handle(deepspeed: Mapping[str, Any]) -> Any:
+    """Return an ``aio_handle``, which reads and writes files, with the options in DeepSpeed's configuration."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+
+    options = get_aio_config(deepspeed)
+    names = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
+    return AsyncIOBuilder().load(verbose=False).aio_handle(**{name: options[name] for name in names})
 
 
 # The pipeline.

@@ -23,6 +23,7 @@ from app.training.data.feed import MicroBatch
 from app.training.engine.batch_norm import synchronize_batch_norm
 from app.training.engine.data_parallel import DataParallelEngine
 from app.training.engine.deepspeed_engine import Keys, StepResult, deepspeed_config, for_kind
+from app.training.engine.nvme import load_asynchronous_io, with_own_folder
 from app.training.engine.pipeline import PipelineEngine
 from app.training.engine.placement import make_in_place
 
@@ -78,6 +79,9 @@ def create_engine(
     deepspeed = for_kind(deepspeed or deepspeed_config(config, layout), layout, kind)
     if kind is ModelKind.STAGED and layout.model_parallel > 1:
         return PipelineEngine.create(blueprint, config, layout, deepspeed, total_steps, objective)
+    if config.plan.uses_nvme:
+        load_asynchronous_io()
+        deepspeed = with_own_folder(deepspeed)
     model = make_in_place(blueprint, config, deepspeed)
     # Before DeepSpeed copies the weights into its masters.
     if config.prune:

@@ -1,4 +1,4 @@
-"""Offload of the optimizer's state to NVMe, as DeepSpeed's ZeRO 3 swaps it (ZeRO-Infinity, arXiv:2104.07857)."""
+"""Offload of parameters and the optimizer's state to NVMe, as DeepSpeed's ZeRO 3 swaps them (arXiv:2104.07857)."""
 
 import atexit
 import shutil
@@ -6,10 +6,15 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import torch
+
 from app.errors import TrainingError
-from app.training.engine.deepspeed_internals import misaligned_gradient
+from app.training.engine.deepspeed_internals import file_handle, misaligned_gradient
 from app.training.engine.extensions import load_extension
+from app.training.engine.parameter_swapper import ParameterSwapper
 from app.training.worker import import_deepspeed
+
+_SECTIONS = ("offload_optimizer", "offload_param")
 
 
 def require_asynchronous_io() -> None:
@@ -19,7 +24,7 @@ def require_asynchronous_io() -> None:
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise TrainingError(
-            "train.plan.offload is nvme, and DeepSpeed cannot compile its asynchronous I/O here: install libaio-dev "
+            "train.plan offloads to nvme, and DeepSpeed cannot compile its asynchronous I/O here: install libaio-dev "
             "and a C++ compiler, or offload to cpu"
         )
 
@@ -39,13 +44,25 @@ def with_own_folder(deepspeed: dict[str, Any]) -> dict[str, Any]:
     DeepSpeed names its files by rank alone: two runs would overwrite each other's.
     """
     zero = deepspeed["zero_optimization"]
-    shared = zero["offload_optimizer"]["nvme_path"]
+    sections = {name: zero[name] for name in _SECTIONS if "nvme_path" in zero.get(name, {})}
+    shared = next(section["nvme_path"] for section in sections.values())
     Path(shared).mkdir(parents=True, exist_ok=True)
     own = mkdtemp(prefix="rayloom-", dir=shared)
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     return deepspeed | {
-        "zero_optimization": zero | {"offload_optimizer": zero["offload_optimizer"] | {"nvme_path": own}}
+        "zero_optimization": zero | {name: section | {"nvme_path": own} for name, section in sections.items()}
     }
+
+
+def parameter_swapper(deepspeed: dict[str, Any], dtype: torch.dtype) -> ParameterSwapper | None:
+    """Return what reads and writes parameters of ``dtype``; None if they are not offloaded to NVMe.
+
+    ``deepspeed`` has a folder of this process alone.
+    """
+    section = deepspeed["zero_optimization"].get("offload_param", {})
+    if "nvme_path" not in section:
+        return None
+    return ParameterSwapper(Path(section["nvme_path"]) / "parameters", file_handle(deepspeed), dtype)
 
 
 def require_aligned_gradients(engine: Any) -> None:

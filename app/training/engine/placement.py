@@ -10,6 +10,7 @@ from app.models.blueprint import Blueprint, Finish
 from app.models.precision import TORCH_DTYPES
 from app.storage import no_op
 from app.training.engine.deepspeed_internals import partition_like
+from app.training.engine.nvme import parameter_swapper
 from app.training.worker import import_deepspeed
 
 
@@ -20,7 +21,7 @@ def make_in_place(blueprint: Blueprint, config: TrainConfig, deepspeed: dict[str
     """
     if config.plan.powersgd:
         return blueprint.make()  # torch's reduction needs float32
-    partition = _Partition(deepspeed)
+    partition = _Partition(deepspeed, TORCH_DTYPES[config.precision])
     is_split = config.plan.zero_stage == 3 and not config.plan.zero_plus_plus.hpz_partition_size > 1
     model = blueprint.make(in_precision(config), partition if is_split else no_op)
     if is_split:
@@ -42,15 +43,19 @@ class _Partition:
     then draw no random numbers for them.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self._config = config
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
+        self._config, self._dtype = config, dtype
         self._first: Any = None
 
     def __call__(self, parameter: Any) -> None:
         if self._first is None:
             # ``zero.Init`` takes modules only.
             wrapped = nn.ParameterList([parameter])
-            import_deepspeed().zero.Init(module=wrapped, config_dict_or_path=self._config, dtype=parameter.dtype)
+            import_deepspeed().zero.Init(
+                module=wrapped,
+                config_dict_or_path=self._config,
+                param_swapper=parameter_swapper(self._config, self._dtype),
+            )
             self._first = parameter
         else:
             partition_like(self._first, parameter)

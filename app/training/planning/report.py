@@ -185,7 +185,7 @@ def _plan_text(row: PlanRow) -> str:
     parts += [f"{key} {plan[key]}" for key in ("tensor", "pipeline") if plan[key] > 1]
     parts.append(f"zero {plan['zero_stage']}")
     parts += [f"offload {plan['offload']}"] if plan["offload"] != "none" else []
-    parts += ["with parameters"] if "offload_param" in plan else []
+    parts += [f"parameters {plan['offload_param']}"] if "offload_param" in plan else []
     plus = plan.get("zero_plus_plus", {})
     parts += [f"hpz {plus['hpz_partition_size']}"] if plus else []
     parts += ["quantized"] if plus.get("quantized_weights") else []

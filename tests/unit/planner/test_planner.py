@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from app.cli.main import app
+from app.config.layout import lay_out
 from app.config.plan import PlanConfig, ZeroPlusPlusConfig
 from app.config.plan_rules import Setting
 from app.errors import PlanError
@@ -20,9 +21,9 @@ from app.models.gpt import GPT
 from app.planner.calibration import Calibration, machine_name, read_calibration
 from app.planner.cluster import Cluster, Link, catalogue_name, cluster_of, this_machine
 from app.planner.measure import measure
-from app.planner.plan import ParallelPlan
+from app.planner.plan import ParallelPlan, parallel_plan
 from app.planner.profile import ModelProfile
-from app.planner.search import Findings, Problem, fewest_devices, search
+from app.planner.search import Findings, Problem, fewest_devices, price_plan, search
 from app.planner.stack import RAYLOOM
 from app.planner.stages import balanced_cuts
 from app.planner.traffic import traffic
@@ -279,6 +280,24 @@ def test_offload_to_nvme_is_named_where_memory_does_not_do() -> None:
     assert [row.option for row in found.would_help] == ["optimizer offload to NVMe"]
     with_path = replace(problem, base=PlanConfig(nvme_path="/local_nvme"))
     assert {candidate.config.offload for candidate in search(with_path).candidates} == {"nvme"}
+
+
+def test_parameters_on_nvme_take_little_of_the_node_and_time_of_its_disk() -> None:
+    problem = _problem(_gpt(layers=24, hidden=4096), cluster_of("8xt4"), batch=64)
+    config = PlanConfig(zero_stage=3, offload="nvme", nvme_path="/local_nvme", micro_batch=1)
+    layout = lay_out(config, 64, 8)
+    found = {}
+    for place in ("cpu", "nvme"):
+        placed = config.model_copy(update={"offload_param": place})
+        found[place] = price_plan(problem, placed, parallel_plan(placed, layout))
+    on_cpu, on_disk = found["cpu"], found["nvme"]
+    assert on_cpu
+    assert on_disk
+    assert on_disk.memory.total == on_cpu.memory.total
+    parameters = problem.profile.parameters * 2 / 8
+    assert on_cpu.memory.host - on_disk.memory.host == pytest.approx(parameters, rel=0.1)
+    read = (2 * layout.gradient_accumulation + 1) * parameters * 8
+    assert on_disk.step_s - on_cpu.step_s == pytest.approx(read / problem.cluster.disk_bandwidth, rel=0.5)
 
 
 def test_zero_plus_plus_sends_a_quarter_between_nodes() -> None:

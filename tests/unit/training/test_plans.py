@@ -71,6 +71,19 @@ TWO = Setting((2, 2), "fp32", "cpu", "adamw")
          "offload nvme takes nvme_path, the absolute path of a folder on a fast local disk, got disk | offload: none"),
         ({"offload": "nvme", "zero_stage": 3, "nvme_path": "/disk"}, replace(TWO, workers=(1, 2)),
          "offload nvme takes a fixed number of workers, got [1, 2] | offload: none"),
+        ({"offload_param": "nvme", "zero_stage": 2}, TWO,
+         "offload_param nvme moves split parameters: zero_stage 3, got 2 | offload_param: none"),
+        ({"offload_param": "nvme", "zero_stage": 3}, TWO,
+         "offload_param nvme takes nvme_path, the absolute path of a folder on a fast local disk, got None "
+         "| offload_param: none"),
+        ({"offload_param": "nvme", "zero_stage": 3, "nvme_path": "/disk"},
+         replace(TWO, model=replace(CNN_TRAITS, has_frozen=True)),
+         "offload_param nvme moves parameters that are trained, and model CNN has frozen ones: set offload_param to "
+         "cpu | offload_param: none"),
+        ({"offload_param": "nvme", "zero_stage": 3, "nvme_path": "/disk", "zero_plus_plus": QUANTIZED},
+         replace(TWO, device="gpu"),
+         "offload_param nvme moves parameters that no rank holds twice: leave zero_plus_plus out "
+         "| offload_param: none"),
         ({"zero_stage": 3, "zero_plus_plus": QUANTIZED}, TWO,
          "zero_plus_plus takes zero_stage 3 on gpus, got zero_stage 3 on a cpu | zero_plus_plus: {}"),
         ({"zero_stage": 2, "zero_plus_plus": QUANTIZED}, replace(TWO, device="gpu"),
@@ -123,6 +136,7 @@ def test_a_plan_that_cannot_run_is_refused_with_the_nearest_that_can(
         ({"tensor": 2, "zero_stage": 0}, TWO),
         ({"zero_stage": 3, "offload": "cpu", "offload_param": "cpu"}, replace(TWO, workers=(1, 2))),
         ({"zero_stage": 3, "offload": "nvme", "nvme_path": "/disk"}, TWO),
+        ({"zero_stage": 3, "offload_param": "nvme", "nvme_path": "/disk"}, replace(TWO, optimizer="sgd")),
         ({"zero_stage": 3, "zero_plus_plus": ZeroPlusPlusConfig(hpz_partition_size=2)}, replace(TWO, device="gpu")),
         ({"zero_stage": 0, "powersgd": PowerSgdConfig()}, TWO),
         ({}, replace(TWO, precision="fp16", device="gpu")),
