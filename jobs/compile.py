@@ -4,11 +4,12 @@ import sys
 from functools import partial
 
 from app.compile.run import compile_model, find_weights, require_compilable
-from app.config import CompileConfig
+from app.config import CompileConfig, Recipe
 from app.runs import Outcome, Run
 from jobs._cluster import connect, require
 from jobs._node import run_on_node
 from jobs._runner import main
+from jobs._turn import in_turn
 
 
 def compile_on_node(run: Run) -> Outcome:
@@ -25,5 +26,10 @@ def require_compile_room(config: CompileConfig) -> None:
     require(config.reserved, "compile.cpus, compile.gpus and compile.resources")
 
 
+def compile_demand(recipe: Recipe) -> dict[str, float]:
+    """Return what compiling reserves, for the queue."""
+    return recipe.compile.reserved
+
+
 if __name__ == "__main__":
-    sys.exit(main("compile", compile_on_node))
+    sys.exit(main("compile", in_turn(compile_on_node, compile_demand)))

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from functools import partial
+from itertools import chain
 
 import psutil
 from pydantic import BaseModel
@@ -25,10 +26,11 @@ from app.tuning.trial_data import find_data
 from jobs._cluster import connect
 from jobs._runner import main
 from jobs._shared_storage import require_shared_storage
-from jobs.compile import compile_on_node, require_compile_room
+from jobs._turn import in_turn
+from jobs.compile import compile_demand, compile_on_node, require_compile_room
 from jobs.deploy import deploy, require_deployable
-from jobs.train import require_train_room, train
-from jobs.tune import tune
+from jobs.train import require_train_room, train, train_demand
+from jobs.tune import tune, tune_demand
 
 _STAGES = {"tune": "search"}
 """Steps that have another name as a stage."""
@@ -96,6 +98,12 @@ def check_later_steps(run: Run) -> None:
     require_shared_storage(run.storage, recipe.train.placement, *others)
 
 
+def lifecycle_demand(recipe: Recipe) -> dict[str, float]:
+    """Return the most that one of the steps needs, for the queue. What is deployed stays when the job has ended."""
+    demands = [tune_demand(recipe), train_demand(recipe), compile_demand(recipe)]
+    return {kind: max(demand.get(kind, 0.0) for demand in demands) for kind in {*chain(*demands)}}
+
+
 def _stage_times(run: Run, steps: list[Result]) -> dict[str, float]:
     """Return the seconds of each stage: the local cluster's start, this job's own, and each step."""
     cluster = read_state()
@@ -155,4 +163,4 @@ def _with(recipe: Recipe, section: str, **values: object) -> Recipe:
 
 
 if __name__ == "__main__":
-    sys.exit(main("lifecycle", lifecycle))
+    sys.exit(main("lifecycle", in_turn(lifecycle, lifecycle_demand)))

@@ -7,7 +7,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from upath import UPath
 
 from app.best_effort import warn
-from app.config import TrainConfig
+from app.config import Recipe, TrainConfig
 from app.errors import first_line
 from app.runs import Outcome, Run
 from app.telemetry.tracing import stage
@@ -22,6 +22,7 @@ from app.training.stop_request import StopRequest, request_stop
 from jobs._cluster import connect, may_grow, require, training_cluster
 from jobs._runner import main, on_sigterm
 from jobs._shards import prepare_on_cluster
+from jobs._turn import in_turn
 
 _RESOURCES_TIMEOUT_S = 15.0
 
@@ -49,6 +50,11 @@ def train(run: Run, prepared: UPath | None = None) -> Outcome:
         return finish_run(run, data, ending, training_cluster)
 
 
+def train_demand(recipe: Recipe) -> dict[str, float]:
+    """Return the resources of the smallest number of workers, for the queue."""
+    return resources_of(recipe.train, recipe.train.worker_counts[0])
+
+
 def require_train_room(config: TrainConfig) -> None:
     """Check that the cluster has what the smallest number of workers reserves, as ``require`` does."""
     min_workers = config.worker_counts[0]
@@ -74,4 +80,4 @@ def _fit(plan: TrainingPlan, folder: UPath) -> Ending:
 
 
 if __name__ == "__main__":
-    sys.exit(main("train", train, start=start_or_resume))
+    sys.exit(main("train", in_turn(train, train_demand), start=start_or_resume))

@@ -27,6 +27,7 @@ from app.tuning.trial_data import add_plans, keep_data, prepare_trials
 from jobs._cluster import connect, may_grow, require, require_dashboard, training_cluster
 from jobs._runner import main, on_sigterm
 from jobs._shards import prepare_on_cluster
+from jobs._turn import in_turn
 
 
 def tune(run: Run) -> Outcome:
@@ -67,6 +68,14 @@ def tune(run: Run) -> Outcome:
         with stage("trials"), on_sigterm(budget.request_stop, "resume the search with tune.resume=true"):
             search.run(back_up)
     return _outcome(run, search)
+
+
+def tune_demand(recipe: Recipe) -> dict[str, float]:
+    """Return the resources of the trials without which a search cannot run, for the queue."""
+    if recipe.tune is None:
+        return {}
+    config = trial_recipe(recipe, {}, recipe.tune).train
+    return resources_of(config, config.workers_range[1] * (2 if recipe.tune.scheduler == "pbt" else 1))
 
 
 def _study(run: Run, locate: Callable[[str], StudyLocation], space: Space, config: TuneConfig) -> SearchStudy:
@@ -130,4 +139,4 @@ def _outcome(run: Run, search: Search) -> Outcome:
 
 
 if __name__ == "__main__":
-    sys.exit(main("tune", tune, start=start_or_resume))
+    sys.exit(main("tune", in_turn(tune, tune_demand), start=start_or_resume))

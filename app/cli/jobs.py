@@ -7,10 +7,13 @@ from typing import Annotated
 
 import typer
 
-from app.cli.options import Overrides, Quiet, RunId, Storage, Verbose, detail_of, train_run
+from app.cli.options import Json, Overrides, Quiet, RunId, Storage, Verbose, detail_of, train_run
+from app.cli.tables import aligned, print_json
 from app.cluster.packages import known_jobs
+from app.cluster.queue import Priority
+from app.cluster.queue_view import listed_jobs
 from app.cluster.state import read_state
-from app.cluster.submit import follow_job, send_job, stop_job
+from app.cluster.submit import cluster_api, follow_job, send_job, stop_job
 from app.cluster.submit import submit as submit_job
 from app.config import load_job_recipe
 from app.errors import RayloomError, RequestError
@@ -34,6 +37,9 @@ def submit(
         str | None, typer.Option("--recipe", help="The recipe, instead of the second argument.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole result, not only its figures.")] = False,
+    priority: Annotated[
+        Priority, typer.Option(help="Among the jobs that wait while the cluster is full: 'rayloom jobs'.")
+    ] = "normal",
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -43,7 +49,7 @@ def submit(
         given.insert(0, recipe_option)
     if not given:
         raise RequestError("no recipe is given: pass its path or URI after the job, or - for standard input")
-    code = submit_job(job, given[0], given[1:], ["--json"] if as_json else [], detail_of(quiet, verbose))
+    code = submit_job(job, given[0], given[1:], ["--json"] if as_json else [], detail_of(quiet, verbose), priority)
     if code == 0 and job in _SERVING and not (as_json or quiet):  # for programs the RESULT is the last line
         _print_example(job, given[0], given[1:])
     raise typer.Exit(code)
@@ -63,6 +69,19 @@ def _print_example(job: str, recipe: str, overrides: list[str]) -> None:
             local_endpoint(cluster), open_storage(loaded.storage or cluster.storage), loaded.name
         ):
             print(f"ask it: {command}")
+
+
+def jobs(as_json: Json = False) -> None:
+    """List the jobs that run, and those that wait for their turn, in its order."""
+    rows = listed_jobs(cluster_api())
+    if as_json:
+        print_json([row.model_dump() for row in rows])
+        return
+    if not rows:
+        print("no job runs or waits")
+        return
+    for line in aligned([("job", "user", "priority", "state", "waits for"), *(row.cells for row in rows)]):
+        print(line)
 
 
 def follow(

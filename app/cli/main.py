@@ -24,6 +24,7 @@ _COMMANDS = {
     "env": "cluster:env",
     "node": "cluster:node",
     "submit": "jobs:submit",
+    "jobs": "jobs:jobs",
     "follow": "jobs:follow",
     "stop": "jobs:stop",
     "pause": "jobs:pause",

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, Self
 
+from app.cluster.queue import Place
+
 Detail = Literal["quiet", "normal", "verbose"]
 """Show the result, warnings and errors; all lines of the job; also Ray's own lines."""
 
@@ -47,6 +49,8 @@ class JobView:
         """Show a line of the job. Progress replaces earlier progress on a terminal."""
         if self.detail == "quiet" and not line.startswith(_ALWAYS):
             return
+        place = Place.of_line(line)
+        line = place.sentence if place else line
         if self._bar is None:
             print(line, flush=True)
         elif found := next((match for bar in _BARS if (match := bar.fullmatch(line))), None):

@@ -15,6 +15,7 @@ from app.best_effort import warn
 from app.errors import ClusterError, first_line
 
 _ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
+_LAST_LINES = 20
 _MAX_LISTED = 10_000
 """Entries that Ray's state API returns at most."""
 
@@ -32,6 +33,8 @@ class Job(BaseModel):
     metadata: Annotated[dict[str, str], BeforeValidator(lambda given: given or {})] = {}
     message: str | None = None
     """The reason of a failure, in Ray's words."""
+    driver_node_id: str | None = None
+    """The node that runs the job's command; None before it starts."""
     driver_exit_code: int | None = None
     """The exit code of the job's command; None before its end, or if the node was lost."""
 
@@ -114,6 +117,35 @@ class JobsApi:
         """Return every submitted job, without drivers that were started by hand. Raises httpx.HTTPError."""
         answer = self._request("GET", "jobs/").raise_for_status()
         return _readable(Job, [job for job in answer.json() if job.get("type") == "SUBMISSION"])
+
+    def living(self) -> set[str]:
+        """Return the ids of all jobs that have not ended: as submitted, and as Ray numbers drivers.
+
+        Raises httpx.HTTPError.
+        """
+        entries = self._request("GET", "jobs/").raise_for_status().json()
+        living = [entry for entry in entries if entry["status"] not in _ENDED]
+        return {entry[key] for entry in living for key in ("submission_id", "job_id") if entry.get(key)}
+
+    def last_line(self, job: Job) -> str:
+        """Return the last line in the log of a job that is no warning; nothing if there is none.
+
+        Raises httpx.HTTPError.
+        """
+        if job.driver_node_id is None:
+            return ""
+        query = urlencode(
+            {
+                "node_id": job.driver_node_id,
+                "submission_id": job.submission_id,
+                "lines": str(_LAST_LINES),
+                "filter_ansi_code": "true",
+            }
+        )
+        answer = self._request("GET", f"v0/logs/file?{query}")
+        # The log of a lost node cannot be read.
+        lines = answer.text.splitlines() if answer.is_success else []
+        return next((line for line in reversed(lines) if line and not line.startswith("warning: ")), "")
 
     def find(self, submission_id: str) -> Job | None:
         """Return the job with this id; None if there is none. Raises httpx.HTTPError."""

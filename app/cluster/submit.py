@@ -21,6 +21,7 @@ from app.cluster.job_view import Detail, JobView, spinner
 from app.cluster.jobs import Job, JobsApi
 from app.cluster.packages import known_jobs, runtime_env
 from app.cluster.preflight import require_inputs, require_stored
+from app.cluster.queue import PRIORITY, USER, Priority, person
 from app.cluster.ray_internals import is_uploaded, silence_client, uploaded_bytes
 from app.cluster.state import read_state, running_cluster
 from app.config import embedded, load_job_recipe, names_model, read_text, reads_files, title_of
@@ -50,12 +51,20 @@ _RESTART_TIMEOUT_S = 300.0
 """Maximum time in which a running supervisor restarts the cluster."""
 
 
-def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] = (), detail: Detail = "normal") -> int:
+def submit(
+    job: str,
+    recipe: str,
+    overrides: list[str],
+    options: Sequence[str] = (),
+    detail: Detail = "normal",
+    priority: Priority = "normal",
+) -> int:
     """Submit ``python -m jobs.JOB RECIPE …`` from the current folder, show its log, return its exit code.
 
     The recipe is a path, a URI, or ``-`` for standard input; to deploy, also a model's name. ``options`` are the job's
-    own, such as ``--json``. Ray uploads the current folder with the job, which may be a checkout or a person's own
-    project. A recipe that is not part of this upload is embedded in the job's command, so a resubmitted job has it.
+    own, such as ``--json``. ``priority`` orders the jobs that wait while the cluster is full. Ray uploads the current
+    folder with the job, which may be a checkout or a person's own project. A recipe that is not part of this upload is
+    embedded in the job's command, so a resubmitted job has it.
 
     The local cluster is used, unless ``RAY_API_SERVER_ADDRESS`` names another one. If the cluster is lost while the job
     runs, follow the job that its supervisor submits in its place.
@@ -84,7 +93,7 @@ def submit(job: str, recipe: str, overrides: list[str], options: Sequence[str] =
     # A relative path is meant from the current folder, not from the job's copy of it.
     given = [override for override in overrides if not override.startswith("storage=")]
     arguments = [*given, *([f"storage={storage}"] if storage else []), *options]
-    return send_job(job, location, arguments, loaded.name, target, detail)
+    return send_job(job, location, arguments, loaded.name, target, detail, priority)
 
 
 def _is_sent_along(recipe: str) -> bool:
@@ -128,6 +137,7 @@ def send_job(
     name: str,
     target: _Target | None = None,
     detail: Detail = "normal",
+    priority: Priority = "normal",
 ) -> int:
     """Submit a job on a recipe that every node can read, show its log, return its exit code.
 
@@ -147,7 +157,7 @@ def send_job(
             entrypoint=shlex.join(["python", "-m", f"jobs.{job}", recipe, *arguments]),
             submission_id=submission_id,
             runtime_env=runtime_env(".", has_rayloom=target.is_local),
-            metadata={_FOLDER: str(Path.cwd()), _NAME: name},
+            metadata={_FOLDER: str(Path.cwd()), _NAME: name, USER: person(), PRIORITY: priority},
         )
     if detail != "quiet":
         print(f"Job '{submission_id}' submitted. To stop it: rayloom stop {submission_id}", flush=True)
@@ -185,6 +195,15 @@ def stop_job(named: str) -> str | None:
     return job.submission_id
 
 
+def cluster_api() -> JobsApi:
+    """Return the jobs API of the cluster to which jobs are submitted.
+
+    Raises:
+        ClusterError: no cluster answers, or it rejects the token.
+    """
+    return _jobs_api(_find_target())
+
+
 def _jobs_api(target: "_Target") -> JobsApi:
     api = JobsApi.of(target.environment)
     api.require_access()
@@ -220,9 +239,10 @@ def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
         failure=f"job {job.submission_id} was lost, and cannot be submitted again",
         entrypoint=shlex.join(entrypoint),
         submission_id=new_id,
-        # The metadata have no folder, so that a job is submitted again only once.
+        # The new metadata have no folder, so that a job is submitted again only once.
         # Only supervisors of local clusters resubmit.
         runtime_env=runtime_env(folder, has_rayloom=True),
+        metadata={key: job.metadata[key] for key in (USER, PRIORITY) if key in job.metadata},
     )
     return new_id
 

@@ -1,0 +1,159 @@
+"""The queue in which a cluster's jobs wait for room: who is next, and what a waiting job says of itself."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from getpass import getuser
+from typing import Literal, Self, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from app.config.placement import suffices
+from app.errors import ClusterError
+
+Priority = Literal["low", "normal", "high"]
+USER, PRIORITY = "rayloom_user", "rayloom_priority"
+"""The keys in a job's metadata."""
+_PRIORITIES: tuple[Priority, ...] = get_args(Priority)
+_PREFIX = "QUEUE "
+
+Amounts = Mapping[str, float]
+"""Amounts of resources by Ray's names."""
+
+
+class Queued(BaseModel):
+    """A job that waits for its turn, or has had it and not ended."""
+
+    job: str
+    user: str
+    priority: Priority
+    demand: dict[str, float]
+    """What the job needs at least to do its work."""
+    since: float
+    """When it joined, in seconds since 1970."""
+
+
+def person() -> str:
+    """Return who submits jobs here: ``RAYLOOM_USER``, else the name of the operating system's user."""
+    try:
+        return os.environ.get("RAYLOOM_USER") or getuser()
+    except (KeyError, OSError):  # of a container that has no name for its user
+        return str(os.getuid())
+
+
+def priority_of(given: str | None) -> Priority:
+    """Return the priority in a job's metadata. Raise ClusterError if there is no such priority."""
+    for priority in _PRIORITIES:
+        if priority == (given or "normal"):
+            return priority
+    raise ClusterError(f"the job's metadata {PRIORITY} is {given!r}: give one of {', '.join(_PRIORITIES)}")
+
+
+def in_line(
+    waiting: Iterable[Queued], started: Iterable[Queued], total: Amounts, turns: Mapping[str, int]
+) -> list[Queued]:
+    """Return the waiting jobs in the order of their turns, if none comes.
+
+    A higher priority goes first. Then it is the user's turn whose jobs have the smallest share of the cluster: the
+    largest of their shares of its resources (Ghodsi et al. 2011, Dominant Resource Fairness). Of equal ones it is the
+    turn of who had none for longest, so that people alternate where one job fills the cluster. Then the older job's.
+
+    Args:
+        turns: the number of each user's last start. Later starts have higher numbers.
+    """
+    held: dict[str, list[Amounts]] = {}
+    last, now = dict(turns), max(turns.values(), default=0)
+    for job in started:
+        held.setdefault(job.user, []).append(job.demand)
+    left, line = list(waiting), list[Queued]()
+    while left:
+        following = min(
+            left,
+            key=lambda job: (
+                -_PRIORITIES.index(job.priority),
+                _largest_share(held.get(job.user, []), total),
+                last.get(job.user, 0),
+                job.since,
+                job.job,
+            ),
+        )
+        left.remove(following)
+        line.append(following)
+        held.setdefault(following.user, []).append(following.demand)
+        last[following.user] = now + len(line)
+    return line
+
+
+def _largest_share(demands: list[Amounts], total: Amounts) -> float:
+    held = _sum(demands)
+    return max((amount / total[kind] for kind, amount in held.items() if total.get(kind)), default=0.0)
+
+
+def fits(demand: Amounts, room: Amounts) -> bool:
+    """Return whether ``room`` has every amount of ``demand``."""
+    return all(suffices(room.get(kind, 0.0), amount) for kind, amount in demand.items())
+
+
+def may_start(demand: Amounts, started: Iterable[Queued], total: Amounts, free: Amounts, may_grow: bool) -> bool:
+    """Return whether the first in line may start.
+
+    What the started jobs need counts in full, because they may not have taken it yet. On a cluster that grows, a job
+    may ask for new nodes once those of the jobs before it have come.
+
+    Args:
+        total: what the cluster has.
+        free: what Ray has free of it.
+    """
+    taken = _sum(job.demand for job in started)
+    if not taken or (may_grow and fits(taken, total)):
+        return True
+    room = {kind: min(total.get(kind, 0.0) - taken.get(kind, 0.0), free.get(kind, 0.0)) for kind in demand}
+    return fits(demand, room)
+
+
+def _sum(demands: Iterable[Amounts]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for demand in demands:
+        for kind, amount in demand.items():
+            total[kind] = total.get(kind, 0.0) + amount
+    return total
+
+
+class Place(BaseModel):
+    """What a job that waits tells in its log, for ``rayloom jobs`` and for a person."""
+
+    user: str
+    priority: Priority
+    place: int
+    """Its place in the line, from 1."""
+    waiting: int
+    """The number of jobs in the line."""
+    needs: dict[str, float]
+    behind: list[str]
+    """The jobs that it waits for: those before it in the line, and those that have started."""
+
+    def to_line(self) -> str:
+        """Return the line of the log."""
+        return _PREFIX + json.dumps(self.model_dump(), ensure_ascii=False)
+
+    @classmethod
+    def of_line(cls, line: str) -> Self | None:
+        """Return the place that a line of a log tells; None if it is another line."""
+        if not line.startswith(_PREFIX):
+            return None
+        try:
+            return cls.model_validate_json(line.removeprefix(_PREFIX))
+        except ValidationError:  # the line of another program
+            return None
+
+    @property
+    def reason(self) -> str:
+        """What the job waits for, in a few words."""
+        needs = " and ".join(f"{amount:g} {kind}" for kind, amount in self.needs.items() if amount)
+        first = ", ".join(self.behind[:2]) + (f" and {len(self.behind) - 2} more" if len(self.behind) > 2 else "")
+        return f"{needs}, after {first}"
+
+    @property
+    def sentence(self) -> str:
+        """The place as a person reads it."""
+        return f"waiting, place {self.place} of {self.waiting} ({self.user}, {self.priority}), for {self.reason}"
