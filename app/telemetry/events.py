@@ -14,7 +14,9 @@ from app.telemetry.mirror import Mirror
 
 EVENTS_FILE = "events.jsonl"
 
-EventKind = Literal["started", "continued", "rolled_back", "alert", "paused", "stopped", "finished", "failed"]
+EventKind = Literal[
+    "started", "continued", "rolled_back", "alert", "yielded", "paused", "stopped", "finished", "failed"
+]
 
 
 class Event(BaseModel):

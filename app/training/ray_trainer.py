@@ -1,4 +1,4 @@
-"""Ray Train's controller of a run, as light as the run allows. It imports no other module of this library.
+"""Ray Train's controller of a run, as light as the run allows. Of this library, it imports what asks Ray's coordinator.
 
 Ray's own trainer has the controller import torch, and starts one actor for data, one for joining nodes and one for
 leaving nodes. Each takes more CPU time to start than a worker takes to build a small model. So this module overrides
@@ -6,8 +6,11 @@ private methods of Ray Train V2.
 """
 
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -17,20 +20,31 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
-from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, FixedScalingPolicy
+from ray.train.v2._internal.execution.scaling_policy import (
+    ElasticScalingPolicy,
+    NoopDecision,
+    ResizeDecision,
+    ScalingDecision,
+)
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.metrics import Counter
+
+from app.cluster.coordinator_internals import has_waiting_replicas
 
 _PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 _LEAVE_TIMEOUT_S = 30.0
 """Maximum time that a worker takes to leave its process group before it is ended."""
+_POLL_S = 1.0
+
+_asked_to_yield = threading.Event()
+"""Set in a worker that the controller has asked to yield."""
 
 
 class LightTrainer(DataParallelTrainer):  # type: ignore[misc] # Ray has no types
     """Ray's trainer of PyTorch, for workers that join their process group and read their data themselves."""
 
     def __init__(self, train_worker: Any, worker_counts: Sequence[int], stays_on_nodes: bool, **options: Any) -> None:
-        """``worker_counts`` are the allowed numbers of workers, if the recipe gives a range.
+        """``worker_counts`` are the allowed numbers of workers.
 
         ``stays_on_nodes``: no node joins or leaves during the run, so nothing has to watch for that.
         """
@@ -46,10 +60,9 @@ class LightTrainer(DataParallelTrainer):  # type: ignore[misc] # Ray has no type
     def _initialize_and_run_controller(self, **arguments: Any) -> ray.train.Result:
         # The controller inherits the variable.
         os.environ[_PREEMPTION_WATCHER] = str(int(not self._stays_on_nodes))
-        if self.scaling_config.elasticity_enabled:
-            arguments["scaling_policy"] = DividingPolicy(self.scaling_config, self._worker_counts)
-        elif self._stays_on_nodes:
-            arguments["scaling_policy"] = SilentPolicy(self.scaling_config)
+        fixed = SilentPolicy if self._stays_on_nodes else FixedPolicy
+        policy = DividingPolicy if self.scaling_config.elasticity_enabled else fixed
+        arguments["scaling_policy"] = policy(self.scaling_config, self._worker_counts)
         return super()._initialize_and_run_controller(**arguments)
 
 
@@ -65,25 +78,101 @@ class FailureCounter(ray.train.UserCallback):  # type: ignore[misc]
 
 
 class DividingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
-    """Ray's elastic policy, limited to numbers of workers that divide the global batch."""
+    """Ray's elastic policy, limited to numbers of workers that divide the global batch.
+
+    Ray resizes a run by ending its workers, which loses the steps since the last checkpoint. This policy asks them to
+    save their state and end, and ``await_room`` tells when a new run may go on.
+    """
 
     def __init__(self, config: ray.train.ScalingConfig, worker_counts: Sequence[int]) -> None:
         super().__init__(config)
         self._worker_counts = worker_counts
+        self._latest_monitor_time = float("-inf")
 
     def _count_possible_workers(self, reserved_resources: ReservedResources) -> int:
         possible = super()._count_possible_workers(reserved_resources)
         return max((count for count in self._worker_counts if count <= possible), default=0)
 
+    def make_decision_for_running_worker_group(
+        self,
+        worker_group_state: Any,
+        worker_group_status: Any,  # noqa: ARG002
+    ) -> ScalingDecision:
+        """Ask the workers to yield if another number of them should run. Resize nothing."""
+        self._maybe_send_resource_request()
+        if self._is_due(worker_group_state.start_time) and self._should_yield(worker_group_state.num_workers):
+            # One is enough, because they exchange requests.
+            worker_group_state.workers[0].execute_async(_note_request)
+        return NoopDecision()
 
-class SilentPolicy(FixedScalingPolicy):  # type: ignore[misc]
-    """Ray's policy for a fixed number of workers, on a cluster that has no autoscaler to ask for nodes."""
+    def _is_due(self, started_s: float) -> bool:
+        now_s = time.monotonic()
+        if now_s - max(started_s, self._latest_monitor_time) < self.scaling_config.elastic_resize_monitor_interval_s:
+            return False
+        self._latest_monitor_time = now_s
+        return True
+
+    def _should_yield(self, num_workers: int) -> bool:
+        """Return whether fewer or more workers should run, or none because replicas wait for their room."""
+        reserved = self._get_reserved_resources()
+        if reserved is None:
+            return False
+        possible = self._count_possible_workers(reserved)
+        return possible != num_workers and (possible > 0 or has_waiting_replicas())
+
+
+class FixedPolicy(DividingPolicy):
+    """Runs a fixed number of workers, or none while replicas above training need their room."""
+
+    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+        """Start all workers, as Ray does: it waits for their resources."""
+        self._maybe_send_resource_request()
+        return self._get_resize_decision(self.scaling_config.max_workers)
+
+
+class SilentPolicy(FixedPolicy):
+    """The same on a cluster that has no autoscaler to ask for nodes. It registers the run only if replicas wait."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Start no actor that would ask."""
+        self._run_context = train_run_context
 
     def _maybe_send_resource_request(self) -> None:
-        """Ask for nothing."""
+        if self._coordinator_client is not None:
+            super()._maybe_send_resource_request()
+
+    def _should_yield(self, num_workers: int) -> bool:
+        if self._coordinator_client is None:
+            if not has_waiting_replicas():
+                return False
+            super().after_controller_start(self._run_context)
+        return super()._should_yield(num_workers)
+
+
+def await_room(
+    config: ray.train.ScalingConfig, worker_counts: Sequence[int], run_name: str, is_asked: Callable[[], bool]
+) -> bool:
+    """Wait until there is room for the smallest number of workers. Return False if ``is_asked`` ends the wait."""
+    policy = DividingPolicy(config, worker_counts)
+    policy.after_controller_start(SimpleNamespace(run_id=run_name))
+    try:
+        while not isinstance(policy.make_decision_for_non_running_worker_group(), ResizeDecision):
+            if is_asked():
+                return False
+            time.sleep(_POLL_S)
+    finally:
+        policy.before_controller_abort()
+    return True
+
+
+def was_asked_to_yield() -> bool:
+    """Return whether Ray Train's controller has asked this worker to save its state and end."""
+    return _asked_to_yield.is_set()
+
+
+def _note_request() -> None:
+    """Called in a worker, by the controller."""
+    _asked_to_yield.set()
 
 
 @dataclass

@@ -28,13 +28,13 @@ from app.telemetry.metrics import publishing
 from app.training.coordination.shared_folder import marked, require_shared
 from app.training.coordination.topology import require_groups_within_nodes
 from app.training.plan import TrainingPlan
-from app.training.ray_trainer import FailureCounter, LightTrainer
+from app.training.ray_trainer import FailureCounter, LightTrainer, await_room, was_asked_to_yield
 from app.training.records import Ending, EpochRecord
 from app.training.session import train
-from app.training.stop_request import StopRequest
+from app.training.stop_request import StopRequest, read_stop_request
 from app.training.worker import start_worker
 
-_RESIZE_INTERVAL_S = 10.0
+_RESIZE_INTERVAL_S = 5.0
 _STATE_TRACKING = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 """Ray's setting for the list of training runs at ``/api/train/v2/runs/v1``. Its dashboard has no page for it."""
 _MOVES_WORKERS = "RAY_CHDIR_TO_TRIAL_DIR"
@@ -66,6 +66,8 @@ def fit(
 ) -> Ending:
     """Train with Ray, from the run's newest checkpoint if it has any. ``data_folder`` None: the run's own.
 
+    When the room for workers changes, they save their state, and others go on. A stop request may come between.
+
     ``last_reported_epoch`` is the last epoch that was reported to ``callbacks`` before. Later epochs of the checkpoint
     are reported now. None: all of them were reported.
 
@@ -89,10 +91,21 @@ def fit(
             last_reported_epoch=last_reported_epoch,
             is_trial=data_folder is not None,
         )
-        try:
-            result = _trainer(plan.recipe.train, run_folder, arguments, callbacks).fit()
-        except ray.train.TrainingFailedError as error:
-            raise TrainingError(f"training failed: {_cause(run_folder, error)}") from error
+        while (ending := _fit_once(plan, run_folder, arguments, callbacks)).stop_request is StopRequest.YIELD:
+            arguments["last_reported_epoch"] = None  # all of them were
+            if request := _await_room(plan.recipe.train, run_folder, ending.step):
+                return ending.model_copy(update={"stop_request": request})
+        return ending
+
+
+def _fit_once(
+    plan: TrainingPlan, run_folder: UPath, arguments: WorkerArguments, callbacks: Sequence[UserCallback]
+) -> Ending:
+    """Train until the workers end. Raises what ``fit`` does."""
+    try:
+        result = _trainer(plan.recipe.train, run_folder, arguments, callbacks).fit()
+    except ray.train.TrainingFailedError as error:
+        raise TrainingError(f"training failed: {_cause(run_folder, error)}") from error
     outcome = pickle.loads(result.return_value)  # noqa: S301 # from our own worker
     if isinstance(outcome, RayloomError):
         raise outcome
@@ -100,22 +113,26 @@ def fit(
     return ending
 
 
+def _await_room(config: TrainConfig, run_folder: UPath, step: int) -> StopRequest:
+    """Wait until there is room for the smallest number of workers. Return the request that ended the wait, or NONE."""
+    print(f"saved at step {step:,}, because the room for workers has changed", flush=True)
+
+    def is_asked() -> bool:
+        return read_stop_request(run_folder) is not StopRequest.NONE
+
+    has_room = await_room(_scaling_of(config), config.worker_counts, run_folder.name, is_asked)
+    return StopRequest.NONE if has_room else read_stop_request(run_folder)
+
+
 def _trainer(
     config: TrainConfig, run_folder: UPath, arguments: WorkerArguments, callbacks: Sequence[UserCallback]
 ) -> LightTrainer:
-    counts = config.worker_counts
     return LightTrainer(
         train_worker,
-        counts,
+        config.worker_counts,
         stays_on_nodes=not arguments["watches_nodes"],
         train_loop_config=arguments,
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=(counts[0], counts[-1]) if isinstance(config.workers, tuple) else config.workers,
-            use_gpu=config.device == "gpu",
-            resources_per_worker=dict(config.placement.resources),
-            label_selector=dict(config.placement.labels) or None,
-            elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,
-        ),
+        scaling_config=_scaling_of(config),
         run_config=ray.train.RunConfig(
             # A new name each time: state that Ray keeps of a run can prevent it from starting again. Everything that
             # the run needs is in its own checkpoints.
@@ -125,6 +142,17 @@ def _trainer(
             failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
             callbacks=[*callbacks, *([] if arguments["is_trial"] else [_failures(run_folder)])],
         ),
+    )
+
+
+def _scaling_of(config: TrainConfig) -> ray.train.ScalingConfig:
+    counts = config.worker_counts
+    return ray.train.ScalingConfig(
+        num_workers=(counts[0], counts[-1]) if isinstance(config.workers, tuple) else config.workers,
+        use_gpu=config.device == "gpu",
+        resources_per_worker=dict(config.placement.resources),
+        label_selector=dict(config.placement.labels) or None,
+        elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,
     )
 
 
@@ -183,7 +211,7 @@ def _train(arguments: WorkerArguments) -> Ending | RayloomError:
         if worker.is_first:
             stack.enter_context(keep_heartbeat(run_folder))
         try:
-            poll_stop_request = _poll_stop_request if arguments["watches_nodes"] else None
+            poll_stop_request = _poll_cluster if arguments["watches_nodes"] else _poll_controller
             last_epoch = arguments["last_reported_epoch"]
             publish = no_op if arguments["is_trial"] else stack.enter_context(publishing(ray_metrics))
             return train(plan, data, worker, run_folder, _report, poll_stop_request, last_epoch, publish)
@@ -196,9 +224,13 @@ def _report(record: EpochRecord) -> None:
     ray.train.report(record.model_dump())
 
 
-def _poll_stop_request() -> StopRequest:
+def _poll_cluster() -> StopRequest:
     """Return STOP once the cluster announces that it will take back a worker's node (preemption)."""
-    return StopRequest.STOP if ray.train.get_preemption_info() else StopRequest.NONE
+    return StopRequest.STOP if ray.train.get_preemption_info() else _poll_controller()
+
+
+def _poll_controller() -> StopRequest:
+    return StopRequest.YIELD if was_asked_to_yield() else StopRequest.NONE
 
 
 def _cause(run_folder: UPath, error: ray.train.TrainingFailedError) -> str:

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 _MAX_ROLLBACKS = 3
 _END_EVENTS: dict[StopRequest, EventKind] = {
     StopRequest.NONE: "finished",
+    StopRequest.YIELD: "yielded",
     StopRequest.PAUSE: "paused",
     StopRequest.STOP: "stopped",
 }
@@ -86,9 +87,9 @@ def train(
     """Train as one worker of the run, from its newest intact checkpoint if it has any.
 
     ``report`` is called with the record of each epoch. ``poll_stop_request`` asks the platform for a stop request
-    (preemption). It is collective: every worker calls it, about once a second. Epochs of the checkpoint after
-    ``last_reported_epoch`` are reported now. If it is None, all of them were reported before. The first worker calls
-    ``publish`` with the run's metrics.
+    (preemption, or another number of workers). It is collective: every worker calls it, about once a second. Epochs of
+    the checkpoint after ``last_reported_epoch`` are reported now. If it is None, all of them were reported before. The
+    first worker calls ``publish`` with the run's metrics.
 
     Raises:
         RecipeError: the model cannot be built from the recipe.

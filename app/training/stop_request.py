@@ -1,4 +1,4 @@
-"""Requests to stop or pause a run: from a person or program by a file in its folder, or by SIGTERM."""
+"""Requests to stop or pause a run: from a person or program by a file in its folder, SIGTERM, or the cluster."""
 
 import signal
 import threading
@@ -21,8 +21,10 @@ class StopRequest(IntEnum):
     """A request to a run. ``max`` of two requests is the stronger one."""
 
     NONE = 0
-    PAUSE = 1
-    STOP = 2
+    YIELD = 1
+    """Save the state, so that as many workers as there is room for go on."""
+    PAUSE = 2
+    STOP = 3
 
 
 def request_stop(run_folder: UPath, request: StopRequest) -> None:

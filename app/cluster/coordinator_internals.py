@@ -1,0 +1,77 @@
+"""Ray's internal coordinator: who may use how much of the cluster, by priority (Ray 2.60).
+
+Ray Train registers its workers there with priority 10. Ray Serve never registers, so the endpoint claims its room here.
+The coordinator counts all that nodes have, not what is free, and heeds no label selectors. Claims also go to the node
+autoscaler.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+Bundle = dict[str, float]
+"""Resources that one node must have."""
+
+PLACED, WAITING = "rayloom-endpoint", "rayloom-endpoint-waiting"
+"""The ids of the claims of replicas that have room, and of those that wait for it."""
+RENEW_S = 20.0
+"""Time after which a claim must be made again, well before it expires."""
+_ABOVE_TRAINING = 20
+_EXPIRES_S, _TIMEOUT_S = 60.0, 5.0
+_NAME = "AutoscalingCoordinator"
+"""Of the actor, and of its namespace."""
+_ANY_SHARE = 0.001
+
+
+def on_node(bundle: Bundle, address: str | None) -> Bundle:
+    """Return the bundle for the node with this address. None: for any node."""
+    return {**bundle, f"node:{address}": _ANY_SHARE} if address else bundle
+
+
+def claim_of(claimant: str, bundles: Sequence[Bundle]) -> dict[str, Any]:
+    """Return the coordinator's arguments for a claim above training's priority."""
+    return {
+        "requester_id": claimant,
+        "resources": list(bundles),
+        "expire_after_s": _EXPIRES_S,
+        # Ray's own values end at training's. Of a priority, the coordinator reads nothing but the value.
+        "priority": SimpleNamespace(value=_ABOVE_TRAINING),
+    }
+
+
+def claim(claimant: str, bundles: Sequence[Bundle]) -> None:
+    """Claim all of these bundles above training, in place of those that were claimed before.
+
+    Raises:
+        RayError: the coordinator does not answer.
+    """
+    if bundles:
+        from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (  # imports pandas
+            get_or_create_autoscaling_coordinator,
+        )
+
+        coordinator = get_or_create_autoscaling_coordinator()
+        ray.get(coordinator.request_resources.remote(**claim_of(claimant, bundles)), timeout=_TIMEOUT_S)
+    elif (coordinator := _find()) is not None:
+        ray.get(coordinator.cancel_request.remote(claimant), timeout=_TIMEOUT_S)
+
+
+def has_waiting_replicas() -> bool:
+    """Return whether replicas wait for room that nodes have; False if the coordinator does not answer."""
+    if (coordinator := _find()) is None:
+        return False
+    try:
+        return bool(ray.get(coordinator.get_reserved_resources.remote(WAITING), timeout=_TIMEOUT_S))
+    except (GetTimeoutError, RayError):
+        return False
+
+
+def _find() -> Any:
+    """Return the coordinator, or None if nobody has started it."""
+    try:
+        return ray.get_actor(_NAME, namespace=_NAME)
+    except ValueError:
+        return None
