@@ -19,8 +19,9 @@ from app.serving.config import EndpointConfig
 from app.serving.demand import Demand
 from app.serving.pool_configs import PoolConfigs
 from app.serving.pools import APPLICATION, Pool, application_of, named, pool_of, prefix_of
+from jobs._claim import keep_claim
 from jobs._cluster import require, require_node
-from jobs._serve_internals import await_proxies, deployed_user_configs
+from jobs._serve_internals import await_proxies, deployed_in
 from serve_deployments.autoscaling import autoscaling_of
 from serve_deployments.model_server import ModelServer
 
@@ -73,7 +74,7 @@ def desired_pools() -> PoolConfigs:
     Raises:
         ClusterError: another release of Rayloom has deployed the endpoint.
     """
-    given = deployed_user_configs(DEPLOYMENT)
+    given = {name: found.user_config for name, found in deployed_in(DEPLOYMENT).items()}
     ours = {name: config for name, config in given.items() if name == APPLICATION or name.startswith(f"{APPLICATION}-")}
     try:
         return PoolConfigs({pool_of(name): EndpointConfig.model_validate(config) for name, config in ours.items()})
@@ -262,6 +263,8 @@ def _run(pool: Pool, pools: PoolConfigs, timeout_s: float) -> None:
     )
     target = serve.RunTarget(server.bind(), name=application, route_prefix=prefix_of(pool) or "/")
     serve.run_many([target], wait_for_applications_running=False)
+    if scaling.above_training:
+        keep_claim(DEPLOYMENT)
     _await_running(application, timeout_s)
 
 

@@ -1,6 +1,8 @@
 """Ray Serve's client and controller: the only private parts of Ray that jobs use (Ray 2.60)."""
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
 
 import ray
 from ray import serve
@@ -8,17 +10,36 @@ from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.exceptions import RayServeException
 
 
-def deployed_user_configs(deployment: str) -> dict[str, dict[str, Any]]:
-    """Return the last ``user_config`` of each application's deployment of this name, by the applications' names.
+@dataclass(frozen=True)
+class Deployed:
+    """A deployment as it was last given to Serve."""
 
-    ``serve.status()`` leaves it out. The dashboard's REST API has it, but a cluster may run without a dashboard.
+    user_config: dict[str, Any]
+    addresses: list[str]
+    """Of the nodes of its replicas, also of those that start or stop."""
+    waiting: int
+    """Number of replicas that Serve wants, and that no node has yet."""
+
+    @classmethod
+    def of(cls, details: Mapping[str, Any]) -> Self:
+        """Return what is known from Serve's details of a deployment."""
+        addresses = [replica["node_ip"] for replica in details["replicas"] if replica.get("node_ip")]
+        waiting = max(0, details["target_num_replicas"] - len(addresses), len(details["replicas"]) - len(addresses))
+        return cls(details["deployment_config"]["user_config"], addresses, waiting)
+
+
+def deployed_in(deployment: str) -> dict[str, Deployed]:
+    """Return the deployments of this name by their applications.
+
+    ``serve.status()`` leaves ``user_config`` out. The dashboard's REST API has it, but a cluster may run without a
+    dashboard.
     """
     if (client := _client()) is None:
         return {}
     return {
-        name: found["deployments"][deployment]["deployment_config"]["user_config"]
-        for name, found in client.get_serve_details()["applications"].items()
-        if deployment in found["deployments"]
+        name: Deployed.of(application["deployments"][deployment])
+        for name, application in client.get_serve_details()["applications"].items()
+        if deployment in application["deployments"]
     }
 
 

@@ -180,6 +180,11 @@ class ServeConfig(Section):
     labels: LabelSelector = Field(
         default={}, description="labels of the replicas' nodes, as a label selector of Ray: {market: on-demand}"
     )
+    above_training: bool = Field(
+        default=False,
+        description="replicas get the CPUs, GPUs and resources that they reserve before training: an elastic one "
+        "shrinks, another pauses, and both come back",
+    )
     threads: PositiveInt | None = Field(default=None, description="threads of a replica's engine")
     tensor_parallel: TensorParallelConfig | None = Field(
         default=None, description="for a model that is too large for one device, compiled with compile.engines=[torch]"
@@ -263,6 +268,20 @@ class ServeConfig(Section):
                 f"scaling.latency_target_ms is {self.scaling.latency_target_ms:g}, and the number of replicas is "
                 "fixed: set replicas to [min, max]"
             ).of("replicas.fixed")
+        return self
+
+    @model_validator(mode="after")
+    def _what_comes_first_is_counted(self) -> Self:
+        if self.above_training and not any(self.reserved.values()) and not self.tensor_parallel:
+            raise RecipeError(
+                "above_training is true, and a replica reserves nothing that training could give up: set "
+                "cpus_per_replica or gpus_per_replica"
+            ).of("priority.nothing")
+        if self.above_training and self.labels:
+            raise RecipeError(
+                "above_training and labels are given, and Ray heeds no labels when it takes room from training: select "
+                "the nodes with resources, or leave one of them out"
+            ).of("keys.contradict")
         return self
 
     @model_validator(mode="after")

@@ -36,6 +36,9 @@ class Scaling(FrozenConfig):
     labels: dict[str, str] = {}
     """Selectors of the nodes' labels."""
 
+    above_training: bool = False
+    """Whether replicas get their room before training."""
+
     latency_target_s: float | None = None
     """Target for the 95th percentile of latency. None: only the number of requests decides."""
 
@@ -55,6 +58,7 @@ class Scaling(FrozenConfig):
             max_gpus=serve.generation.tensor_parallel,
             resources=serve.resources,
             labels=serve.labels,
+            above_training=serve.above_training,
             latency_target_s=target_ms / 1e3 if target_ms else None,
             upscale_delay_s=serve.scaling.upscale_delay_s,
             downscale_delay_s=serve.scaling.downscale_delay_s,
@@ -76,6 +80,7 @@ class Scaling(FrozenConfig):
             max_gpus=max((model.max_gpus for model in models), default=1),
             resources=_summed([model.resources for model in models]),
             labels={key: selector for model in models for key, selector in model.labels.items()},
+            above_training=any(model.above_training for model in models),
             latency_target_s=min((model.latency_target_s for model in scaled if model.latency_target_s), default=None),
             upscale_delay_s=min((model.upscale_delay_s for model in scaled), default=0.0),
             downscale_delay_s=max((model.downscale_delay_s for model in scaled), default=0.0),
@@ -107,9 +112,10 @@ class Demand(FrozenConfig):
     @property
     def reserved(self) -> dict[str, float]:
         """Ray resources reserved by a replica and the processes of its sharded models."""
-        reserved = dict(self.placement.resources)
-        # Each shard is an actor beside the replica, so its resources come on top.
-        for config in self.sharded:
-            for kind, amount in config.reserved.items():
-                reserved[kind] += config.size * amount
-        return reserved
+        return _summed(self.bundles)
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """Ray resources reserved by a replica, and by each process of its sharded models, an actor beside it."""
+        replica = dict(self.placement.resources)
+        return [replica, *(config.reserved for config in self.sharded for _ in range(config.size))]

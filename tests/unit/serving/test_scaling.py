@@ -12,6 +12,7 @@ from app.serving.config import DeployedModel, EndpointConfig, VersionConfig
 from app.serving.demand import Scaling
 from app.serving.scaling import desired_replicas, target_ongoing_requests
 from jobs._endpoint import desired_pools
+from jobs._serve_internals import Deployed
 from serve_deployments.autoscaling import DIRECT, LATENCY, decide
 from tests.wording import refused
 
@@ -57,6 +58,12 @@ def test_latency_asks_for_no_more_until_the_last_replica_has_had_its_effect(
     assert decide(context({LATENCY: {"one": 0.2, "other": 1.5}}, grown_s))[0] == wanted
 
 
+def test_a_replica_that_has_not_started_yet_is_not_let_go_of() -> None:
+    starting = context({LATENCY: {"one": 0.2, "other": 1.5}}, 971.0)
+    starting.target_num_replicas = 3
+    assert decide(starting)[0] == 3.0
+
+
 def test_requests_that_serve_sees_and_those_that_it_does_not_ask_for_replicas_together() -> None:
     assert decide(context({DIRECT: {"one": 15.5, "other": 4.5}}))[0] == 3.0
 
@@ -96,7 +103,7 @@ def test_models_that_share_replicas_get_what_each_asked_for() -> None:
 def test_an_endpoint_of_another_release_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     version = {"storage": "s", "name": "old", "version": 1, "threads": 1, "policy": {"max_batch_size": 8}}
     deployed = {"models": {"old": {"production": version}}}
-    monkeypatch.setattr("jobs._endpoint.deployed_user_configs", lambda *_: {"rayloom": deployed})
+    monkeypatch.setattr("jobs._endpoint.deployed_in", lambda *_: {"rayloom": Deployed(deployed, [], 1)})
     with refused("endpoint.other_release"):
         desired_pools()
 
