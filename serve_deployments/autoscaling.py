@@ -48,14 +48,15 @@ def decide(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     latency_to_target = max(reported.get(LATENCY, {}).values(), default=0.0)
     ongoing = context.total_num_requests + sum(reported.get(DIRECT, {}).values())
 
-    # Latencies from before the last increase must not cause another one.
+    replicas = context.current_num_replicas
+    if not replicas:
+        return context.target_num_replicas, {}  # Serve itself starts the first one
+    # Latencies from before the last increase must not cause another one, nor end a replica that has not started yet.
     grown_s = context.last_scale_up_time
     if grown_s is not None and context.current_time - grown_s < _SETTLED_S:
-        latency_to_target = min(latency_to_target, 1.0)
-    if not context.current_num_replicas:
-        return context.target_num_replicas, {}  # Serve itself starts the first one
+        latency_to_target, replicas = min(latency_to_target, 1.0), max(replicas, context.target_num_replicas)
     target = context.config.get_target_ongoing_requests()
-    return desired_replicas(context.current_num_replicas, ongoing, target, latency_to_target), {}
+    return desired_replicas(replicas, ongoing, target, latency_to_target), {}
 
 
 def _policy() -> AutoscalingPolicy:
