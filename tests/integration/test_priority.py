@@ -13,7 +13,7 @@ from upath import UPath
 
 from tests.engine_contract import exported, rows
 from tests.faults.ledger import expected, written_in
-from tests.helpers import local_cluster, run, steps_of, submit, wait_until
+from tests.helpers import local_cluster, steps_of, submit, wait_until
 from tests.launch import INTERRUPTED, Cluster, Job, Launch, Trained
 from tests.load import load
 from tests.tables import Tables
@@ -127,14 +127,3 @@ def test_a_training_of_fixed_size_pauses_and_goes_on(
     tables.add("priority, fixed", ["replica placed", "goes on"], [[f"{placed_s:.1f} s", f"{back_s:.1f} s"]])
     assert Trained.of(job.client.result()) == uninterrupted
     assert placed_s <= 15
-
-
-def test_a_training_that_waits_for_room_can_be_paused(shared: Shared, launch: Launch) -> None:
-    job = Job(shared.ray, launch, "waiting", *INTERRUPTED, "train.epochs=100", "model.args.pause_s=0.3")
-    job.client.says("epoch 1")
-    with shared.burst():
-        job.client.says("saved at step", 90)
-        (folder,) = Path(shared.ray.environment["RAYLOOM_STORAGE"]).glob("runs/train/*-waiting-*")
-        assert run("rayloom", "pause", folder.name, environment=shared.ray.environment).returncode == 0
-        result = job.client.result()
-    assert (result["status"], result["metrics"]["paused"]) == ("stopped", True)
