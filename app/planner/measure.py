@@ -205,8 +205,8 @@ def _chain_layers(fakes: FakeModel, blocks: nn.ModuleList) -> list[LayerProfile]
 
 def _with_parameters(layer: LayerProfile, parameters: list[nn.Parameter]) -> LayerProfile:
     """Return ``layer`` with these parameters."""
-    sizes = tuple(parameter.numel() for parameter in parameters)
-    return replace(layer, parameters=sum(sizes), split_parameters=0, tensor_sizes=sizes)
+    shapes = tuple(tuple(parameter.shape) for parameter in parameters)
+    return replace(layer, parameters=sum(map(prod, shapes)), split_parameters=0, tensor_shapes=shapes)
 
 
 def _longest_list(model: nn.Module) -> nn.ModuleList | None:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from app.config.layout import Layout
 from app.config.plan import PlanConfig
+from app.planner.profile import PRECISION_BYTES
 
 Recompute = Literal["none", "selective", "selective_op", "full"]
 """Activations computed again in the backward pass.
@@ -34,6 +35,10 @@ class ParallelPlan:
     """Parameters are gathered in 8 bits (ZeRO++)."""
     quantized_gradients: bool = False
     """Gradients are scattered in 4 bits (ZeRO++)."""
+    gradient_bytes: int | None = None
+    """Bytes in which a number of a gradient travels; None: as the model computes."""
+    low_rank: int | None = None
+    """Rank in which PowerSGD reduces gradients; None: in full."""
     recompute: Recompute = "none"
     overlap: bool = True
     """Gradients are reduced, and parameters gathered, while others are computed."""
@@ -72,6 +77,8 @@ def parallel_plan(config: PlanConfig, layout: Layout) -> ParallelPlan:
         hpz=config.zero_plus_plus.hpz_partition_size,
         quantized_weights=config.zero_plus_plus.quantized_weights,
         quantized_gradients=config.zero_plus_plus.quantized_gradients,
+        gradient_bytes=PRECISION_BYTES[config.communication_data_type] if config.communication_data_type else None,
+        low_rank=config.powersgd.rank if config.powersgd else None,
         recompute="full" if config.activation_checkpointing else "none",
         overlap=config.overlap_comm and layout.pipeline == 1,
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from app.config.plan import Precision
 from app.config.plan_rules import ModelTraits
@@ -96,8 +97,13 @@ class LayerProfile:
     """Matrices that it cuts by rows; each needs the sum of its outputs."""
     tied: str | None = None
     """Names the parameter that another layer uses too; all of this layer's parameters are tied."""
-    tensor_sizes: tuple[int, ...] = ()
-    """Elements of each parameter, in the model's order. Empty: not known."""
+    tensor_shapes: tuple[tuple[int, ...], ...] = ()
+    """Shape of each parameter, in the model's order. Empty: not known."""
+
+    @property
+    def tensor_sizes(self) -> tuple[int, ...]:
+        """Elements of each parameter, in the model's order. Empty: not known."""
+        return tuple(map(prod, self.tensor_shapes))
 
     @property
     def work(self) -> Work:

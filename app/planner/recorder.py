@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
             column_inputs=len(self.column_inputs),
             row_cuts=self.row_cuts,
             tied=tied,
-            tensor_sizes=tuple(parameter.numel() for parameter in given),
+            tensor_shapes=tuple(tuple(parameter.shape) for parameter in given),
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

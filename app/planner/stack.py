@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 from app.config.plan import Precision
@@ -25,6 +26,10 @@ _KEPT = 10**5
 """Elements of parameters that ZeRO 3 never splits (``stage3_param_persistence_threshold``)."""
 _TENSORS = 8
 """Parameters of a layer, where they are not known."""
+_TORCH_BUCKET = 25 * 2**20
+"""Bytes of gradients that torch's ``DistributedDataParallel`` reduces at once."""
+_POWERSGD_CALLS = 3
+"""All-reduces of a bucket: both factors, and the tensors that stay whole."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +74,20 @@ class Stack:
 
         ZeRO 1 and 2 all-reduce gradients whatever ``reduce_scatter`` says (DeepSpeed #5758, #7059), ZeRO 1 once a step,
         ZeRO 2 and 3 in every micro-batch. Gradients travel as the model computes, also where they are added up in 32
-        bits. Counted by ``benchmarks/planning/fake_world.py``.
+        bits, unless ``communication_data_type`` says otherwise. Counted by ``benchmarks/planning/fake_world.py``.
         """
         elements, number = held_parameters(stage, plan.tensor), profile.element_bytes
         if plan.zero_stage == 3:
             yield from _zero_3_traffic(plan, elements, number, sum(len(layer.tensor_sizes) or 1 for layer in stage))
             return
+        if plan.low_rank:
+            yield _low_rank_traffic(plan, stage, plan.low_rank)
+            return
         reductions = plan.accumulation if plan.zero_stage == 2 else 1
         # A bucket holds a 64th of the model, and a Mi of elements at least (app/training/engine/deepspeed_engine.py).
         buckets = max(1, min(64, round(elements / 2**20)))
-        yield Collective("all_reduce", "data", plan.data, elements * number * reductions, buckets * reductions)
+        size = elements * (plan.gradient_bytes or number) * reductions
+        yield Collective("all_reduce", "data", plan.data, size, buckets * reductions)
         if plan.zero_stage:
             yield Collective("all_gather", "data", plan.data, elements * number, buckets)
 
@@ -141,6 +150,25 @@ def added_bytes(profile: ModelProfile, plan: ParallelPlan, stage: Stage) -> floa
     return largest * profile.element_bytes if plan.accumulation > 1 else 0.0
 
 
+def _low_rank_traffic(plan: ParallelPlan, stage: Stage, rank: int) -> Collective:
+    """Return PowerSGD's all-reduces, in 32 bits (Vogels 2019, arXiv:1905.13727).
+
+    Of an n x m matrix it reduces n x rank and m x rank numbers, where torch finds that at most half as many. Layers
+    without known shapes count whole, and a tied parameter counts once.
+    """
+    layers = {layer.tied or number: layer for number, layer in enumerate(stage)}
+    shapes = [shape for layer in layers.values() for shape in layer.tensor_shapes or ((layer.parameters,),)]
+    elements = sum(_low_rank_elements(shape, rank) for shape in shapes)
+    buckets = max(1, round(4 * sum(map(prod, shapes)) / _TORCH_BUCKET))
+    return Collective("all_reduce", "data", plan.data, elements * 4, buckets * _POWERSGD_CALLS)
+
+
+def _low_rank_elements(shape: tuple[int, ...], rank: int) -> int:
+    whole = prod(shape)
+    low = (shape[0] + whole // shape[0]) * rank if len(shape) > 1 else whole
+    return low if 2 * low < whole else whole
+
+
 def _zero_3_traffic(plan: ParallelPlan, elements: float, number: int, tensors: int) -> Iterator[Collective]:
     """Yield ZeRO 3's: parameters gathered forward and backward, gradients scattered (arXiv:1910.02054, section 7.2.2).
 
@@ -149,7 +177,7 @@ def _zero_3_traffic(plan: ParallelPlan, elements: float, number: int, tensors: i
     """
     micro_batches, gathers = plan.accumulation, tensors * plan.accumulation
     weights = elements * micro_batches * (1 if plan.quantized_weights else number)
-    gradients = elements * micro_batches * (0.5 if plan.quantized_gradients else number)
+    gradients = elements * micro_batches * (0.5 if plan.quantized_gradients else plan.gradient_bytes or number)
     forward = Collective("all_gather", "data", plan.data, weights, gathers)
     yield forward
     yield replace(forward, group="copy", ranks=plan.hpz) if plan.hpz > 1 else forward

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
@@ -308,6 +310,33 @@ def test_zero_plus_plus_sends_a_quarter_between_nodes() -> None:
         for plan in (plain, replace(plain, **plus))
     ]
     assert sent[1] == sent[0] / 4  # 3 M and 0.75 M: Wang 2023, table 1
+
+
+def test_gradients_travel_in_the_type_that_the_plan_says() -> None:
+    profile = _gpt(layers=4, hidden=1024)
+    plain = ParallelPlan(tensor=1, pipeline=1, data=2, micro_batch=1, accumulation=1, zero_stage=1)
+    reduced, gathered = traffic(profile, replace(plain, gradient_bytes=4), RAYLOOM, profile.layers)
+    assert reduced.bytes == 2 * gathered.bytes  # parameters travel in bf16
+
+
+def test_powersgd_reduces_as_many_numbers_as_torch_says() -> None:
+    model, rank = GPT(300, 16, layers=2, width=64, heads=4), 4
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        for _ in range(3):
+            before = state.total_numel_after_compression
+            wrapped(tokens).sum().backward()
+        reduced = state.total_numel_after_compression - before
+    finally:
+        distributed.destroy_process_group()
+    profile = measure(model, {"input_ids": tokens}, "fp32")
+    plan = ParallelPlan(1, 1, data=2, micro_batch=1, accumulation=1, zero_stage=0, low_rank=rank)
+    (predicted,) = traffic(profile, plan, RAYLOOM, profile.layers)
+    assert predicted.bytes == 4 * reduced
 
 
 def test_zero_plus_plus_is_offered_where_links_between_nodes_are_slow() -> None:
