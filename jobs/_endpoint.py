@@ -1,5 +1,6 @@
 """The applications of Ray Serve that serve the models, one for each pool. One job at a time changes them."""
 
+import heapq
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +31,8 @@ _LOCK, _NAMESPACE = "changes-the-endpoint", "rayloom"
 _ROLLBACK_TIMEOUT_S = 600.0
 """Time to return to the previous configuration, whose models have been loaded before."""
 _ROUTES_TIMEOUT_S = 60.0
-_POLL_S = 0.1
+_POLL_S, _POLL_FACTOR = 0.1, 10
+"""Time between two looks at Serve, and at least how many times as long as it takes to answer: on many nodes, long."""
 _QUEUED_REQUESTS = 256
 """Queue in front of a replica. Even requests with a free place pass it, if they arrive in one turn of its loop."""
 _BACKPRESSURE = BackpressureConfig(retry_after_s=1.0)
@@ -197,19 +199,19 @@ def _require_memory(demands: Sequence[tuple[Demand, int]]) -> None:
     Args:
         demands: of each pool, with its number of replicas. The first one is about to change.
     """
-    nodes = {node["NodeID"]: int(node["Resources"].get("memory", 0)) for node in ray.nodes() if node["Alive"]}
-    left = dict(nodes)
+    nodes = [int(node["Resources"].get("memory", 0)) for node in ray.nodes() if node["Alive"]]
+    left = [-memory for memory in nodes]  # a heap, whose first is the roomiest node
+    heapq.heapify(left)
     for demand, replicas in reversed(demands):
         for placed in range(replicas if demand.memory_bytes else 0):
-            roomiest = max(left, key=lambda node: left[node])
-            if left[roomiest] < demand.memory_bytes:
-                shown = ", ".join(map(_gib, nodes.values())) or "no memory"
+            if not left or -left[0] < demand.memory_bytes:
+                shown = ", ".join(map(_gib, nodes)) or "no memory"
                 raise ClusterError(
                     f"the language models of a replica need {_gib(demand.memory_bytes)} for their weights and caches, "
                     f"and the nodes with {shown} have room for {placed} of {replicas} replicas, with those of a "
                     "change: set a smaller serve.generation.cache_mb, or undeploy a model"
                 ).of("endpoint.memory", "serve.generation.cache_mb")
-            left[roomiest] -= demand.memory_bytes
+            heapq.heapreplace(left, left[0] + demand.memory_bytes)
 
 
 def _gib(num_bytes: int) -> str:
@@ -279,8 +281,9 @@ def _await_running(name: str, timeout_s: float) -> None:
         TimeoutError: it takes longer than ``timeout_s``; with what Serve waits for.
     """
     deadline_s, waits = time.monotonic() + timeout_s, ""
-    while time.monotonic() < deadline_s:
+    while (asked_s := time.monotonic()) < deadline_s:
         application = serve.status().applications[name]
+        answer_s = time.monotonic() - asked_s
         if application.status is ApplicationStatus.RUNNING:
             return
         server = application.deployments.get(DEPLOYMENT)
@@ -289,5 +292,5 @@ def _await_running(name: str, timeout_s: float) -> None:
             is_unhealthy = server.status_trigger is DeploymentStatusTrigger.HEALTH_CHECK_FAILED
             if application.status is ApplicationStatus.DEPLOY_FAILED and not is_unhealthy:
                 raise RuntimeError(waits.rpartition("\n")[2])
-        time.sleep(_POLL_S)
+        time.sleep(max(_POLL_S, _POLL_FACTOR * answer_s))
     raise TimeoutError(f"the replicas are not ready after {timeout_s:g} s" + (f" ({waits})" if waits else ""))

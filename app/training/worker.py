@@ -72,6 +72,16 @@ def gather(value: T, group: Group = None) -> list[T]:
     return cast("list[T]", values)
 
 
+def gather_on_first(value: T, group: Group = None) -> list[T]:
+    """Return the ``value`` of every process of ``group``, by rank, in the first one; nothing in others. Collective.
+
+    ``group`` contains the first process of the run.
+    """
+    values: list[T | None] = [None] * dist.get_world_size(group) if dist.get_rank() == 0 else []
+    dist.gather_object(value, values or None, dst=0, group=group)
+    return cast("list[T]", values)
+
+
 def run_on_all(work: Callable[[], T], group: Group = None) -> T:
     """Run ``work`` in every process of ``group`` and return this process's result. Collective.
 

@@ -23,7 +23,7 @@ from app.training.checkpoints.names import FROZEN_METADATA, is_frozen_file
 from app.training.checkpoints.snapshot import Snapshot
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.verified_file import write_piece_sums
-from app.training.worker import gather, on_first, run_on_all
+from app.training.worker import gather, gather_on_first, on_first, run_on_all
 
 STATE_FILE = "state.json"
 PARTS_SUFFIX = ".distcp"
@@ -137,7 +137,7 @@ class CheckpointWriter:
                 # All processes have a folder before any writes: the write waits for all of them.
                 local = run_on_all(partial(self._enter_folder, stack, snapshot, folder), self._group)
                 own_sums = run_on_all(partial(write_part, local), self._group)
-            sums = {name: sha256 for part in gather(own_sums, self._group) for name, sha256 in part.items()}
+            sums = {name: sha256 for part in gather_on_first(own_sums, self._group) for name, sha256 in part.items()}
             source = None if has_frozen else self._frozen_in
             on_first(partial(self._commit, folder, sums, snapshot, source), self._group)
             self.last_commit = Commit(time.time(), time.monotonic() - began_s)
