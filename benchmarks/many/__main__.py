@@ -20,6 +20,7 @@ from app.storage import open_storage, to_path
 from benchmarks.machine import load_average, machine, today, versions
 from benchmarks.many.deploys import of_deploys
 from benchmarks.many.measures import Cost, of_endpoint, of_runs, of_versions
+from benchmarks.many.nodes import nodes_table
 from benchmarks.many.trials import of_trials
 from benchmarks.markdown import table
 
@@ -33,6 +34,11 @@ number of requests matters most; lists send 32 at a time.
 "Trials of a study" is the time of the search process, without the training of trials. The study already has the given
 number of trials. `resume` is measured once; the other rows are medians of 5 trials, after one to warm up.
 The space is `tune_spaces.image:space`, the sampler `tpe`.
+
+"Nodes of a cluster" has our own parts beside simulated nodes, each with a rank and a replica: seconds of a call, and
+bytes that it reads or sends. The parts are real, and so are the store of torch, HAProxy and S3; the nodes are entries
+in what Ray would answer. What one process does for all nodes may take as long for each, and what each node does, as
+long as on a small cluster. The last but one column says whether it does: it compares bytes, or times without bytes.
 """
 _MODELS = 100
 _BUCKET = "s3://many"
@@ -115,6 +121,7 @@ _SECTIONS: Mapping[str, Callable[[], str]] = {
     "Versions of 100 models": lambda: _stored(partial(of_versions, models=_MODELS), [1_000, 10_000], [1_000, 10_000]),
     "Models in a replica": lambda: _stored(of_endpoint, [1, _MODELS], [1, _MODELS]),
     "Deploys on a local cluster": _deploys,
+    "Nodes of a cluster": nodes_table,
 }
 
 

@@ -91,21 +91,21 @@ async def _of_endpoint(models: list[AnyDeployed]) -> dict[str, Cost]:
 
 
 def _cost(work: Callable[[], object]) -> Cost:
-    with _counted() as requests:
+    with counted() as requests:
         began_s = time.perf_counter()
         work()
         return Cost(time.perf_counter() - began_s, len(requests))
 
 
 async def _async_cost(work: Callable[[], Awaitable[object]]) -> Cost:
-    with _counted() as requests:
+    with counted() as requests:
         began_s = time.perf_counter()
         await work()
         return Cost(time.perf_counter() - began_s, len(requests))
 
 
 @contextmanager
-def _counted() -> Iterator[list[str]]:
+def counted() -> Iterator[list[str]]:
     """Yield a list of the S3 methods that are called in the block."""
     called: list[str] = []
     original = S3FileSystem._call_s3
