@@ -8,7 +8,7 @@ INSTALLED_MUTATION := .venv/.installed-mutation
 .NOTPARALLEL:  # what is installed for two goals goes into one environment
 PYTHON_VERSION ?= 3.12
 
-.PHONY: help install demo test test-slow test-cluster test-faults test-fresh test-gpu gpu-kit mutation bench-training bench-tuning bench-compile bench-serving bench-planning bench-finetuning bench-many bench-monitoring bench-data bench-generation coverage docs lint format
+.PHONY: help install demo test test-slow test-cluster test-faults test-fresh test-gpu gpu-kit mutation bench-training bench-tuning bench-compile bench-serving bench-planning bench-finetuning bench-many bench-network bench-monitoring bench-data bench-generation coverage docs lint format
 
 help:
 	@echo "make demo            from a fresh clone to a prediction: install, start a cluster, tune, train, compile, deploy, ask"
@@ -27,7 +27,8 @@ help:
 	@echo "make bench-serving   the endpoint beside other model servers, into benchmarks/serving/RESULTS.md; needs wrk and h2load; the machine must be quiet"
 	@echo "make bench-planning  the planner beside published runs and this machine, into benchmarks/planning/RESULTS.md; the machine must be quiet"
 	@echo "make bench-finetuning  fine-tuning beside its peers, after pruning and by a teacher, and every built-in task, into pages of benchmarks/finetuning; the machine must be quiet"
-	@echo "make bench-many      the cost of many runs, trials, versions and models, into benchmarks/many/RESULTS.md"
+	@echo "make bench-many      the cost of many runs, trials, versions, models and nodes, into benchmarks/many/RESULTS.md"
+	@echo "make bench-network   training over 20 Mbit/s to 1 Gbit/s, into benchmarks/network/RESULTS.md; needs root; the machine must be quiet"
 	@echo "make bench-data      data that do not fit into memory: prepared, read, trained on, killed; into pages of benchmarks/data; takes 30 GB of disk; the machine must be quiet"
 	@echo "make bench-generation  language models beside llama.cpp, transformers and the bare engine, into benchmarks/generation/RESULTS.md; the machine must be quiet"
 	@echo "make bench-monitoring  what metrics and traces cost, into benchmarks/monitoring/RESULTS.md; needs Prometheus and wrk; the machine must be quiet"
@@ -122,6 +123,9 @@ bench-finetuning: $(INSTALLED_BENCH)
 
 bench-many: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.many
+
+bench-network: $(INSTALLED_BENCH)
+	@$(BIN)/python -m benchmarks.network
 
 bench-generation: $(INSTALLED_BENCH)
 	@$(BIN)/python -m benchmarks.generation

@@ -37,8 +37,9 @@ The space is `tune_spaces.image:space`, the sampler `tpe`.
 
 "Nodes of a cluster" has our own parts beside simulated nodes, each with a rank and a replica: seconds of a call, and
 bytes that it reads or sends. The parts are real, and so are the store of torch, HAProxy and S3; the nodes are entries
-in what Ray would answer. What one process does for all nodes may take as long for each, and what each node does, as
-long as on a small cluster. The last but one column says whether it does: it compares bytes, or times without bytes.
+in what Ray would answer, and Ray's own work is not counted. What one process does for all nodes may take as long for
+each, and what each node does, as long as on a small cluster. The last but one column says whether it does: it
+compares bytes, or times without bytes.
 """
 _MODELS = 100
 _BUCKET = "s3://many"
