@@ -63,7 +63,7 @@ demo: $(INSTALLED)
 	@echo
 	@$(BIN)/rayloom predict reviews "这本书很好，内容生动，值得一读" "质量太差，用了一天就坏了"
 
-# The unit tests have a run of their own. Otherwise, the cluster and what the others have imported stay in memory beside them.
+# The unit tests run separately. Otherwise the cluster and the imports of the other tests would stay in memory beside them.
 # One process for each of two cores. Tests that share an expensive fixture run in the same process: see tests/conftest.py.
 # Ray's workers are forked from a process that has imported the slow modules: see tests/workers.
 # If a test process dies, the run ends and names its test. When pytest-xdist 3.8 replaces the process, it hangs or fails
