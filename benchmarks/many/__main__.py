@@ -35,11 +35,11 @@ number of requests matters most; lists send 32 at a time.
 number of trials. `resume` is measured once; the other rows are medians of 5 trials, after one to warm up.
 The space is `tune_spaces.image:space`, the sampler `tpe`.
 
-"Nodes of a cluster" has our own parts beside simulated nodes, each with a rank and a replica: seconds of a call, and
-bytes that it reads or sends. The parts are real, and so are the store of torch, HAProxy and S3; the nodes are entries
-in what Ray would answer, and Ray's own work is not counted. What one process does for all nodes may take as long for
-each, and what each node does, as long as on a small cluster. The last but one column says whether it does: it
-compares bytes, or times without bytes.
+"Nodes of a cluster" has the costs of our own parts beside simulated nodes, each with one rank and one replica: the time
+of a call, and the bytes that it reads or sends. Our parts are real, and so are torch's store, HAProxy and the S3
+server. The nodes exist only in simulated answers of Ray, so Ray's own work is not counted. The last column but one
+compares the cost per node on the largest and the smallest cluster, in bytes, or in time where no bytes are given. The
+cost of a part that runs once for all nodes is divided by their number.
 """
 _MODELS = 100
 _BUCKET = "s3://many"

@@ -45,7 +45,7 @@ from jobs._endpoint import require_room
 
 COUNTS = (10, 100, 1000)
 _CONSTANT = 1.2
-"""Growth of a node's cost from the fewest to the most nodes that counts as none."""
+"""Largest growth of the cost per node, from the fewest to the most nodes, that counts as constant."""
 _REPEATS = 5
 _SHA256 = "0" * 64
 _GIB = 2**30
@@ -76,12 +76,12 @@ class Part:
     is_shared: bool
     """Whether one process does it for all nodes, so that its cost may grow as they do."""
     measure: Callable[[int], NodeCost]
-    """Returns the cost on so many nodes."""
+    """Returns the cost on this number of nodes."""
     note: str = ""
     """Why it grows, or what was done about it."""
 
     def row(self) -> list[str]:
-        """Measure it, and return its row."""
+        """Measure the part, and return its row of the table."""
         costs = [self.measure(count) for count in COUNTS]
         growth = self._of_a_node(costs[-1], COUNTS[-1]) / self._of_a_node(costs[0], COUNTS[0])
         verdict = "constant" if growth <= _CONSTANT else "**grows**"
@@ -101,13 +101,13 @@ class Part:
 
 
 def nodes_table() -> str:
-    """Measure all parts."""
+    """Measure all parts, and return their table."""
     header = [
         "",
         "when",
         "where",
         *(f"{count:,} nodes" for count in COUNTS),
-        f"a node: {COUNTS[-1]:,} / {COUNTS[0]}",
+        f"per node: {COUNTS[-1]:,} / {COUNTS[0]}",
         "",
     ]
     return table(header, [part.row() for part in PARTS])
@@ -204,7 +204,7 @@ def _resources(count: int) -> NodeCost:
 
 
 def _serve_status(count: int) -> NodeCost:
-    """Read what Serve's controller tells of a replica and a proxy on each node."""
+    """Parse the details that Serve's controller returns, with a replica and a proxy on each node."""
     actor = {"node_ip": "10.0.0.1", "node_instance_id": "i-0", "actor_name": "a" * 40, "worker_id": "c" * 56}
     replicas, proxies = (
         [
@@ -253,7 +253,7 @@ def _serve_status(count: int) -> NodeCost:
 
 
 def _haproxy(count: int) -> NodeCost:
-    """Edit what Ray writes for HAProxy at a change of replicas, and have HAProxy read it."""
+    """Edit the configuration that Ray writes when replicas change, and have HAProxy read it."""
     from tests.ingress import Ingress, backend
 
     hosts = [f"10.0.{number // 250}.{number % 250 + 1}" for number in range(count)]
@@ -294,7 +294,7 @@ def _beat(count: int) -> NodeCost:
 
 
 def _blame(count: int) -> NodeCost:
-    """Read the beats of all ranks, before a run that hangs is ended."""
+    """Read the beats of all ranks, as before a hanging run is ended."""
     with _watched(count) as (watchdog, size):
         return NodeCost(_median_s(watchdog._query_store), size * count)
 
@@ -325,12 +325,12 @@ def _sync(count: int) -> NodeCost:
     return NodeCost(seconds, worker.sent[-1])
 
 
-# Checkpoints, of a file and its sums from each rank
+# Checkpoints, with a file and its checksums from each rank
 
 
 @cache
 def _checkpoint(count: int) -> tuple[CheckpointStore, Checkpoint, dict[str, str]]:
-    """Write a checkpoint of so many ranks to S3. Return its files' checksums, too."""
+    """Write a checkpoint of this number of ranks to S3. Return it with the checksums of its files."""
     store = CheckpointStore(open_storage(f"s3://many/nodes-{count}") / "checkpoints")
     names = [name for rank in range(count) for name in (f"__{rank}_0.distcp", f"__{rank}_0.distcp.sums")]
     folder = store.folder_of(Checkpoint(1))
@@ -364,7 +364,7 @@ def _restore(count: int) -> NodeCost:
 
 
 def _gathered(count: int) -> NodeCost:
-    """Read the checksums of all ranks' files, which the first one gets and writes."""
+    """Unpickle the checksums of all ranks' files, which the first rank receives and writes."""
     own = pickle.dumps({f"__{count}_0.distcp": _SHA256, f"__{count}_0.distcp.sums": _SHA256})
     return NodeCost(_median_s(lambda: [pickle.loads(own) for _ in range(count)]), len(own) * count)  # noqa: S301
 
@@ -381,41 +381,41 @@ def _remove(count: int) -> NodeCost:
 
 
 PARTS = (
-    Part("watch of the cluster for Prometheus: nodes, dead actors, jobs", "every 3 s", True, _watch),
-    Part("train: are there resources for the workers", "a job", True, _resources),
+    Part("cluster watch for Prometheus: nodes, dead actors, jobs", "every 3 s", True, _watch),
+    Part("train: check the resources for the workers", "a job", True, _resources),
     Part(
-        "deploy: is there memory for the replicas", "a deploy", True, _room,
-        "each replica looked at each node, 206 ms for 1,000; now a heap has the roomiest",
+        "deploy: check the memory for the replicas", "a deploy", True, _room,
+        "took 206 ms for 1,000 nodes while each replica scanned all nodes; now a heap finds the roomiest",
     ),
     Part(
-        "deploy: is each replica ready", "10 times a second", True, _serve_status,
-        "Serve tells of all its actors; a look now waits ten times as long as the last answer took",
+        "deploy: check whether each replica is ready", "10 times a second", True, _serve_status,
+        "Serve lists all its actors; each poll now waits at least ten times as long as the last answer took",
     ),
     Part(
-        "list of models that has other pools' models: which pools run", "a second at most", False, _serve_status,
-        "the same answer of Serve, in each replica that is asked for a list; not in the way of requests",
+        "list of models with those of other pools: check which pools run", "a second at most", False, _serve_status,
+        "the same answer of Serve, in each replica that is asked for a list; inference does not wait for it",
     ),
     Part(
-        "HAProxy: its configuration edited and read", "a change of replicas", False, _haproxy,
-        "Ray Serve starts HAProxy on each node, and each knows and checks all replicas",
+        "HAProxy: edit and read its configuration", "a change of replicas", False, _haproxy,
+        "Ray Serve starts one HAProxy on each node, and each checks all replicas",
     ),
-    Part("watchdog: a beat", "1 s", False, _beat),
+    Part("watchdog: send a heartbeat", "1 s", False, _beat),
     Part(
-        "watchdog: all beats read", "a hang", False, _blame,
-        "two calls of the one store; two for each rank took 30 ms; all ranks ask at once",
+        "watchdog: read all heartbeats", "a hang", False, _blame,
+        "two calls to the one store, by all ranks at once; two calls for each rank took 30 ms",
     ),
     Part(
         "sync of the workers: losses, requests, stragglers", "1 s", False, _sync,
-        "8 bytes a rank name the slow one; the gradients of a second are many times as much",
+        "8 bytes per rank find the straggler; the gradients of a second are many times larger",
     ),
     Part(
-        "checkpoint: checksums gathered", "a checkpoint", True, _gathered,
-        "each rank got what only the first writes; now the first alone does",
+        "checkpoint: gather checksums", "a checkpoint", True, _gathered,
+        "all ranks received them; now only the first does, which writes them",
     ),
-    Part("checkpoint: committed on S3", "a checkpoint", True, _commit),
+    Part("checkpoint: commit on S3", "a checkpoint", True, _commit),
     Part(
-        "checkpoint: checksums read on S3", "a start", False, _restore,
-        "each rank reads the one file that names all files",
+        "checkpoint: read checksums on S3", "a start", False, _restore,
+        "each rank reads the one file that lists all checksums",
     ),
-    Part("checkpoint: removed on S3", "a checkpoint", True, _remove),
+    Part("checkpoint: remove on S3", "a checkpoint", True, _remove),
 )  # fmt: skip

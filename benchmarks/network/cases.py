@@ -1,4 +1,4 @@
-"""What is trained over which network: a GPT of 5 M parameters under several plans."""
+"""The cases and the rates: a GPT of 5 M parameters under several plans, over networks of several rates."""
 
 import sysconfig
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ _CASES = (
 )
 CASES = {case.name: case for case in _CASES}
 LOSS_CASES = (PLAIN.name, *(name for name in CASES if name.endswith("as bf16") or name.startswith("PowerSGD")))
-"""Those whose loss is compared: precisions of the model are another matter."""
+"""The cases whose losses are compared. A case with another precision of the model is left out."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Runs ranks on machines that are network namespaces, with a limited rate between them."""
+"""Run ranks in network namespaces that stand for machines, with a limited rate between them."""
 
 import json
 import os
@@ -30,7 +30,7 @@ class Measured:
 
 @contextmanager
 def two_machines() -> Iterator[list[Machine]]:
-    """Yield machines that reach each other alone."""
+    """Yield two machines that reach only each other."""
     with tempfile.TemporaryDirectory(prefix="bench-network-") as folder:
         network = Network(Path(folder))
         try:

@@ -8,7 +8,7 @@ _INKS = ("#1b6ca8", "#5fa8d3", "#b04a2f", "#e08e6d", "#7a5195", "#7fb069", "#3e8
 
 
 def lines(columns: Sequence[str], rates: Mapping[str, Sequence[float]]) -> str:
-    """An SVG file: a line for each case, a place on the horizontal axis for each column."""
+    """Return an SVG file with a line for each case, and a place on the horizontal axis for each column."""
     values = [value for row in rates.values() for value in row]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
 

@@ -19,7 +19,7 @@ _RING_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 class Predictions:
-    """The planner with what was measured of this machine's processors. Of the network it knows the rate."""
+    """The planner with the measured rates of this machine's processors, and the rate of the network."""
 
     def __init__(self) -> None:
         self._calibrations: dict[str, Calibration] = {}
@@ -30,7 +30,7 @@ class Predictions:
             self._calibrations[case.precision] = measure_machine(MACHINES, case.precision, threads=1)
         problem, calibration = _problem(case), self._calibrations[case.precision]
         cluster = calibration.apply(problem.cluster)
-        # Without a limit, what two processes of this machine reach.
+        # Without a limit: the bandwidth between two processes of this machine.
         bandwidth = rate.bits_per_s / 8 if rate.bits_per_s else cluster.node_link.bandwidth
         cluster = replace(cluster, devices_per_node=1, network=Link(bandwidth, cluster.node_link.latency_s))
         config = case.config(MACHINES)

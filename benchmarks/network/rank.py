@@ -24,11 +24,11 @@ from benchmarks.network.cases import CASES, Case, Text, blueprint
 ALL_REDUCE = "all-reduce"
 INTERFACE = "eth0"
 _WARM_UP, _SHORT_WARM_UP = 3, 1
-"""Steps before those that are measured. PowerSGD itself begins after two."""
+"""Steps before the measured ones. PowerSGD itself begins after two."""
 _FEW_STEPS = 2
-"""So few steps are measured where each takes many seconds."""
+"""Number of measured steps up to which the warm-up is short, because each step takes many seconds."""
 _LAST = 20
-"""Steps whose mean loss is told."""
+"""Number of last steps whose mean loss is printed."""
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def _train(worker: Worker, case: Case, steps: int) -> None:
 
 
 def _measure_reductions(worker: Worker, times: int) -> None:
-    """Measure the sum of a gradient over all ranks, then first within each machine of two ranks."""
+    """Measure the sum of a gradient over all ranks at once, then within each machine of two ranks first."""
     gradient = torch.ones(blueprint().num_parameters)
     machines = [dist.new_group([first, first + 1]) for first in range(0, worker.size, 2)]
     leaders = dist.new_group(list(range(0, worker.size, 2)))

@@ -32,7 +32,7 @@ class Findings:
         return Spread(tuple(one.step_s for round_ in self.found[rate] for one in round_ if one.case == case))
 
     def sent_bytes(self, case: str) -> int:
-        """Return what a machine sends in a step without a limit."""
+        """Return the bytes that a machine sends in a step without a limit."""
         return next(one.sent_bytes for one in self.found[RATES[0].name][0] if one.case == case)
 
     def steps_per_s(self) -> dict[str, list[float]]:
@@ -40,7 +40,7 @@ class Findings:
         return {case: [1 / self.step_s(rate.name, case).median for rate in RATES] for case in CASES}
 
     def gain(self, rate: str, case: str) -> float:
-        """Return the steps a second of a case / those of ZeRO 0 in full, the median over rounds."""
+        """Return the steps a second of a case / those of plain ZeRO 0, as the median over rounds."""
         return self.step_s(rate, PLAIN.name).over(self.step_s(rate, case)).median
 
     @cached_property
@@ -51,7 +51,7 @@ class Findings:
         }
 
     def error(self, rate: str, case: str) -> float:
-        """Return how much longer a step is predicted than it was."""
+        """Return the relative error of the predicted time of a step."""
         return self.predicted_s[rate, case] / self.step_s(rate, case).median - 1
 
 
@@ -66,10 +66,11 @@ def report(findings: Findings) -> str:
 
 {goals_table(_goals(findings))}
 
-Two machines are network namespaces of this one, joined by a bridge, with one rank and one thread each. `tc tbf` limits
-what each sends and receives. A GPT of {number:,} parameters trains on {SAMPLES} samples of {LENGTH} bytes a rank, with
-AdamW. Cells are medians over the rounds, which run all cases in the same order. The namespaces share two cores and a
-kernel, so "no limit" is memory's speed, and no row has a real network's delay or loss of packets.
+Two network namespaces, joined by a bridge, stand for two machines. Each runs one rank with one thread. `tc tbf` limits
+what each sends and receives. A GPT of {number:,} parameters trains with AdamW. A step has {SAMPLES} samples a rank,
+of {LENGTH} bytes each. Cells are medians over the rounds, which run all cases in the same order. The namespaces share
+two cores and a kernel, so "no limit" shows the speed of memory. No rate comes with a real network's latency or
+packet loss.
 
 ## Steps a second
 
@@ -81,37 +82,37 @@ kernel, so "no limit" is memory's speed, and no row has a real network's delay o
 
 {_bytes_table(findings)}
 
-Measured by the counters of the interface. In full, ZeRO 0 sends 4 bytes a parameter. ZeRO 1
-sends half of the parameters again, which the other rank gathers. `communication_data_type` halves what gradients take,
-not what is gathered.
+The counters of the network interface measured the bytes. Plain ZeRO 0 sends 4 bytes per parameter.
+ZeRO 1 also sends half of the parameters, which the other rank gathers. `communication_data_type` halves the bytes of
+gradients, but not those of gathered parameters.
 
 ## What the planner predicts
 
 {_predicted_table(findings)}
 
 Milliseconds of a step, predicted / measured. The planner knows the processor's rates from `measure_machine`, and the
-network's limit. Nothing was fitted to these runs, and no measured plan scales them, as `rayloom plan --calibrate` does.
-Without a limit and at 1 Gbit/s the error is mostly computation, which is predicted too fast. At lower rates ZeRO 1 is
-the worst: its all-gathers carry less than the ring that the planner assumes, and why was not looked for. The planner
-does not count the arithmetic of PowerSGD.
+network's limit. Nothing was fitted to these runs. `rayloom plan --calibrate` would scale predictions by a measured
+plan, and was not used. Without a limit and at 1 Gbit/s most of the error is in computation, which takes longer than
+predicted. At lower rates the predictions for ZeRO 1 are the worst. Its all-gathers are slower than the ring that the
+planner assumes, for a reason that was not investigated. The planner does not count the arithmetic of PowerSGD.
 
 ## What compression costs
 
 {_loss_table(findings)}
 
-Mean loss of the last 20 of {LOSS_STEPS} steps without a limit, on the same samples from the same weights. What counts
-over a slow network is the loss after a time, not after a number of steps.
+Mean loss of the last 20 of {LOSS_STEPS} steps without a limit. All cases start from the same weights and see the same
+samples. Over a slow network, the loss after a given time matters more than after a given number of steps.
 
 ## Within machines first
 
 {_reductions_table(findings)}
 
-Measured once. Two ranks on each of two machines sum a gradient of {4 * number / 1e6:.1f} MB in fp32: by gloo's
-all-reduce over all ranks, and with `torch.distributed`'s `reduce` within a machine, `all_reduce` between the first
-ranks, and `broadcast` within a machine. **Rayloom has no such plan on CPUs**; ZeRO++ is for GPUs. This is what it
-could gain: a ring of `n` machines with `r` ranks each sends (nr - 1) / nr of the gradient twice through each
-machine's link, and machines alone (n - 1) / n. The gain falls from 1.5 with two machines of two ranks to 1.02 with
-32 machines of two.
+Measured once. Two ranks on each of two machines sum a gradient of {4 * number / 1e6:.1f} MB in fp32.
+"All ranks at once" is gloo's all-reduce over all ranks. "Within machines first" is `torch.distributed`'s `reduce`
+within each machine, `all_reduce` between the first ranks, and `broadcast` within each machine. **Rayloom has no such
+plan on CPUs**, and ZeRO++ is for GPUs. The table shows what such a plan could gain. In a ring of `n` machines with
+`r` ranks each, each machine's link carries 2 (nr - 1) / nr of the gradient. In a ring of machines alone it carries
+2 (n - 1) / n. The gain falls from 1.5 with two machines of two ranks to 1.02 with 32 machines of two.
 """
 
 
@@ -132,7 +133,7 @@ def _goals(findings: Findings) -> list[Goal]:
 
 def _speed_table(findings: Findings) -> str:
     rows = [[case, *(_speed_cell(findings, rate.name, case) for rate in RATES)] for case in CASES]
-    return f"{table(['', *(rate.name for rate in RATES)], rows)}\n\nIn brackets: times as many as ZeRO 0 in full."
+    return f"{table(['', *(rate.name for rate in RATES)], rows)}\n\nIn brackets: steps/s relative to plain ZeRO 0."
 
 
 def _speed_cell(findings: Findings, rate: str, case: str) -> str:
@@ -163,7 +164,9 @@ def _predicted_cell(findings: Findings, rate: str, case: str) -> str:
 def _loss_table(findings: Findings) -> str:
     losses = {one.case: one.loss or 0.0 for one in findings.found[LOSS][0]}
     plain = losses[PLAIN.name]
-    return table(["", "loss", "more"], [[case, f"{loss:.3f}", f"{loss - plain:+.3f}"] for case, loss in losses.items()])
+    return table(
+        ["", "loss", "difference"], [[case, f"{loss:.3f}", f"{loss - plain:+.3f}"] for case, loss in losses.items()]
+    )
 
 
 def _reductions_table(findings: Findings) -> str:
