@@ -38,7 +38,7 @@ def submit(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole result, not only its figures.")] = False,
     priority: Annotated[
-        Priority, typer.Option(help="Among the jobs that wait while the cluster is full: 'rayloom jobs'.")
+        Priority, typer.Option(help="Priority while the cluster is full; 'rayloom jobs' lists the waiting jobs.")
     ] = "normal",
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -72,7 +72,7 @@ def _print_example(job: str, recipe: str, overrides: list[str]) -> None:
 
 
 def jobs(as_json: Json = False) -> None:
-    """List the jobs that run, and those that wait for their turn, in its order."""
+    """List the running jobs, then the waiting jobs in the order of their turns."""
     rows = listed_jobs(cluster_api())
     if as_json:
         print_json([row.model_dump() for row in rows])

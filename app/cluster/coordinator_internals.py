@@ -1,8 +1,8 @@
-"""Ray's internal coordinator: who may use how much of the cluster, by priority (Ray 2.60).
+"""Ray's internal coordinator, which divides the cluster's resources by priority (Ray 2.60).
 
 Ray Train registers its workers there with priority 10. Ray Serve never registers, so the endpoint claims its room here.
-The coordinator counts all that nodes have, not what is free, and heeds no label selectors. Claims also go to the node
-autoscaler.
+The coordinator counts all resources of a node, not the free ones, and ignores label selectors. Claims also go to the
+node autoscaler.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ Bundle = dict[str, float]
 PLACED, WAITING = "rayloom-endpoint", "rayloom-endpoint-waiting"
 """The ids of the claims of replicas that have room, and of those that wait for it."""
 RENEW_S = 20.0
-"""Time after which a claim must be made again, well before it expires."""
+"""Time after which a claim is renewed, well before it expires."""
 _ABOVE_TRAINING = 20
 _EXPIRES_S, _TIMEOUT_S = 60.0, 5.0
 _NAME = "AutoscalingCoordinator"
-"""Of the actor, and of its namespace."""
+"""The name of the actor and of its namespace."""
 _ANY_SHARE = 0.001
 
 
@@ -37,13 +37,13 @@ def claim_of(claimant: str, bundles: Sequence[Bundle]) -> dict[str, Any]:
         "requester_id": claimant,
         "resources": list(bundles),
         "expire_after_s": _EXPIRES_S,
-        # Ray's own values end at training's. Of a priority, the coordinator reads nothing but the value.
+        # Training's value is the highest of Ray's own. The coordinator reads only the value of a priority.
         "priority": SimpleNamespace(value=_ABOVE_TRAINING),
     }
 
 
 def claim(claimant: str, bundles: Sequence[Bundle]) -> None:
-    """Claim all of these bundles above training, in place of those that were claimed before.
+    """Claim all of these bundles above training. They replace those of the previous claim.
 
     Raises:
         RayError: the coordinator does not answer.

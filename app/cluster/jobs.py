@@ -119,7 +119,7 @@ class JobsApi:
         return _readable(Job, [job for job in answer.json() if job.get("type") == "SUBMISSION"])
 
     def living(self) -> set[str]:
-        """Return the ids of all jobs that have not ended: as submitted, and as Ray numbers drivers.
+        """Return the ids of all jobs that have not ended: their submission ids, and the job ids of their drivers.
 
         Raises httpx.HTTPError.
         """
@@ -128,7 +128,7 @@ class JobsApi:
         return {entry[key] for entry in living for key in ("submission_id", "job_id") if entry.get(key)}
 
     def last_line(self, job: Job) -> str:
-        """Return the last line in the log of a job that is no warning; nothing if there is none.
+        """Return the last line of a job's log that is not a warning; an empty string if there is none.
 
         Raises httpx.HTTPError.
         """

@@ -1,4 +1,4 @@
-"""The queue in which a cluster's jobs wait for room: who is next, and what a waiting job says of itself."""
+"""The queue in which a cluster's jobs wait for room: their order, and how a waiting job prints its place."""
 
 import json
 import os
@@ -22,22 +22,22 @@ Amounts = Mapping[str, float]
 
 
 class Queued(BaseModel):
-    """A job that waits for its turn, or has had it and not ended."""
+    """A job that waits for its turn, or has started and not ended."""
 
     job: str
     user: str
     priority: Priority
     demand: dict[str, float]
-    """What the job needs at least to do its work."""
+    """The minimum of resources that the job needs."""
     since: float
-    """When it joined, in seconds since 1970."""
+    """When it joined the queue, in seconds since 1970."""
 
 
 def person() -> str:
-    """Return who submits jobs here: ``RAYLOOM_USER``, else the name of the operating system's user."""
+    """Return the name of the person who submits jobs here: ``RAYLOOM_USER``, else the operating system's user."""
     try:
         return os.environ.get("RAYLOOM_USER") or getuser()
-    except (KeyError, OSError):  # of a container that has no name for its user
+    except (KeyError, OSError):  # in a container without a name for its user
         return str(os.getuid())
 
 
@@ -52,11 +52,11 @@ def priority_of(given: str | None) -> Priority:
 def in_line(
     waiting: Iterable[Queued], started: Iterable[Queued], total: Amounts, turns: Mapping[str, int]
 ) -> list[Queued]:
-    """Return the waiting jobs in the order of their turns, if none comes.
+    """Return the waiting jobs in the order of their turns, if no other job joins.
 
-    A higher priority goes first. Then it is the user's turn whose jobs have the smallest share of the cluster: the
-    largest of their shares of its resources (Ghodsi et al. 2011, Dominant Resource Fairness). Of equal ones it is the
-    turn of who had none for longest, so that people alternate where one job fills the cluster. Then the older job's.
+    A higher priority goes first. Then the user goes first whose jobs have the smallest dominant share: the largest of
+    their shares of each resource (Ghodsi et al. 2011, Dominant Resource Fairness). If shares are equal, the user whose
+    last start was longest ago goes first, so people alternate where one job fills the cluster. Then the oldest job.
 
     Args:
         turns: the number of each user's last start. Later starts have higher numbers.
@@ -97,12 +97,12 @@ def fits(demand: Amounts, room: Amounts) -> bool:
 def may_start(demand: Amounts, started: Iterable[Queued], total: Amounts, free: Amounts, may_grow: bool) -> bool:
     """Return whether the first in line may start.
 
-    What the started jobs need counts in full, because they may not have taken it yet. On a cluster that grows, a job
-    may ask for new nodes once those of the jobs before it have come.
+    The needs of started jobs count in full, because they may not have taken their resources yet. On a cluster that
+    grows, a job may ask for new nodes once the nodes of the started jobs have come.
 
     Args:
-        total: what the cluster has.
-        free: what Ray has free of it.
+        total: the cluster's resources.
+        free: the resources that Ray reports as free.
     """
     taken = _sum(job.demand for job in started)
     if not taken or (may_grow and fits(taken, total)):
@@ -120,7 +120,7 @@ def _sum(demands: Iterable[Amounts]) -> dict[str, float]:
 
 
 class Place(BaseModel):
-    """What a job that waits tells in its log, for ``rayloom jobs`` and for a person."""
+    """The place of a waiting job, which it prints in its log for ``rayloom jobs`` and for people."""
 
     user: str
     priority: Priority
@@ -138,7 +138,7 @@ class Place(BaseModel):
 
     @classmethod
     def of_line(cls, line: str) -> Self | None:
-        """Return the place that a line of a log tells; None if it is another line."""
+        """Return the place in a line of a log; None if the line has none."""
         if not line.startswith(_PREFIX):
             return None
         try:

@@ -13,7 +13,7 @@ class ListedJob(BaseModel):
 
     job: str
     user: str | None
-    """None if the job runs and its metadata do not say it."""
+    """None if the job runs and its metadata name no user."""
     priority: str
     state: Literal["starting", "running", "waiting"]
     place: int | None = None
@@ -23,7 +23,7 @@ class ListedJob(BaseModel):
     behind: list[str] = []
     """The jobs that it waits for."""
     reason: str = ""
-    """The same in words."""
+    """``needs`` and ``behind`` in words."""
     since: int
     """When it was submitted, in milliseconds since 1970."""
 
@@ -35,9 +35,9 @@ class ListedJob(BaseModel):
 
 
 def listed_jobs(api: JobsApi) -> list[ListedJob]:
-    """Return the jobs that have not ended: those that run, the oldest first, then those that wait, in their order.
+    """Return the running jobs, the oldest first, then the waiting jobs in the order of their turns.
 
-    A waiting job tells its place in the last line of its log, which has no other line until its turn.
+    A waiting job prints its place as the last line of its log. Until its turn it prints nothing else but warnings.
 
     Raises:
         httpx.HTTPError: the cluster does not answer.

@@ -24,7 +24,7 @@ class ModelTraits:
     """
     checkpoints_activations: bool
     has_frozen: bool = False
-    """Whether training leaves some of its parameters as they are, for example beside an adapter."""
+    """Whether some parameters are frozen, for example beside an adapter."""
 
 
 @dataclass(frozen=True)

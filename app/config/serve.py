@@ -182,8 +182,8 @@ class ServeConfig(Section):
     )
     above_training: bool = Field(
         default=False,
-        description="replicas get the CPUs, GPUs and resources that they reserve before training: an elastic one "
-        "shrinks, another pauses, and both come back",
+        description="replicas have priority over training for the resources that they reserve: an elastic training "
+        "shrinks, one of fixed size pauses, and both come back",
     )
     threads: PositiveInt | None = Field(default=None, description="threads of a replica's engine")
     tensor_parallel: TensorParallelConfig | None = Field(

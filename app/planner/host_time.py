@@ -10,8 +10,8 @@ from app.planner.stages import Stage, held_parameters
 def parameters_s(profile: ModelProfile, plan: ParallelPlan, cluster: Cluster, stage: Stage) -> float:
     """Return the seconds in which a rank copies its part of offloaded parameters to the device, twice a micro-batch.
 
-    Rajbhandari 2021, arXiv:2104.07857, section 5: each rank copies its own part, and the parts are gathered then. NVMe
-    reads it before each copy, and writes it once a step. All ranks of a node share its disk. Not validated.
+    Rajbhandari 2021, arXiv:2104.07857, section 5: each rank copies its own part, then the parts are gathered. On NVMe,
+    the part is read before each copy and written once a step. All ranks of a node share its disk. Not validated.
     """
     if plan.offload_param == "none":
         return 0.0

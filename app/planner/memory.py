@@ -94,10 +94,10 @@ def memory(
 
 
 def _parts_in_use(profile: ModelProfile, plan: ParallelPlan, stage: Stage) -> float:
-    """Return the bytes of parameters that are read from NVMe and still in memory: the rank's part of two layers.
+    """Return the bytes of parameters from NVMe that are in memory at once: the rank's part of two layers.
 
-    So many layers are assumed to be gathered at once (``Stack.buffers``). Parts of less than 1 MiB, which always stay
-    in memory, are left out: biases and norms.
+    ``Stack.buffers`` assumes the same number of gathered layers. Parts of less than 1 MiB, such as biases and norms,
+    always stay in memory and are not counted.
     """
     largest = max(layer.parameters_of(plan.tensor) for layer in stage)
     return 2 * largest * profile.element_bytes / plan.data

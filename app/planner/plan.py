@@ -36,9 +36,9 @@ class ParallelPlan:
     quantized_gradients: bool = False
     """Gradients are scattered in 4 bits (ZeRO++)."""
     gradient_bytes: int | None = None
-    """Bytes in which a number of a gradient travels; None: as the model computes."""
+    """Bytes in which an element of a gradient travels; None: those of the model's precision."""
     low_rank: int | None = None
-    """Rank in which PowerSGD reduces gradients; None: in full."""
+    """Rank of PowerSGD's approximation of gradients; None: they are reduced in full."""
     recompute: Recompute = "none"
     overlap: bool = True
     """Gradients are reduced, and parameters gathered, while others are computed."""

@@ -153,7 +153,7 @@ def added_bytes(profile: ModelProfile, plan: ParallelPlan, stage: Stage) -> floa
 def _low_rank_traffic(plan: ParallelPlan, stage: Stage, rank: int) -> Collective:
     """Return PowerSGD's all-reduces, in 32 bits (Vogels 2019, arXiv:1905.13727).
 
-    Of an n x m matrix it reduces n x rank and m x rank numbers, where torch finds that at most half as many. Layers
+    For an n x m matrix it reduces (n + m) x rank elements if they are less than half of the matrix, as in torch. Layers
     without known shapes count whole, and a tied parameter counts once.
     """
     layers = {layer.tied or number: layer for number, layer in enumerate(stage)}

@@ -37,7 +37,7 @@ class Scaling(FrozenConfig):
     """Selectors of the nodes' labels."""
 
     above_training: bool = False
-    """Whether replicas get their room before training."""
+    """Whether replicas have priority over training."""
 
     latency_target_s: float | None = None
     """Target for the 95th percentile of latency. None: only the number of requests decides."""
@@ -116,6 +116,6 @@ class Demand(FrozenConfig):
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Ray resources reserved by a replica, and by each process of its sharded models, an actor beside it."""
+        """Ray resources of a replica, then of each process of its sharded models, which is an actor beside it."""
         replica = dict(self.placement.resources)
         return [replica, *(config.reserved for config in self.sharded for _ in range(config.size))]

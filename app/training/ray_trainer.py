@@ -1,4 +1,4 @@
-"""Ray Train's controller of a run, as light as the run allows. Of this library, it imports what asks Ray's coordinator.
+"""Ray Train's controller of a run, as light as possible. From ``app`` it imports only ``coordinator_internals``.
 
 Ray's own trainer has the controller import torch, and starts one actor for data, one for joining nodes and one for
 leaving nodes. Each takes more CPU time to start than a worker takes to build a small model. So this module overrides
@@ -81,7 +81,7 @@ class DividingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
     """Ray's elastic policy, limited to numbers of workers that divide the global batch.
 
     Ray resizes a run by ending its workers, which loses the steps since the last checkpoint. This policy asks them to
-    save their state and end, and ``await_room`` tells when a new run may go on.
+    save their state and end. ``await_room`` then waits until other workers can go on.
     """
 
     def __init__(self, config: ray.train.ScalingConfig, worker_counts: Sequence[int]) -> None:
@@ -101,7 +101,7 @@ class DividingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         """Ask the workers to yield if another number of them should run. Resize nothing."""
         self._maybe_send_resource_request()
         if self._is_due(worker_group_state.start_time) and self._should_yield(worker_group_state.num_workers):
-            # One is enough, because they exchange requests.
+            # One worker is enough, because workers exchange requests.
             worker_group_state.workers[0].execute_async(_note_request)
         return NoopDecision()
 
@@ -113,7 +113,7 @@ class DividingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         return True
 
     def _should_yield(self, num_workers: int) -> bool:
-        """Return whether fewer or more workers should run, or none because replicas wait for their room."""
+        """Return whether more or fewer workers should run, or none because replicas wait for room."""
         reserved = self._get_reserved_resources()
         if reserved is None:
             return False
@@ -122,7 +122,7 @@ class DividingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
 
 
 class FixedPolicy(DividingPolicy):
-    """Runs a fixed number of workers, or none while replicas above training need their room."""
+    """A policy for a fixed number of workers, or none while replicas above training need their room."""
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         """Start all workers, as Ray does: it waits for their resources."""
@@ -131,10 +131,10 @@ class FixedPolicy(DividingPolicy):
 
 
 class SilentPolicy(FixedPolicy):
-    """The same on a cluster that has no autoscaler to ask for nodes. It registers the run only if replicas wait."""
+    """The fixed policy for a cluster without an autoscaler. It registers the run only once replicas wait."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Start no actor that would ask."""
+        """Keep the context for later. Do not start the coordinator's actor."""
         self._run_context = train_run_context
 
     def _maybe_send_resource_request(self) -> None:
@@ -171,7 +171,7 @@ def was_asked_to_yield() -> bool:
 
 
 def _note_request() -> None:
-    """Called in a worker, by the controller."""
+    """Note the controller's request, in a worker."""
     _asked_to_yield.set()
 
 

@@ -66,7 +66,8 @@ def fit(
 ) -> Ending:
     """Train with Ray, from the run's newest checkpoint if it has any. ``data_folder`` None: the run's own.
 
-    When the room for workers changes, they save their state, and others go on. A stop request may come between.
+    When the room for workers changes, they save their state and end, and other workers go on. A stop request ends the
+    wait for room.
 
     ``last_reported_epoch`` is the last epoch that was reported to ``callbacks`` before. Later epochs of the checkpoint
     are reported now. None: all of them were reported.
@@ -92,7 +93,7 @@ def fit(
             is_trial=data_folder is not None,
         )
         while (ending := _fit_once(plan, run_folder, arguments, callbacks)).stop_request is StopRequest.YIELD:
-            arguments["last_reported_epoch"] = None  # all of them were
+            arguments["last_reported_epoch"] = None  # all of them were reported
             if request := _await_room(plan.recipe.train, run_folder, ending.step):
                 return ending.model_copy(update={"stop_request": request})
         return ending
@@ -101,7 +102,7 @@ def fit(
 def _fit_once(
     plan: TrainingPlan, run_folder: UPath, arguments: WorkerArguments, callbacks: Sequence[UserCallback]
 ) -> Ending:
-    """Train until the workers end. Raises what ``fit`` does."""
+    """Train until the workers end. Raises the same errors as ``fit``."""
     try:
         result = _trainer(plan.recipe.train, run_folder, arguments, callbacks).fit()
     except ray.train.TrainingFailedError as error:
@@ -225,11 +226,12 @@ def _report(record: EpochRecord) -> None:
 
 
 def _poll_cluster() -> StopRequest:
-    """Return STOP once the cluster announces that it will take back a worker's node (preemption)."""
+    """Return STOP once the cluster announces that it will take back a worker's node. Otherwise ask the controller."""
     return StopRequest.STOP if ray.train.get_preemption_info() else _poll_controller()
 
 
 def _poll_controller() -> StopRequest:
+    """Return YIELD once Ray Train's controller asks the workers to make room or to let more workers run."""
     return StopRequest.YIELD if was_asked_to_yield() else StopRequest.NONE
 
 

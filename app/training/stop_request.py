@@ -1,4 +1,4 @@
-"""Requests to stop or pause a run: from a person or program by a file in its folder, SIGTERM, or the cluster."""
+"""Requests to stop or pause a run, or to yield: by a file in its folder, by SIGTERM, or by the cluster."""
 
 import signal
 import threading
@@ -22,7 +22,7 @@ class StopRequest(IntEnum):
 
     NONE = 0
     YIELD = 1
-    """Save the state, so that as many workers as there is room for go on."""
+    """Save the state and end, so that as many workers go on as there is room for."""
     PAUSE = 2
     STOP = 3
 

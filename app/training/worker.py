@@ -73,7 +73,7 @@ def gather(value: T, group: Group = None) -> list[T]:
 
 
 def gather_on_first(value: T, group: Group = None) -> list[T]:
-    """Return the ``value`` of every process of ``group``, by rank, in the first one; nothing in others. Collective.
+    """Return the ``value`` of every process of ``group`` by rank in the first process, else an empty list. Collective.
 
     ``group`` contains the first process of the run.
     """

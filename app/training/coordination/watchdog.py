@@ -158,7 +158,7 @@ class Watchdog:
         return None if any(beat.idle_s <= self._timeout_s for beat in known) else blame(known)
 
     def _beats(self) -> list[Beat | None]:
-        """Return the newest beat of each rank: in two calls, because all ranks ask one store for all beats at once."""
+        """Return the newest beat of each rank, in two calls because all ranks ask the one store at once."""
         assert self._store is not None
         ranks = range(self._worker.size)
         keys = list(map(_key, ranks))

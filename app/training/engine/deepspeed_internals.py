@@ -162,8 +162,8 @@ def refresh_weights(engine: Any) -> None:
 
 def _refresh_under_zero_3(engine: Any) -> None:
     optimizer = engine.optimizer
-    # Small parameters are kept whole on every rank, and others from one use to the next. They must be partitioned while
-    # their parts are replaced: what is in memory would not be written to NVMe.
+    # Small parameters stay whole on every rank, and others between two uses. All must be partitioned while their parts
+    # are replaced: a part in memory would not be written to NVMe.
     optimizer._partition_all_parameters()
     for group, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         with read_from_nvme(engine, master):

@@ -55,9 +55,9 @@ def with_own_folder(deepspeed: dict[str, Any]) -> dict[str, Any]:
 
 
 def parameter_swapper(deepspeed: dict[str, Any], dtype: torch.dtype) -> ParameterSwapper | None:
-    """Return what reads and writes parameters of ``dtype``; None if they are not offloaded to NVMe.
+    """Return the swapper of parameters of ``dtype``; None if they are not offloaded to NVMe.
 
-    ``deepspeed`` has a folder of this process alone.
+    ``deepspeed`` names a folder of this process alone.
     """
     section = deepspeed["zero_optimization"].get("offload_param", {})
     if "nvme_path" not in section:

@@ -1,4 +1,4 @@
-"""Files of the parts of parameters that ZeRO 3 keeps on NVMe, in the shape that DeepSpeed calls."""
+"""A swapper, called by DeepSpeed, that keeps the parts of ZeRO 3's parameters in files on NVMe."""
 
 import math
 from collections.abc import Sequence
@@ -12,19 +12,20 @@ from app.errors import TrainingError
 from app.training.engine.deepspeed_internals import hide_part, show_part
 
 _MIN_BYTES = 2**20
-"""Smaller parts stay in memory, as DeepSpeed's own swapper has it."""
+"""Smaller parts stay in memory, as with DeepSpeed's own swapper."""
 _BLOCK_BYTES = 4096
 """Direct I/O takes whole blocks."""
 
 
 class ParameterSwapper:
-    """Reads the part of a parameter for as long as the whole is gathered, and writes it when it has changed.
+    """Holds the part of a parameter in memory while the whole is gathered, and writes it after it has changed.
 
-    DeepSpeed's own swapper has a fixed number of buffers of one size. A model whose layers need more of them ends with
-    an assertion, and buffers for all would be the memory that is to be saved. Here a buffer is made when none of its
-    size is free, so memory holds the parts that were needed at once.
+    DeepSpeed's own swapper has a fixed number of buffers of one size. If the layers of a model need more buffers, an
+    assertion fails. Buffers for all parameters would take the memory that offload saves. This swapper makes a buffer
+    when none of its size is free, so memory holds only as many parts as were needed at once.
 
-    Nothing is read ahead: DeepSpeed would hold such a part while a step writes another value of it to the file.
+    Nothing is read ahead: DeepSpeed would keep the old value of such a part while a step writes the new one to its
+    file.
     """
 
     def __init__(self, folder: Path, handle: Any, dtype: torch.dtype) -> None:
@@ -101,7 +102,7 @@ class ParameterSwapper:
         self._wait()
 
     def _wait(self) -> None:
-        """Wait for the operation that was begun. The handle itself raises no error."""
+        """Wait for the pending operation. Raise TrainingError if it fails, because the handle raises no error."""
         if self._handle.wait() != 1:
             raise TrainingError(
                 f"a parameter could not be read or written in {str(self._folder)!r}: look whether the disk of "
