@@ -1,4 +1,4 @@
-"""The endpoint's claim on room above training: an actor that follows the replicas that Serve wants."""
+"""The endpoint's claim on room above training: an actor that claims it for the replicas that Serve wants."""
 
 import threading
 import time
@@ -22,10 +22,10 @@ _IDLE_S = 60.0
 
 @retry(retry=retry_if_exception_type(RayActorError), stop=stop_after_attempt(3), wait=wait_fixed(1.0), reraise=True)
 def keep_claim(deployment: str) -> None:
-    """Claim room from now on for the pools above training, whose replicas are of this deployment."""
+    """Start to claim room for the pools above training. Their replicas belong to this deployment."""
     options = {"name": _NAME, "namespace": _NAMESPACE, "lifetime": "detached", "get_if_exists": True}
     claimant = _Claimant.options(**options).remote(deployment)  # type: ignore[attr-defined]
-    # It may be about to end, because there was no such pool.
+    # The actor may be about to end, because there was no such pool.
     ray.get(claimant.stay.remote())
 
 

@@ -32,7 +32,7 @@ _ROLLBACK_TIMEOUT_S = 600.0
 """Time to return to the previous configuration, whose models have been loaded before."""
 _ROUTES_TIMEOUT_S = 60.0
 _POLL_S, _POLL_FACTOR = 0.1, 10
-"""Time between two looks at Serve, and at least how many times as long as it takes to answer: on many nodes, long."""
+"""Minimum pause between two questions to Serve, in seconds and as a multiple of the time of its last answer."""
 _QUEUED_REQUESTS = 256
 """Queue in front of a replica. Even requests with a free place pass it, if they arrive in one turn of its loop."""
 _BACKPRESSURE = BackpressureConfig(retry_after_s=1.0)
@@ -200,7 +200,7 @@ def _require_memory(demands: Sequence[tuple[Demand, int]]) -> None:
         demands: of each pool, with its number of replicas. The first one is about to change.
     """
     nodes = [int(node["Resources"].get("memory", 0)) for node in ray.nodes() if node["Alive"]]
-    left = [-memory for memory in nodes]  # a heap, whose first is the roomiest node
+    left = [-memory for memory in nodes]  # a heap: the roomiest node is first
     heapq.heapify(left)
     for demand, replicas in reversed(demands):
         for placed in range(replicas if demand.memory_bytes else 0):

@@ -1,4 +1,4 @@
-"""The private parts of Ray that the queue of jobs uses (Ray 2.60): its GCS's key-value store, a job's metadata."""
+"""The private parts of Ray that the queue of jobs uses (Ray 2.60): the GCS's key-value store and a job's metadata."""
 
 import json
 import os
@@ -10,18 +10,18 @@ _NAMESPACE = "rayloom_queue"
 
 
 class Store:
-    """Texts by key, which all jobs of the cluster see. A GCS that keeps a store of its own keeps them, too."""
+    """Texts by key, shared by all jobs of the cluster. They survive a restart of a GCS that has persistent storage."""
 
     def put(self, key: str, text: str) -> None:
         """Write a text."""
         internal_kv._internal_kv_put(key, text, namespace=_NAMESPACE)
 
     def put_new(self, key: str, text: str) -> bool:
-        """Write a text unless the key has one. Return whether it was written; of several processes, one writes."""
+        """Write a text unless the key has one. Return whether it was written: of several processes, one succeeds."""
         return not internal_kv._internal_kv_put(key, text, overwrite=False, namespace=_NAMESPACE)
 
     def items(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """Yield the keys that begin so, with their texts."""
+        """Yield the keys with this prefix, and their texts."""
         for key in internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE):
             text = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
             if text is not None:  # else it has just been removed
@@ -33,9 +33,9 @@ class Store:
 
 
 def job_metadata() -> dict[str, str]:
-    """Return the metadata with which this process's job was submitted; none if it was started by hand.
+    """Return the metadata of this process's job; empty if the process was started by hand.
 
-    Ray's context of a driver has only ids.
+    Ray's runtime context of a driver has only ids.
     """
     from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 

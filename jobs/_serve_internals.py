@@ -16,20 +16,20 @@ class Deployed:
 
     user_config: dict[str, Any]
     addresses: list[str]
-    """Of the nodes of its replicas, also of those that start or stop."""
+    """Addresses of the nodes of its replicas, including replicas that start or stop."""
     waiting: int
-    """Number of replicas that Serve wants, and that no node has yet."""
+    """Number of replicas that Serve wants and that have no node yet."""
 
     @classmethod
     def of(cls, details: Mapping[str, Any]) -> Self:
-        """Return what is known from Serve's details of a deployment."""
+        """Read Serve's details of a deployment."""
         addresses = [replica["node_ip"] for replica in details["replicas"] if replica.get("node_ip")]
         waiting = max(0, details["target_num_replicas"] - len(addresses), len(details["replicas"]) - len(addresses))
         return cls(details["deployment_config"]["user_config"], addresses, waiting)
 
 
 def deployed_in(deployment: str) -> dict[str, Deployed]:
-    """Return the deployments of this name by their applications.
+    """Return the deployments of this name, by the names of their applications.
 
     ``serve.status()`` leaves ``user_config`` out. The dashboard's REST API has it, but a cluster may run without a
     dashboard.

@@ -1,7 +1,7 @@
 """A job's turn on a cluster that is full. The jobs keep the queue themselves, in the key-value store of Ray's GCS.
 
-Each job writes what it needs, and looks whether it is the first in line and has room. To start, it writes its id under
-the next number, which only one job can. One that loses this race looks again. What a killed job has left does not
+Each job writes its needs, and polls until it is the first in line and has room. To start, it writes its id under the
+next number, which only one job can do. A job that loses this race polls again. The entries of a killed job do not
 count, because Ray lists the job as ended.
 """
 
@@ -32,7 +32,7 @@ _JOBS, _STARTS, _TURNS = "jobs/", "starts/", "turns/"
 
 
 def in_turn(step: Step, demand: Demand) -> Step:
-    """Return the step of a job so that it first waits for its turn."""
+    """Return a job's step that first waits for the job's turn."""
 
     def wait_and_run(run: Run) -> Outcome:
         connect()
@@ -46,7 +46,7 @@ def in_turn(step: Step, demand: Demand) -> Step:
 def _turn(demand: Mapping[str, float]) -> Iterator[None]:
     """Wait for the job's turn, and hold it within the block."""
     if not may_grow() and not fits(demand, ray.cluster_resources()):
-        yield  # it is refused: no other job could make room for it
+        yield  # the step is refused: no other job could make room for it
         return
     own, store = _own(demand), Store()
     store.put(_JOBS + own.job, own.model_dump_json())
@@ -89,11 +89,11 @@ class _Line:
         dead = {job.job for job in known.values()} - {own.job}
         if dead:
             dead -= _living()
-        # In this order, and after the list of the living, which takes time: who starts from here on takes the number
-        # after ``last``, and who has started before has its key.
+        # Read the starts before the jobs, and both after the slow list of living jobs. A job that starts from here on
+        # takes the number after ``last``. A job that has started before has already written its key.
         starts = dict(store.items(_STARTS))
         present = {key: job for key, job in _jobs_in(store).items() if job.job not in dead}
-        if _JOBS + own.job not in present:  # a GCS without a store of its own has restarted
+        if _JOBS + own.job not in present:  # a GCS without persistent storage has restarted
             store.put(_JOBS + own.job, own.model_dump_json())
             present[_JOBS + own.job] = own
         begun, ids = set(starts.values()), {job.job for job in present.values()}
@@ -127,7 +127,7 @@ def _readable(text: str) -> Queued | None:
 
 
 def _await(own: Queued, store: Store) -> None:
-    """Return when it is the job's turn. Print its place whenever that changes."""
+    """Wait until it is the job's turn. Print its place whenever it changes."""
     shown = None
     while True:
         line, total = _Line.read(store, own), ray.cluster_resources()

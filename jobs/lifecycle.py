@@ -99,7 +99,7 @@ def check_later_steps(run: Run) -> None:
 
 
 def lifecycle_demand(recipe: Recipe) -> dict[str, float]:
-    """Return the most that one of the steps needs, for the queue. What is deployed stays when the job has ended."""
+    """Return the maximum of each resource over the steps, for the queue. Replicas outlive the job and do not count."""
     demands = [tune_demand(recipe), train_demand(recipe), compile_demand(recipe)]
     return {kind: max(demand.get(kind, 0.0) for demand in demands) for kind in {*chain(*demands)}}
 

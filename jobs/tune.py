@@ -71,7 +71,7 @@ def tune(run: Run) -> Outcome:
 
 
 def tune_demand(recipe: Recipe) -> dict[str, float]:
-    """Return the resources of the trials without which a search cannot run, for the queue."""
+    """Return the resources of the smallest number of trials that a search can run with, for the queue."""
     if recipe.tune is None:
         return {}
     config = trial_recipe(recipe, {}, recipe.tune).train

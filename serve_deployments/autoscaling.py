@@ -51,7 +51,7 @@ def decide(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     replicas = context.current_num_replicas
     if not replicas:
         return context.target_num_replicas, {}  # Serve itself starts the first one
-    # Latencies from before the last increase must not cause another one, nor end a replica that has not started yet.
+    # Latencies from before the last increase must neither cause another one nor stop a replica before it has started.
     grown_s = context.last_scale_up_time
     if grown_s is not None and context.current_time - grown_s < _SETTLED_S:
         latency_to_target, replicas = min(latency_to_target, 1.0), max(replicas, context.target_num_replicas)
