@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 RATE, EPOCHS = 20, 10
 NO_CHECKPOINTS = "train.checkpoint.every_steps=100000"
-"""Only those at the end of an epoch, and those that are asked for."""
+"""Checkpoints are saved only at the end of an epoch, and on request."""
 
 
 class Shared:
@@ -41,7 +41,7 @@ class Shared:
         self._url = submit(environment, "deploy", *recipe, *first)["artifacts"]["http"]
 
     def replicas(self, known: str = "replica_id") -> int:
-        """Number of replicas of which Serve knows this: those that it wants, or that have a node."""
+        """The number of replicas that have this key in Serve's details: ``node_id`` once they have a node."""
         token = Path(self.ray.environment["RAY_AUTH_TOKEN_PATH"]).read_text(encoding="utf-8").strip()
         url = f"{self.ray.environment['RAY_API_SERVER_ADDRESS']}/api/serve/applications/"
         answer = httpx.get(url, headers={"Authorization": f"Bearer {token}"}, timeout=30).json()
@@ -50,7 +50,7 @@ class Shared:
 
     @contextmanager
     def burst(self) -> Iterator[None]:
-        """Send requests in the block, which all take longer than they should with one replica."""
+        """Send requests in the block. With one replica, all of them miss the target of latency."""
         with load(f"{self._url}/v2/models/toy/infer", body(rows(1)), RATE) as sent:
             yield
         assert not sent.failed

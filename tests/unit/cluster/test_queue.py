@@ -25,7 +25,7 @@ def job(name: str, user: str, since: float, priority: Any = "normal", **demand: 
         ([job("a", "anna", 1), job("b", "bob", 2)], [job("r", "anna", 0)], "b a"),
         # Half of the GPUs are more than a quarter of the CPUs.
         ([job("a", "anna", 1), job("b", "bob", 2)], [job("r", "anna", 0, GPU=1), job("s", "bob", 0, CPU=2)], "b a"),
-        # A person with little gets no further than the priority lets them.
+        # A small share does not outrank a higher priority.
         ([job("a", "anna", 1, "high"), job("b", "bob", 2)], [job("r", "anna", 0)], "a b"),
     ],
 )

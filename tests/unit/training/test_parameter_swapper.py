@@ -14,7 +14,7 @@ from app.errors import TrainingError
 from app.training.engine.parameter_swapper import ParameterSwapper
 
 NOT_USED = {"swap_into_buffer", "get_path", "reserve_available_buffers", "release_reserved_buffers"}
-"""What DeepSpeed calls for parameters in memory (``max_in_cpu``) and for ``fast_init`` only."""
+"""Methods that DeepSpeed calls only for parameters in memory (``max_in_cpu``) and for ``fast_init``."""
 LARGE = 2**19
 """Elements of 2 bytes that make 1 MiB."""
 
