@@ -93,15 +93,16 @@ def _show(value: object) -> str:
 def _neighbours(plan: PlanConfig, setting: Setting) -> Iterator[PlanConfig]:
     _, max_workers = setting.workers
     degrees = [degree for degree in range(1, max_workers + 1) if max_workers % degree == 0]
+    # The given value comes first: of equally near plans, the first one is named.
     choices: dict[str, Iterable[object]] = {
         "tensor": degrees,
         "pipeline": degrees,
         "zero_stage": (0, 1, 2, 3),
-        "offload": {plan.offload, "none"},
-        "offload_param": {plan.offload_param, "none"},
-        "activation_checkpointing": {plan.activation_checkpointing, False},
-        "powersgd": {plan.powersgd, None},
-        "zero_plus_plus": {plan.zero_plus_plus, ZeroPlusPlusConfig()},
+        "offload": dict.fromkeys((plan.offload, "none")),
+        "offload_param": dict.fromkeys((plan.offload_param, "none")),
+        "activation_checkpointing": dict.fromkeys((plan.activation_checkpointing, False)),
+        "powersgd": dict.fromkeys((plan.powersgd, None)),
+        "zero_plus_plus": dict.fromkeys((plan.zero_plus_plus, ZeroPlusPlusConfig())),
     }
     for values in product(*choices.values()):
         yield plan.model_copy(update=dict(zip(choices, values, strict=True)))

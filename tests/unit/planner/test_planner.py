@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from app.cli.main import app
+from app.config import TrainConfig
 from app.config.layout import lay_out
 from app.config.plan import PlanConfig, ZeroPlusPlusConfig
 from app.config.plan_rules import Setting
@@ -32,6 +33,7 @@ from app.planner.traffic import traffic
 from app.planner.validation import validation_of
 from app.telemetry.mfu import OTHER_OPERATIONS, flops_per_sample
 from app.training.planning.report import PlanReport, report
+from app.training.worker import start_worker
 from benchmarks.planning.stacks import STACKS
 from benchmarks.planning.transformer import TransformerShape, transformer_profile
 from jobs._cluster import cluster_of_nodes
@@ -323,16 +325,13 @@ def test_powersgd_reduces_as_many_numbers_as_torch_says() -> None:
     model, rank = GPT(300, 16, layers=2, width=64, heads=4), 4
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped = DistributedDataParallel(model)
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        for _ in range(3):
-            before = state.total_numel_after_compression
-            wrapped(tokens).sum().backward()
-        reduced = state.total_numel_after_compression - before
-    finally:
-        distributed.destroy_process_group()
+    start_worker(TrainConfig())
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(3):
+        before = state.total_numel_after_compression
+        wrapped(tokens).sum().backward()
+    reduced = state.total_numel_after_compression - before
     profile = measure(model, {"input_ids": tokens}, "fp32")
     plan = ParallelPlan(1, 1, data=2, micro_batch=1, accumulation=1, zero_stage=0, low_rank=rank)
     (predicted,) = traffic(profile, plan, RAYLOOM, profile.layers)

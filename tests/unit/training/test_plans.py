@@ -25,7 +25,9 @@ from app.training.engine.deepspeed_engine import deepspeed_config, with_bounded_
 from app.training.engine.optimizer import create_optimizer
 from app.training.plan import TrainingPlan
 from app.training.ray_worker import fit
+from app.training.records import Ending
 from app.training.run import prepare_run, skipped_workers
+from app.training.stop_request import StopRequest
 from tests.helpers import ROOT
 from tests.parity.plans import FACTS, MODELS
 from tests.wording import refused
@@ -83,7 +85,7 @@ TWO = Setting((2, 2), "fp32", "cpu", "adamw")
         ({"offload_param": "nvme", "zero_stage": 3, "nvme_path": "/disk", "zero_plus_plus": QUANTIZED},
          replace(TWO, device="gpu"),
          "offload_param nvme moves parameters that no rank holds twice: leave zero_plus_plus out "
-         "| offload_param: none"),
+         "| zero_plus_plus: {}"),
         ({"zero_stage": 3, "zero_plus_plus": QUANTIZED}, TWO,
          "zero_plus_plus takes zero_stage 3 on gpus, got zero_stage 3 on a cpu | zero_plus_plus: {}"),
         ({"zero_stage": 2, "zero_plus_plus": QUANTIZED}, replace(TWO, device="gpu"),
@@ -198,7 +200,10 @@ def test_ray_is_asked_for_no_number_of_workers_that_cannot_share_out_the_batch(
 
     def run(_: DataParallelTrainer, **arguments: Any) -> SimpleNamespace:
         given.update(arguments)
-        return SimpleNamespace(error=None, return_value=pickle.dumps(None))
+        ending = Ending(
+            records=[], stop_request=StopRequest.NONE, step=1, workers=8, resumed_from_step=0, first_step_s=None
+        )
+        return SimpleNamespace(error=None, return_value=pickle.dumps(ending))
 
     monkeypatch.setattr("ray.put", lambda _: None)
     monkeypatch.setattr(DataParallelTrainer, "_initialize_and_run_controller", run)
