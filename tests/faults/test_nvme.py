@@ -4,7 +4,9 @@ Among the long tests because DeepSpeed compiles for minutes at the first use.
 """
 
 import os
+import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,15 @@ def test_a_model_that_swapping_would_change_is_refused(launch: Launch, tmp_path:
     assert run.ends() != 0
     assert "DeepSpeed's swapping takes a multiple of 256" in run.output
     assert not newest_step(tmp_path)
+
+
+@pytest.mark.parametrize("moved", [["offload=nvme"], ["offload=cpu", "offload_param=nvme"]])
+def test_a_disk_without_room_ends_training_with_an_error(moved: list[str], launch: Launch, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    plan = [f"train.plan.{key}" for key in [*moved, f"nvme_path={disk}"]]
+    keys = latest([*RUN, f"storage={tmp_path}", "model.args.width=1024", *plan])
+    limited = ["--no-python", "prlimit", f"--fsize={3 * 2**19}", sys.executable]
+    run = launch.torchrun(*limited, "-m", "app.training", "recipes/digits.yaml", *keys)
+    assert run.ends() != 0
+    assert re.search(rf"bytes cannot be written to '{disk}/\S+' \(File too large\): free space there", run.output)
+    assert "SIGABRT" not in run.output

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from app.errors import TrainingError
+from app.training.engine.checked_handle import CheckedHandle
 
 
 @dataclass(frozen=True)
@@ -327,6 +328,15 @@ def _part_status() -> Any:
     from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
     return PartitionedParamStatus
+
+
+def check_file_operations(extension: Any) -> None:
+    """Make all handles that ``extension``, DeepSpeed's ``async_io``, creates from now on ``CheckedHandle``s.
+
+    DeepSpeed's swapper of optimizer state creates its own, and writes with them before its constructor returns.
+    """
+    unchecked = extension.aio_handle
+    extension.aio_handle = lambda **options: CheckedHandle(unchecked(**options))
 
 
 def file_handle(deepspeed: Mapping[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import atexit
 import shutil
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from app.errors import TrainingError
-from app.training.engine.deepspeed_internals import file_handle, misaligned_gradient
+from app.training.engine.deepspeed_internals import check_file_operations, file_handle, misaligned_gradient
 from app.training.engine.extensions import load_extension
 from app.training.engine.parameter_swapper import ParameterSwapper
 from app.training.worker import import_deepspeed
@@ -29,13 +30,14 @@ def require_asynchronous_io() -> None:
         )
 
 
+@cache
 def load_asynchronous_io() -> None:
-    """Load the extensions with which DeepSpeed reads and writes the disk."""
+    """Load the extensions with which DeepSpeed reads and writes the disk, and have them raise errors of a full one."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 
     # The second extension is linked against the first.
-    for builder in (PinMemoryBuilder(), AsyncIOBuilder()):
-        load_extension(builder)
+    load_extension(PinMemoryBuilder())
+    check_file_operations(load_extension(AsyncIOBuilder()))
 
 
 def with_own_folder(deepspeed: dict[str, Any]) -> dict[str, Any]:

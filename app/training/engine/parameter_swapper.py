@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.errors import TrainingError
 from app.training.engine.deepspeed_internals import hide_part, show_part
 
 _MIN_BYTES = 2**20
@@ -29,7 +28,7 @@ class ParameterSwapper:
     """
 
     def __init__(self, folder: Path, handle: Any, dtype: torch.dtype) -> None:
-        """``handle`` is an ``aio_handle`` of DeepSpeed, ``folder`` this process's own, ``dtype`` the parameters'."""
+        """``handle`` is from ``file_handle``, ``folder`` this process's own, ``dtype`` the parameters'."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._handle, self._dtype = folder, handle, dtype
         self._block = _BLOCK_BYTES * handle.get_intra_op_parallelism() // dtype.itemsize
@@ -68,7 +67,7 @@ class ParameterSwapper:
             numel = param.ds_tensor.ds_numel
             buffer = self._used[param.ds_id] = self._take(numel)
             self._handle.async_pread(buffer, self._file_of(param), 0)
-            self._wait()
+            self._handle.wait()
             show_part(param, buffer[:numel])
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
@@ -99,15 +98,7 @@ class ParameterSwapper:
 
     def _write(self, param: Any, buffer: Tensor) -> None:
         self._handle.async_pwrite(buffer, self._file_of(param), 0)
-        self._wait()
-
-    def _wait(self) -> None:
-        """Wait for the pending operation. Raise TrainingError if it fails, because the handle raises no error."""
-        if self._handle.wait() != 1:
-            raise TrainingError(
-                f"a parameter could not be read or written in {str(self._folder)!r}: look whether the disk of "
-                "train.plan.nvme_path is full, or set train.plan.offload_param to cpu"
-            )
+        self._handle.wait()
 
     def _file_of(self, param: Any) -> str:
         return str(self._folder / f"{param.ds_id}.swp")

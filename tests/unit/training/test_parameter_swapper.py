@@ -1,6 +1,8 @@
 """Parts of parameters on a disk, as DeepSpeed asks for them."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.errors import TrainingError
 from app.training.engine.parameter_swapper import ParameterSwapper
 
 NOT_USED = {"swap_into_buffer", "get_path", "reserve_available_buffers", "release_reserved_buffers"}
@@ -24,7 +25,7 @@ class Disk:
 
     def __init__(self) -> None:
         self.files: dict[str, Tensor] = {}
-        self.allocated, self.is_full = 0, False
+        self.allocated = 0
 
     def get_intra_op_parallelism(self) -> int:
         return 1
@@ -40,7 +41,7 @@ class Disk:
         buffer.copy_(self.files[file])
 
     def wait(self) -> int:
-        return 0 if self.is_full else 1
+        return 1
 
 
 def parameter(number: int, numel: int) -> Any:
@@ -77,10 +78,53 @@ def test_parts_come_back_and_buffers_are_used_again(tmp_path: Path) -> None:
     assert disk.allocated == 2
 
 
-def test_a_full_disk_ends_training(tmp_path: Path) -> None:
-    disk = Disk()
-    swapper, part = ParameterSwapper(tmp_path, disk, torch.bfloat16), parameter(0, LARGE)
-    swapper.get_buffer(part, LARGE)
-    disk.is_full = True
-    with pytest.raises(TrainingError, match=r"train\.plan\.nvme_path is full"):
-        swapper.swap_out_and_release([part])
+HANDLE = """
+import resource, sys
+from pathlib import Path
+import torch
+from deepspeed.runtime.swap_tensor.utils import swap_out_tensors
+from app.errors import TrainingError
+from app.training.engine.deepspeed_internals import file_handle
+from app.training.engine.nvme import load_asynchronous_io
+from app.training.engine.parameter_swapper import ParameterSwapper
+from tests.unit.training.test_parameter_swapper import parameter
+
+load_asynchronous_io()
+handle, folder, large = file_handle({}), Path(sys.argv[1]), 2**21
+buffers = [handle.new_cpu_locked_tensor(size, torch.empty(0)) for size in (2**18, 2**20)]
+swapper, part = ParameterSwapper(folder, handle, torch.bfloat16), parameter(0, large)
+"""
+"""A real handle, a swapper with a part of 4 MiB, and buffers of 1 and 4 MiB, for a process that may be aborted."""
+LIMITED = "resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, 2**21))"
+
+
+@pytest.mark.debian("libaio-dev")  # DeepSpeed compiles against this package
+@pytest.mark.parametrize(
+    ("prepared", "fails", "said"),
+    [
+        (
+            f"swapper.get_buffer(part, large); {LIMITED}",
+            "swapper.swap_out_and_release([part])",
+            "4,194,304 bytes cannot be written to '{}/0.swp' (File too large)",
+        ),
+        (
+            LIMITED,
+            "swap_out_tensors(handle, buffers, [f'{folder}/small', f'{folder}/large'])",
+            "4,194,304 bytes cannot be written to '{}/large' (File too large)",
+        ),
+        (
+            "swapper.get_buffer(part, large).fill_(3); swapper.swap_out_and_release([part]); swapper.swap_in([part]); "
+            "assert part.ds_tensor.unique().tolist() == [3]; swapper.remove_partition_and_release_buffers([part]); "
+            "(folder / '0.swp').open('r+b').truncate(2**21)",
+            "swapper.swap_in([part])",
+            "4,194,304 bytes cannot be read from '{}/0.swp' (it has 2,097,152)",
+        ),
+    ],
+    ids=["full under a parameter", "full under a second tensor", "shortened"],
+)
+def test_a_failed_file_ends_training_with_an_error(prepared: str, fails: str, said: str, tmp_path: Path) -> None:
+    """DeepSpeed's own handle counts writes that were cut short as completed, and aborts when it reads such a file."""
+    script = f"{HANDLE}\n{prepared}\ntry:\n    {fails}\nexcept TrainingError as error:\n    print(error)\n"
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert said.format(tmp_path) in done.stdout
