@@ -1,12 +1,13 @@
-"""The private parts of Ray that the queue of jobs uses (Ray 2.60): the GCS's key-value store and a job's metadata."""
+"""The private parts of Ray that the queue of jobs uses (Ray 2.60): the GCS's key-value store and its table of jobs."""
 
-import json
-import os
 from collections.abc import Iterator
 
+import ray
+from ray._private.worker import global_worker
 from ray.experimental import internal_kv
 
 _NAMESPACE = "rayloom_queue"
+_TIMEOUT_S = 10.0
 
 
 class Store:
@@ -32,12 +33,32 @@ class Store:
         internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
 
 
-def job_metadata() -> dict[str, str]:
-    """Return the metadata of this process's job; empty if the process was started by hand.
+def driver_id() -> str:
+    """Return the ids of this process and of its node. A node gets a new id when its cluster is started anew."""
+    context = ray.get_runtime_context()
+    return _driver_id(context.get_job_id(), context.get_node_id())
 
-    Ray's runtime context of a driver has only ids.
+
+def living_drivers() -> set[str] | None:
+    """Return the ids of the processes that have not ended, as the GCS knows them; None if it does not answer.
+
+    The GCS needs no dashboard and no token of its API.
     """
-    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+    try:
+        table = global_worker.gcs_client.get_all_job_info(
+            skip_submission_job_info_field=True, skip_is_running_tasks_field=True, timeout=_TIMEOUT_S
+        )
+        nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    except Exception:  # Ray raises errors of its own and of gRPC
+        return None
+    drivers = [
+        (entry.job_id.hex(), entry.driver_address.node_id.hex()) for entry in table.values() if not entry.is_dead
+    ]
+    # If the GCS is lost together with a node, it may not have noted the end of the node's processes.
+    living = {_driver_id(job, node) for job, node in drivers if node in nodes}
+    # Without this process, it is not the table of this cluster.
+    return living if driver_id() in living else None
 
-    metadata: dict[str, str] | None = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("metadata")
-    return metadata or {}
+
+def _driver_id(job: str, node: str) -> str:
+    return f"{job}@{node}"

@@ -1,32 +1,37 @@
 """A job's turn on a cluster that is full. The jobs keep the queue themselves, in the key-value store of Ray's GCS.
 
-Each job writes its needs, and polls until it is the first in line and has room. To start, it writes its id under the
-next number, which only one job can do. A job that loses this race polls again. The entries of a killed job do not
-count, because Ray lists the job as ended.
+Each job writes its needs under its ticket, and polls until it is the first in line and has room. To start, it writes
+its ticket under the next number, which only one job can do. A job that loses this race polls again. The entries of a
+killed job do not count, because the GCS lists its process as ended.
 """
 
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
+from uuid import uuid4
 
-import httpx
 import ray
 from pydantic import ValidationError
 
 from app.best_effort import best_effort, warn
-from app.cluster.jobs import JobsApi
-from app.cluster.queue import PRIORITY, USER, Place, Queued, fits, in_line, may_start, person, priority_of
+from app.cluster.queue import PRIORITY, STARTED, USER, Place, Queued, fits, in_line, may_start, person, priority_of
 from app.config import Recipe
-from app.errors import ClusterError
 from app.runs import Outcome, Run, Step
 from jobs._cluster import connect, may_grow
-from jobs._queue_internals import Store, job_metadata
+from jobs._metadata_internals import SUBMISSION_KEY, job_metadata
+from jobs._queue_internals import Store, driver_id, living_drivers
 
 Demand = Callable[[Recipe], Mapping[str, float]]
-_POLL_S = 1.0
+_POLL_S, _MAX_POLL_S = 1.0, 10.0
+"""Time between two looks at the queue: of the first in line, and the maximum of those behind it."""
+_FIRST = 3
+"""This many jobs, the first in line, ask at every look which others live. More would only load the GCS."""
+_ASK_PERIOD_S = 30.0
+"""Time between two such questions of the others in line."""
+_UNKNOWN_S = 60.0
+"""Maximum time that a job waits for others of which it is unknown whether they live."""
 _JOBS, _STARTS, _TURNS = "jobs/", "starts/", "turns/"
 """Prefixes of keys: what each job needs, which job has started under each number, and each user's last number."""
 
@@ -49,19 +54,21 @@ def _turn(demand: Mapping[str, float]) -> Iterator[None]:
         yield  # the step is refused: no other job could make room for it
         return
     own, store = _own(demand), Store()
-    store.put(_JOBS + own.job, own.model_dump_json())
+    store.put(_JOBS + own.ticket, own.model_dump_json())
     try:
         _await(own, store)
         yield
     finally:
         # Otherwise the next job would have to ask Ray whether this one has ended.
-        best_effort(lambda: store.remove(_JOBS + own.job), "this job cannot leave the queue", "the job's end")
+        best_effort(lambda: store.remove(_JOBS + own.ticket), "this job cannot leave the queue", "the job's end")
 
 
 def _own(demand: Mapping[str, float]) -> Queued:
     metadata = job_metadata()
     return Queued(
-        job=metadata.get("job_submission_id") or ray.get_runtime_context().get_job_id(),
+        ticket=uuid4().hex,
+        job=metadata.get(SUBMISSION_KEY) or ray.get_runtime_context().get_job_id(),
+        driver=driver_id(),
         user=metadata.get(USER) or person(),
         priority=priority_of(metadata.get(PRIORITY)),
         demand={kind: amount for kind, amount in demand.items() if amount},
@@ -83,30 +90,63 @@ class _Line:
     """Keys of jobs that have ended."""
 
     @classmethod
-    def read(cls, store: Store, own: Queued) -> Self:
-        known = _jobs_in(store)
-        # A job removes its key when it ends, unless it is killed.
-        dead = {job.job for job in known.values()} - {own.job}
-        if dead:
-            dead -= _living()
-        # Read the starts before the jobs, and both after the slow list of living jobs. A job that starts from here on
-        # takes the number after ``last``. A job that has started before has already written its key.
-        starts = dict(store.items(_STARTS))
-        present = {key: job for key, job in _jobs_in(store).items() if job.job not in dead}
-        if _JOBS + own.job not in present:  # a GCS without persistent storage has restarted
-            store.put(_JOBS + own.job, own.model_dump_json())
-            present[_JOBS + own.job] = own
-        begun, ids = set(starts.values()), {job.job for job in present.values()}
+    def read(cls, store: Store, own: Queued, dead: Collection[str]) -> Self:
+        """Read the store. ``dead`` are tickets of jobs that have ended without removing their keys."""
+        # Read the starts before the jobs. A job that starts from here on takes the number after ``last``. A job that
+        # has started before has already written its key.
+        starts, known = dict(store.items(_STARTS)), _jobs_in(store)
+        present = {job.ticket: job for job in known.values() if job.ticket not in dead}
+        if own.ticket not in present:  # a GCS without persistent storage has restarted
+            store.put(_JOBS + own.ticket, own.model_dump_json())
+            present[own.ticket] = own
+        begun = set(starts.values())
         return cls(
-            waiting=[job for job in present.values() if job.job not in begun],
-            started=[job for job in present.values() if job.job in begun],
+            waiting=[job for job in present.values() if job.ticket not in begun],
+            started=[job for job in present.values() if job.ticket in begun],
             turns={key.removeprefix(_TURNS): int(number) for key, number in store.items(_TURNS)},
             last=max(map(_number, starts), default=0),
             leftovers=[
-                *(key for key, job in known.items() if job.job in dead),
-                *(key for key, job in starts.items() if job not in ids),
+                *(key for key, job in known.items() if job.ticket in dead),
+                *(key for key, ticket in starts.items() if ticket not in present),
             ],
         )
+
+    def others(self, own: Queued) -> list[Queued]:
+        """Return the jobs except ``own``."""
+        return [job for job in (*self.waiting, *self.started) if job.ticket != own.ticket]
+
+
+class _Deaths:
+    """Which jobs have ended without leaving the queue, because they were killed."""
+
+    def __init__(self) -> None:
+        self.dead: set[str] = set()
+        """Their tickets."""
+        self._asked_at = -_ASK_PERIOD_S
+        self._unknown_since: float | None = None
+
+    def look(self, others: list[Queued], place: int) -> bool:
+        """Ask which of the others live, unless that would load the GCS too much. Return whether any has died.
+
+        Call it after the others were read from the store: a process is in the GCS's table before it is in the queue.
+        """
+        now = time.monotonic()
+        is_due = place < _FIRST or self._unknown_since is not None or now - self._asked_at >= _ASK_PERIOD_S
+        if not (others and is_due):
+            return False
+        self._asked_at, living = now, living_drivers()
+        if living is None:
+            self._unknown_since = self._unknown_since or now
+            return False
+        self._unknown_since = None
+        dead = {job.ticket for job in others if job.driver not in living}
+        self.dead |= dead
+        return bool(dead)
+
+    @property
+    def are_unknown(self) -> bool:
+        """Whether the GCS has not answered for long."""
+        return self._unknown_since is not None and time.monotonic() - self._unknown_since >= _UNKNOWN_S
 
 
 def _number(key: str) -> int:
@@ -128,36 +168,49 @@ def _readable(text: str) -> Queued | None:
 
 def _await(own: Queued, store: Store) -> None:
     """Wait until it is the job's turn. Print its place whenever it changes."""
-    shown = None
+    shown, deaths = None, _Deaths()
     while True:
-        line, total = _Line.read(store, own), ray.cluster_resources()
-        order = [job.job for job in in_line(line.waiting, line.started, total, line.turns)]
-        place = order.index(own.job)
-        if place == 0 and may_start(own.demand, line.started, total, ray.available_resources(), may_grow()):
+        line, total = _Line.read(store, own, deaths.dead), ray.cluster_resources()
+        order = in_line(line.waiting, line.started, total, line.turns)
+        place = _place_of(own, order)
+        if deaths.look(line.others(own), place):
+            continue
+        is_next = place == 0 and may_start(own.demand, line.started, total, ray.available_resources(), may_grow())
+        if is_next or deaths.are_unknown:
             if _start(own, line, store):
+                if not is_next:
+                    warn("Ray does not say which other jobs still run: this job starts without its turn")
                 if shown:
-                    print("the job's turn has come", flush=True)
+                    print(STARTED, flush=True)
                 return
             continue
-        behind = [*order[:place], *(job.job for job in line.started)]
-        told = Place(
-            user=own.user,
-            priority=own.priority,
-            place=place + 1,
-            waiting=len(order),
-            needs=own.demand,
-            behind=behind,
-        ).to_line()
+        told = _told(own, order, line.started).to_line()
         if told != shown:
             print(told, flush=True)
         shown = told
-        time.sleep(_POLL_S)
+        time.sleep(min(_POLL_S * (place + 1), _MAX_POLL_S))
+
+
+def _place_of(own: Queued, order: list[Queued]) -> int:
+    return next(place for place, job in enumerate(order) if job.ticket == own.ticket)
+
+
+def _told(own: Queued, order: list[Queued], started: list[Queued]) -> Place:
+    place = _place_of(own, order)
+    return Place(
+        user=own.user,
+        priority=own.priority,
+        place=place + 1,
+        waiting=len(order),
+        needs=own.demand,
+        behind=[job.job for job in (*order[:place], *started)],
+    )
 
 
 def _start(own: Queued, line: _Line, store: Store) -> bool:
     """Take the next number. Return False if another job has taken it since ``line`` was read."""
     number = line.last + 1
-    if not store.put_new(f"{_STARTS}{number}", own.job):
+    if not store.put_new(f"{_STARTS}{number}", own.ticket):
         return False
     if any(_number(key) > number for key, _ in store.items(_STARTS)):
         # This process was stopped for so long that the number was taken, used and removed.
@@ -168,19 +221,3 @@ def _start(own: Queued, line: _Line, store: Store) -> bool:
     for key in line.leftovers:
         store.remove(key)
     return True
-
-
-def _living() -> set[str]:
-    """Return the ids of the cluster's jobs that have not ended. Ask until Ray answers."""
-    address = ray.init(address="auto", ignore_reinit_error=True, logging_level="warning").dashboard_url
-    if not address:
-        raise ClusterError("other jobs run, and the cluster has no dashboard to list them: start it with its dashboard")
-    api, is_warned = JobsApi.of({**os.environ, "RAY_API_SERVER_ADDRESS": f"http://{address}"}), False
-    while True:
-        try:
-            return api.living()
-        except httpx.HTTPError as error:
-            if not is_warned:
-                warn(f"the cluster's jobs cannot be listed ({error}): this job waits until they can")
-            is_warned = True
-            time.sleep(_POLL_S)

@@ -118,22 +118,10 @@ class JobsApi:
         answer = self._request("GET", "jobs/").raise_for_status()
         return _readable(Job, [job for job in answer.json() if job.get("type") == "SUBMISSION"])
 
-    def living(self) -> set[str]:
-        """Return the ids of all jobs that have not ended: their submission ids, and the job ids of their drivers.
-
-        Raises httpx.HTTPError.
-        """
-        entries = self._request("GET", "jobs/").raise_for_status().json()
-        living = [entry for entry in entries if entry["status"] not in _ENDED]
-        return {entry[key] for entry in living for key in ("submission_id", "job_id") if entry.get(key)}
-
-    def last_line(self, job: Job) -> str:
-        """Return the last line of a job's log that is not a warning; an empty string if there is none.
-
-        Raises httpx.HTTPError.
-        """
+    def last_lines(self, job: Job) -> list[str]:
+        """Return the last lines of a job's log; none if it cannot be read. Raises httpx.HTTPError."""
         if job.driver_node_id is None:
-            return ""
+            return []
         query = urlencode(
             {
                 "node_id": job.driver_node_id,
@@ -144,8 +132,7 @@ class JobsApi:
         )
         answer = self._request("GET", f"v0/logs/file?{query}")
         # The log of a lost node cannot be read.
-        lines = answer.text.splitlines() if answer.is_success else []
-        return next((line for line in reversed(lines) if line and not line.startswith("warning: ")), "")
+        return answer.text.splitlines() if answer.is_success else []
 
     def find(self, submission_id: str) -> Job | None:
         """Return the job with this id; None if there is none. Raises httpx.HTTPError."""

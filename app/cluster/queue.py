@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from getpass import getuser
 from typing import Literal, Self, get_args
 
@@ -16,6 +16,8 @@ USER, PRIORITY = "rayloom_user", "rayloom_priority"
 """The keys in a job's metadata."""
 _PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 _PREFIX = "QUEUE "
+STARTED = "the job's turn has come"
+"""What a job that has waited prints when it starts."""
 
 Amounts = Mapping[str, float]
 """Amounts of resources by Ray's names."""
@@ -24,7 +26,12 @@ Amounts = Mapping[str, float]
 class Queued(BaseModel):
     """A job that waits for its turn, or has started and not ended."""
 
+    ticket: str
+    """Its key in the queue. Two processes may belong to one job, so its id is no key."""
     job: str
+    """The id of its submission, for people; of its driver if it was started by hand."""
+    driver: str
+    """The ids that Ray has given to its process and node."""
     user: str
     priority: Priority
     demand: dict[str, float]
@@ -74,7 +81,7 @@ def in_line(
                 _largest_share(held.get(job.user, []), total),
                 last.get(job.user, 0),
                 job.since,
-                job.job,
+                job.ticket,
             ),
         )
         left.remove(following)
@@ -97,14 +104,15 @@ def fits(demand: Amounts, room: Amounts) -> bool:
 def may_start(demand: Amounts, started: Iterable[Queued], total: Amounts, free: Amounts, may_grow: bool) -> bool:
     """Return whether the first in line may start.
 
-    The needs of started jobs count in full, because they may not have taken their resources yet. On a cluster that
-    grows, a job may ask for new nodes once the nodes of the started jobs have come.
+    The needs of started jobs count in full, because they may not have taken their resources yet. A job that needs more
+    than the whole cluster holds nothing, so it does not count. On a cluster that grows, a job may ask for new nodes
+    once the nodes of the started jobs have come.
 
     Args:
         total: the cluster's resources.
         free: the resources that Ray reports as free.
     """
-    taken = _sum(job.demand for job in started)
+    taken = _sum(job.demand for job in started if fits(job.demand, total))
     if not taken or (may_grow and fits(taken, total)):
         return True
     room = {kind: min(total.get(kind, 0.0) - taken.get(kind, 0.0), free.get(kind, 0.0)) for kind in demand}
@@ -135,6 +143,16 @@ class Place(BaseModel):
     def to_line(self) -> str:
         """Return the line of the log."""
         return _PREFIX + json.dumps(self.model_dump(), ensure_ascii=False)
+
+    @classmethod
+    def of_log(cls, lines: Sequence[str]) -> Self | None:
+        """Return the last place in a log; None if the job does not wait, or no longer."""
+        for line in reversed(lines):
+            if line == STARTED:
+                return None
+            if place := cls.of_line(line):
+                return place
+        return None
 
     @classmethod
     def of_line(cls, line: str) -> Self | None:

@@ -37,7 +37,7 @@ class ListedJob(BaseModel):
 def listed_jobs(api: JobsApi) -> list[ListedJob]:
     """Return the running jobs, the oldest first, then the waiting jobs in the order of their turns.
 
-    A waiting job prints its place as the last line of its log. Until its turn it prints nothing else but warnings.
+    A waiting job prints its place in its log whenever it changes. Ray may print a few lines after it.
 
     Raises:
         httpx.HTTPError: the cluster does not answer.
@@ -48,7 +48,7 @@ def listed_jobs(api: JobsApi) -> list[ListedJob]:
 
 def _listed(api: JobsApi, job: Job) -> ListedJob:
     user, priority = job.metadata.get(USER), job.metadata.get(PRIORITY, "normal")
-    place = Place.of_line(api.last_line(job)) if job.status == "RUNNING" else None
+    place = Place.of_log(api.last_lines(job)) if job.status == "RUNNING" else None
     if place is None:
         state: Literal["starting", "running"] = "running" if job.status == "RUNNING" else "starting"
         return ListedJob(job=job.submission_id, user=user, priority=priority, state=state, since=job.start_time)

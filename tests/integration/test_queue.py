@@ -46,6 +46,7 @@ def test_jobs_wait_for_their_turns_in_a_fair_order_that_everybody_sees(ray: Clus
     ]:
         sent[name] = send(user, name, f"--priority={priority}", *SHORT)
         wait_until(lambda expected=expected: line() == expected, timeout_s=90)
+    wait_until(lambda: [row.place for row in listed().values()] == [None, 1, 2, 3, 4], timeout_s=30)
 
     shown = run("rayloom", "jobs", environment=ray.environment).stdout.splitlines()
     assert [row.split()[1:3] for row in shown[1:]] == [

@@ -5,14 +5,16 @@ from typing import Any
 import pytest
 
 from app.cluster.job_view import JobView
-from app.cluster.queue import Place, Queued, in_line, may_start, priority_of
+from app.cluster.queue import STARTED, Place, Queued, in_line, may_start, priority_of
 from app.errors import ClusterError
 
 TOTAL = {"CPU": 8.0, "GPU": 2.0}
 
 
 def job(name: str, user: str, since: float, priority: Any = "normal", **demand: float) -> Queued:
-    return Queued(job=name, user=user, priority=priority, demand=demand or {"CPU": 1.0}, since=since)
+    return Queued(
+        ticket=name, job=name, driver=name, user=user, priority=priority, demand=demand or {"CPU": 1.0}, since=since
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,9 @@ def test_people_alternate_where_one_job_fills_the_cluster() -> None:
         (4, [4], 3, False, False),  # a deployed model has one
         (5, [4], 4, True, True),  # it asks for a node
         (1, [4, 5], 0, True, False),  # until the node has come
+        (4, [16], 8, True, True),  # the other can never be placed
+        (4, [16, 4], 4, True, True),
+        (16, [16], 8, True, True),  # neither blocks those behind it
     ],
 )
 def test_the_first_starts_if_there_is_room_beside_what_the_others_need(
@@ -79,6 +84,10 @@ def test_a_person_reads_what_a_job_waits_for(capsys: pytest.CaptureFixture[str])
     shown = "waiting, place 2 of 3 (anna, low), for 2 CPU and 1 GPU, after t-1, t-2 and 1 more\n"
     assert capsys.readouterr().out == shown
     assert Place.of_line('QUEUE {"length": 3}') is None, "the line of another program"
+    later = place.model_copy(update={"place": 1})
+    log = ["started", place.to_line(), later.to_line(), "(autoscaler) adds a node", ""]
+    assert Place.of_log(log) == later
+    assert Place.of_log([*log, STARTED, "data digits"]) is None
 
 
 def test_an_unknown_priority_is_refused() -> None:
