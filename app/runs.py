@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import secrets
 import sys
 import time
@@ -25,6 +26,12 @@ from app.telemetry.tracing import stage
 from app.tracking.process import keep_tracked, require_clients
 
 RESULT_FILE, CONFIG_FILE = "result.json", "config.yaml"
+JOB_FILE = "job"
+"""A file of a run with the id of the job on a cluster that opened it last. Other runs have none."""
+JOB, LOST_JOB = "RAYLOOM_JOB", "RAYLOOM_LOST_JOB"
+"""Environment variables of a job on a cluster: its id, and the id of the lost job in whose place it was submitted."""
+LOST_JOB_KEY = "rayloom_lost_job"
+"""The key of the latter in the job's metadata."""
 _RESULT_PREFIX = "RESULT "
 
 
@@ -99,6 +106,8 @@ class Run:
     started: float
     until_result: ExitStack = field(default_factory=ExitStack)
     """Contexts of the step that stay open until the result is written."""
+    earlier_request: bytes | None = None
+    """The request to stop that the run had when this job began. An earlier job has obeyed it."""
     is_ours: bool = True
     """True if this job may write to the folder. Another job may be training an earlier run until this job locks it."""
 
@@ -138,9 +147,17 @@ class Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / RESULT_FILE).unlink(missing_ok=True)
+            self._note_job()
             write_atomically(self.folder / CONFIG_FILE, dump_recipe(self.recipe).encode())
         except OSError as error:
             raise self._cannot_write(error) from error
+
+    def _note_job(self) -> None:
+        """Note which job opens the run, for a job that is submitted in its place."""
+        if job := os.environ.get(JOB):
+            write_atomically(self.folder / JOB_FILE, job.encode())
+        else:
+            (self.folder / JOB_FILE).unlink(missing_ok=True)
 
     def _cannot_write(self, error: OSError) -> StorageError:
         return StorageError(

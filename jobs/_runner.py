@@ -1,5 +1,6 @@
 """The main function of every job: read the recipe, keep a run, and end with a RESULT line."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -8,7 +9,8 @@ from app.config import Recipe, load_job_recipe, title_of
 from app.config.overrides import require_once
 from app.errors import RayloomError
 from app.process_state import sigterm_calls, spare_loopback
-from app.runs import Result, Run, Step, execute, read_arguments
+from app.runs import JOB, LOST_JOB, LOST_JOB_KEY, Result, Run, Step, execute, read_arguments
+from jobs._metadata_internals import SUBMISSION_KEY, job_metadata
 
 
 def main(
@@ -19,6 +21,7 @@ def main(
     ``start`` creates the run or finds one to resume. It writes nothing.
     """
     spare_loopback()
+    _note_job()
     arguments = read_arguments(f"jobs.{job}", argv)
     try:
         require_once(arguments.overrides)
@@ -33,6 +36,14 @@ def main(
     result = execute(run, step)
     print(result.to_line(arguments.json), flush=True)
     return int(result.status == "failed")
+
+
+def _note_job() -> None:
+    """Note the ids of this job and of the lost one that it replaces in the environment, for its runs."""
+    metadata = job_metadata()
+    for variable, key in ((JOB, SUBMISSION_KEY), (LOST_JOB, LOST_JOB_KEY)):
+        if key in metadata:
+            os.environ[variable] = metadata[key]
 
 
 def on_sigterm(request_stop: Callable[[], None], consequence: str) -> AbstractContextManager[None]:

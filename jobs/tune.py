@@ -12,7 +12,7 @@ from app.runs import CONFIG_FILE, Outcome, Run
 from app.storage import open_storage, write_atomically
 from app.telemetry.tracing import stage
 from app.training.ray_worker import resources_of
-from app.training.resume import newest_unfinished
+from app.training.resume import newest_unfinished, require_unfinished
 from app.tuning.budget import SearchBudget
 from app.tuning.outcome import BEST_FILE, ParetoTrial, StoppedSearchMetrics, TuneMetrics, tuned_recipe
 from app.tuning.report import write_report, write_trials
@@ -58,6 +58,7 @@ def tune(run: Run) -> Outcome:
     budget = SearchBudget(config.stop, config.objectives[0], study.epochs_trained, study.seconds)
     search = Search(recipe, config, study, run.folder, budget, may_grow())
     run.hold(run_lock(run.folder))
+    require_unfinished(run)
     # The first copy is made before the run is opened, so that a run that can be resumed has its study.
     with keep_snapshots(location, scratch) as back_up:
         run.open()

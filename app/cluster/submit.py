@@ -28,6 +28,7 @@ from app.config import embedded, load_job_recipe, names_model, read_text, reads_
 from app.config.overrides import require_once
 from app.errors import ClusterError, NoClusterError, first_line, short_repr
 from app.import_string import suggestion
+from app.runs import LOST_JOB_KEY
 from app.storage import absolute_location
 
 _FOLDER = "rayloom_folder"
@@ -211,7 +212,7 @@ def _jobs_api(target: "_Target") -> JobsApi:
 
 
 def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
-    """Resubmit a lost job from its folder. Training and tuning jobs are told to resume.
+    """Resubmit a lost job from its folder. Training and tuning jobs are told to resume the run that it opened, if any.
 
     Return the new id, or None if ``submit`` has not sent the job, or if the job was itself a resubmitted one.
 
@@ -228,11 +229,13 @@ def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
             f"job {job.submission_id} was lost, and its command {short_repr(job.entrypoint)} cannot be read "
             f"({error}): submit it again yourself"
         ).of("command.unreadable") from error
+    lost: dict[str, str] = {}
     for override in {_RESUME[word] for word in entrypoint if word in _RESUME}:
         key = override.partition("=")[0]
         # What the person has asked for stays.
         if not any(word.startswith(f"{key}=") for word in entrypoint):
             entrypoint.append(override)
+            lost[LOST_JOB_KEY] = job.submission_id
     new_id = _resubmitted_id(job.submission_id)
     _send(
         environment,
@@ -242,7 +245,7 @@ def resubmit(job: Job, environment: Mapping[str, str]) -> str | None:
         # The new metadata have no folder, so that a job is submitted again only once.
         # Only supervisors of local clusters resubmit.
         runtime_env=runtime_env(folder, has_rayloom=True),
-        metadata={key: job.metadata[key] for key in (USER, PRIORITY) if key in job.metadata},
+        metadata={key: job.metadata[key] for key in (USER, PRIORITY) if key in job.metadata} | lost,
     )
     return new_id
 

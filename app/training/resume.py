@@ -1,5 +1,6 @@
 """The run that ``train.resume`` names."""
 
+import os
 from operator import attrgetter
 
 from upath import UPath
@@ -8,8 +9,20 @@ from app.config import AutoPlan, Recipe, StreamConfig, load_stored_recipe
 from app.config.sources import join_sources
 from app.errors import RecipeError, StorageError
 from app.heartbeat import require_not_running
-from app.runs import CONFIG_FILE, Run, folder_of_run, has_succeeded, newest_first, recipe_named_in, runs_folder
+from app.runs import (
+    CONFIG_FILE,
+    JOB_FILE,
+    LOST_JOB,
+    Run,
+    folder_of_run,
+    has_succeeded,
+    newest_first,
+    recipe_named_in,
+    runs_folder,
+)
+from app.shared_files import read
 from app.storage import open_storage
+from app.training.stop_request import written_request
 
 LATEST = "latest"
 _FIXED_KEYS = (
@@ -48,7 +61,9 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     earlier = _recipe_of(folder)
     _check_same(recipe, earlier, run_id)
     print(f"run {run_id} goes on", flush=True)
-    return Run.start(job, _with_plan_of(earlier, recipe).with_model(earlier.model), run_id)
+    run = Run.start(job, _with_plan_of(earlier, recipe).with_model(earlier.model), run_id)
+    run.earlier_request = written_request(folder)
+    return run
 
 
 def _with_plan_of(earlier: Recipe, recipe: Recipe) -> Recipe:
@@ -62,13 +77,29 @@ def _with_plan_of(earlier: Recipe, recipe: Recipe) -> Recipe:
 def newest_unfinished(storage: UPath, job: str, recipe_name: str) -> str | None:
     """Return the id of a job's newest run of a recipe, or None if it has succeeded.
 
+    A job that was submitted in place of a lost one sees only the runs that the lost one opened. If that was still
+    waiting for its turn, it had none, and the newest run is that of another job.
+
     Raises:
         StorageError: the run is under way.
     """
+    lost = os.environ.get(LOST_JOB)
     for run in newest_first(runs_folder(storage, job)):
-        if recipe_named_in(run.name) == recipe_name and (run / CONFIG_FILE).exists():
+        is_candidate = recipe_named_in(run.name) == recipe_name and (run / CONFIG_FILE).exists()
+        if is_candidate and (lost is None or read(run / JOB_FILE) == lost.encode()):
             return None if _has_finished(run) else run.name
     return None
+
+
+def require_unfinished(run: Run) -> None:
+    """Check that no other job has finished the run since this one began. Call it when the run is locked.
+
+    Raises:
+        StorageError: another job has.
+    """
+    if has_succeeded(run.folder):
+        run.is_ours = False  # the result of the other job stays
+        raise StorageError(f"run {run.run_id} has finished while this job waited: submit a new run").of("run.finished")
 
 
 def _has_finished(run: UPath) -> bool:

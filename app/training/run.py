@@ -31,8 +31,9 @@ from app.training.engine.batch_norm import has_batch_norm, has_mixed_batch_norm
 from app.training.engine.nvme import require_asynchronous_io
 from app.training.plan import TrainingPlan
 from app.training.planning.auto import choose_plan
+from app.training.resume import require_unfinished
 from app.training.sources import planned_periods, record_mixture, with_added_sources
-from app.training.stop_request import withdraw_stop_request
+from app.training.stop_request import withdraw_stop_request, written_request
 
 
 def prepare_run(
@@ -121,12 +122,13 @@ def _blueprint_of(recipe: Recipe, data: PreparedData, reads_folder: bool) -> Blu
 def open_run(run: Run, plan: TrainingPlan, data: PreparedData) -> None:
     """Lock the run until its result is written, and make its folder with the data that every worker reads.
 
-    The run gets the plan's recipe. An earlier stop request is withdrawn.
+    The run gets the plan's recipe. A stop request from before this job is withdrawn.
 
     Raises:
         StorageError: another job has started to train it, or has trained it since it was planned.
     """
     run.hold(run_lock(run.folder))
+    require_unfinished(run)
     if plan.periods != planned_periods(plan.recipe, run.folder, data):
         run.is_ours = False  # the result of the other job stays
         raise StorageError(f"run {run.run_id} has trained on while its data were prepared: submit the job again").of(
@@ -136,7 +138,9 @@ def open_run(run: Run, plan: TrainingPlan, data: PreparedData) -> None:
     run.until_result.callback(write_page, training_page, run.folder)
     run.recipe = plan.recipe
     run.open()
-    withdraw_stop_request(run.folder)
+    # A newer request is for this job, which may have waited for its turn.
+    if written_request(run.folder) == run.earlier_request:
+        withdraw_stop_request(run.folder)
     # The note of an earlier attempt must not explain a later failure.
     (run.folder / FAILURE_FILE).unlink(missing_ok=True)
     if not _is_saved(run):

@@ -1,5 +1,6 @@
 """Requests to stop or pause a run, or to yield: by a file in its folder, by SIGTERM, or by the cluster."""
 
+import secrets
 import signal
 import threading
 from collections.abc import Iterator
@@ -29,13 +30,19 @@ class StopRequest(IntEnum):
 
 def request_stop(run_folder: UPath, request: StopRequest) -> None:
     """Ask the run to pause or stop."""
-    write_atomically(run_folder / CONTROL_FILE, request.name.lower().encode())
+    # Two requests of one kind differ, so that a job knows which of them has been obeyed.
+    write_atomically(run_folder / CONTROL_FILE, f"{request.name.lower()} {secrets.token_hex(4)}".encode())
 
 
 def read_stop_request(run_folder: UPath) -> StopRequest:
     """Return the request in the run's folder; NONE if there is none, or it was withdrawn."""
-    content = read(run_folder / CONTROL_FILE)
-    return StopRequest.NONE if content is None else StopRequest[content.decode().strip().upper()]
+    content = written_request(run_folder)
+    return StopRequest.NONE if content is None else StopRequest[content.decode().split()[0].upper()]
+
+
+def written_request(run_folder: UPath) -> bytes | None:
+    """Return the request as it is written; None if there is none. No two requests are written alike."""
+    return read(run_folder / CONTROL_FILE)
 
 
 def withdraw_stop_request(run_folder: UPath) -> None:

@@ -37,12 +37,15 @@ class AcceptingClient:
     """A stub of Ray's client whose cluster accepts every job."""
 
     entrypoints: ClassVar[list[str]] = []
+    metadata: ClassVar[dict[str, str]] = {}
+    """Of the last job."""
 
     def __init__(self, address: str) -> None:
         assert address == "http://127.0.0.1:9"
 
-    def submit_job(self, *, entrypoint: str, **_: Any) -> None:
+    def submit_job(self, *, entrypoint: str, metadata: dict[str, str], **_: Any) -> None:
         self.entrypoints.append(entrypoint)
+        AcceptingClient.metadata = metadata
 
     async def tail_job_logs(self, submission_id: str) -> AsyncIterator[str]:
         yield f"the log of {submission_id.partition('-')[0]}\n"
@@ -303,6 +306,7 @@ def test_what_is_sent_along_is_sent_again_when_the_cluster_was_lost(sent: Sent) 
     environment = {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"}
     assert resubmit(lost, environment) == "train-1-again"
     assert sent() == ["python", "-m", "jobs.train", carried, "train.epochs=3", "train.resume=latest"]
+    assert AcceptingClient.metadata["rayloom_lost_job"] == "train-1"
 
 
 def test_a_lost_job_whose_command_cannot_be_read_is_named() -> None:

@@ -1,5 +1,6 @@
 """What jobs refuse whatever the cluster is."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from app.compile.run import compile_model
 from app.config import load_recipe
 from app.errors import RayloomError
 from app.heartbeat import run_lock
-from app.runs import Outcome, Run, execute
+from app.runs import JOB, LOST_JOB, Outcome, Run, execute
 from app.training.stop_request import StopRequest, read_stop_request, request_stop
 from jobs._runner import main, on_sigterm
 from jobs.deploy import deploy
@@ -128,6 +129,13 @@ def test_a_job_that_is_told_to_stop_asks_its_training_to_and_no_longer_once_that
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(RayloomError, match=f"asked to stop after train, whose run {run.run_id} is finished"):
         require_no_request(run)
+
+
+def test_a_job_knows_the_lost_job_that_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = '{"metadata": {"job_submission_id": "train-1-again", "rayloom_lost_job": "train-1"}}'
+    monkeypatch.setattr(os, "environ", {**os.environ, "RAY_JOB_CONFIG_JSON_ENV_VAR": metadata})
+    assert main("train", train, ["recipes/nothing.yaml"]) == 2
+    assert (os.environ[JOB], os.environ[LOST_JOB]) == ("train-1-again", "train-1")
 
 
 def test_a_job_does_not_look_for_garbage_when_its_process_ends() -> None:

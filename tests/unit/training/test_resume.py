@@ -17,7 +17,7 @@ from app.data.prepared import PreparedData
 from app.errors import StorageError
 from app.heartbeat import HEARTBEAT_FILE
 from app.published.weights import read_architecture
-from app.runs import CONFIG_FILE, RESULT_FILE, Outcome, Result, Run, execute
+from app.runs import CONFIG_FILE, JOB, LOST_JOB, RESULT_FILE, Outcome, Result, Run, execute
 from app.shared_files import change
 from app.storage import to_path
 from app.tasks import prepare
@@ -25,6 +25,7 @@ from app.training.plan import TrainingPlan
 from app.training.records import StoppedTrainMetrics
 from app.training.resume import LATEST, start_or_resume
 from app.training.run import open_run, prepare_run
+from app.training.stop_request import StopRequest, read_stop_request, request_stop
 from tests.helpers import ROOT, wait_until
 from tests.wording import refused
 
@@ -160,6 +161,60 @@ def test_a_run_that_finishes_while_another_job_waits_is_not_begun_again(finishin
 
 def test_after_the_latest_run_has_finished_a_new_one_starts(finishing: Run) -> None:
     assert start_or_resume("train", resuming(LATEST)).run_id != finishing.run_id
+
+
+def opened(job: str, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run that a job on a cluster has opened and not finished."""
+    monkeypatch.setenv(JOB, job)
+    run = Run.start("train", load_recipe(DIGITS))
+    run.open()
+    monkeypatch.delenv(JOB)
+    return run
+
+
+def test_a_job_in_place_of_a_lost_one_resumes_only_the_run_that_the_lost_one_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost, other = opened("train-1", monkeypatch), opened("train-2", monkeypatch)
+    monkeypatch.setenv(LOST_JOB, "train-1")
+    assert start_or_resume("train", resuming(LATEST)).run_id == lost.run_id
+    monkeypatch.setenv(LOST_JOB, "train-3")  # it was still waiting for its turn
+    assert start_or_resume("train", resuming(LATEST)).run_id not in (lost.run_id, other.run_id)
+    monkeypatch.setenv(JOB, "train-1-again")
+    lost.open()
+    monkeypatch.setenv(LOST_JOB, "train-1")
+    assert start_or_resume("train", resuming(LATEST)).run_id not in (lost.run_id, other.run_id)
+
+
+def test_of_two_jobs_that_wait_to_resume_a_run_the_second_does_not_train_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = opened("train-1", monkeypatch)
+    waiting = start_or_resume("train", resuming(run.run_id))
+    plan, data = prepare_run(waiting)
+    done = run.end(Outcome(StoppedTrainMetrics(steps=1, epochs=0, paused=True), {}))
+
+    def step(run: Run) -> Outcome:
+        open_run(run, plan, data)
+        raise AssertionError("it was opened")
+
+    assert f"run {run.run_id} has finished while this job waited" in str(execute(waiting, step).error)
+    assert Result.read(run.folder / RESULT_FILE) == done
+
+
+def test_a_request_to_pause_a_run_that_waits_for_its_turn_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = opened("train-1", monkeypatch)
+    request_stop(run.folder, StopRequest.PAUSE)
+    plan, data = prepare_run(run)
+    resumed = start_or_resume("train", resuming(run.run_id))
+    with resumed.until_result:
+        open_run(resumed, plan, data)
+    assert read_stop_request(run.folder) is StopRequest.NONE, "the run was paused by this request"
+    waiting = start_or_resume("train", resuming(run.run_id))
+    request_stop(run.folder, StopRequest.PAUSE)
+    with waiting.until_result:
+        open_run(waiting, plan, data)
+    assert read_stop_request(run.folder) is StopRequest.PAUSE
 
 
 def test_what_was_trained_with_a_plan_that_is_refused_now_still_loads(tmp_path: Path) -> None:
