@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 import ray
 from ray.util.state import list_actors
 
+from app.amounts import suffices
 from app.cluster.state import MARK
-from app.config import ACCELERATOR, Placement, TrainConfig, of_kind, suffices
+from app.config import ACCELERATOR, Placement, TrainConfig, of_kind
 from app.errors import ClusterError, PlanError, first_line
 from app.planner.cluster import Cluster, catalogue_name, cluster_of, this_machine
 

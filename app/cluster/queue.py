@@ -8,7 +8,7 @@ from typing import Literal, Self, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from app.config.placement import suffices
+from app.amounts import suffices
 from app.errors import ClusterError
 
 Priority = Literal["low", "normal", "high"]

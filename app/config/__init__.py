@@ -37,7 +37,7 @@ from app.config.loading import (
 from app.config.metrics import Mode
 from app.config.named_model import load_job_recipe, names_model, reads_files, recipe_of_model
 from app.config.notify import EmailConfig, NotifyConfig, WebhookConfig
-from app.config.placement import ACCELERATOR, Placement, count_in, of_kind, suffices
+from app.config.placement import ACCELERATOR, Placement, of_kind
 from app.config.plan import AutoPlan, PlanConfig, Precision
 from app.config.plan_rules import ModelTraits, Setting, refusal
 from app.config.reading import embedded, read_text, title_of
@@ -139,7 +139,6 @@ __all__ = [
     "TuneConfig",
     "WandbConfig",
     "WebhookConfig",
-    "count_in",
     "dump_recipe",
     "embedded",
     "load_job_recipe",
@@ -155,7 +154,6 @@ __all__ = [
     "recipe_keys",
     "recipe_of_model",
     "refusal",
-    "suffices",
     "title_of",
     "with_values",
     "yaml_problem",

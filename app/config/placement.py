@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
+from app.amounts import suffices
 from app.errors import RecipeError
 
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
@@ -14,8 +15,6 @@ _KEY = re.compile(rf"(?:{_WORD}/)?{_WORD}")
 _SELECTOR = re.compile(rf"(?P<no>!?)(?:in\((?P<several>{_WORD}(?:, ?{_WORD})*)\)|(?P<one>{_WORD}))")
 ACCELERATOR = "accelerator_type:"
 """Prefix of Ray's resource for a kind of GPU."""
-_UNITS = 10_000
-"""Ray counts resources in parts of this size. Floats would find nine times 0.2 in 2.0."""
 _ANY_SHARE = 0.001
 """Amount to reserve of such a resource. It is tiny, because the resource only marks nodes with that kind."""
 
@@ -31,16 +30,6 @@ def _check_labels(labels: dict[str, str]) -> dict[str, str]:
 
 LabelSelector = Annotated[dict[str, str], AfterValidator(_check_labels)]
 """Conditions on a node's labels, in Ray's syntax: ``{market: spot}``, ``{zone: "!in(a, b)"}``."""
-
-
-def count_in(held: float, amount: float) -> int:
-    """Return how often an amount of a resource fits into what is held, as Ray counts."""
-    return round(held * _UNITS) // max(1, round(amount * _UNITS))
-
-
-def suffices(held: float, amount: float) -> bool:
-    """Return whether an amount of a resource fits into what is held, as Ray counts."""
-    return round(amount * _UNITS) <= round(held * _UNITS)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from ray.train.v2._internal.execution import context as ray_context
 from ray.util import metrics as ray_metrics
 from upath import UPath
 
+from app.amounts import count_in
 from app.artifacts import DATA, FAILURE_FILE
 from app.cluster.state import MARK
-from app.config import TrainConfig, count_in
+from app.config import TrainConfig
 from app.errors import DataError, NonFiniteLossError, RayloomError, TopologyError, TrainingError, UnsharedStorageError
 from app.heartbeat import keep_heartbeat
 from app.process_state import keep_freed_memory

@@ -12,8 +12,9 @@ from ray.tune.schedulers import TrialScheduler
 from ray.util import metrics as ray_metrics
 from upath import UPath
 
+from app.amounts import count_in
 from app.artifacts import TRIALS
-from app.config import Placement, Recipe, TrainConfig, TuneConfig, count_in
+from app.config import Placement, Recipe, TrainConfig, TuneConfig
 from app.errors import RayloomError, TuningError
 from app.telemetry.metrics import Publish, publishing
 from app.training.coordination.shared_folder import marked
