@@ -1,4 +1,4 @@
-"""Ray Train's controller of a run, as light as possible. From ``app`` it imports only ``coordinator_internals``.
+"""Ray Train's controller of a run, as light as possible. From ``app`` it imports only two small modules.
 
 Ray's own trainer has the controller import torch, and starts one actor for data, one for joining nodes and one for
 leaving nodes. Each takes more CPU time to start than a worker takes to build a small model. So this module overrides
@@ -8,8 +8,8 @@ private methods of Ray Train V2.
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,10 +26,14 @@ from ray.train.v2._internal.execution.scaling_policy import (
     ResizeDecision,
     ScalingDecision,
 )
+from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
+    TrainAutoscalingCoordinatorClient,
+)
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.metrics import Counter
 
-from app.cluster.coordinator_internals import has_waiting_replicas
+from app.amounts import count_in
+from app.cluster.coordinator_internals import exact, has_waiting_replicas
 
 _PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 _LEAVE_TIMEOUT_S = 30.0
@@ -88,10 +92,31 @@ class DividingPolicy(ElasticScalingPolicy):  # type: ignore[misc]
         super().__init__(config)
         self._worker_counts = worker_counts
         self._latest_monitor_time = float("-inf")
+        self._needed = {kind: amount for kind, amount in config._resources_per_worker_not_none.items() if amount}
+        self._claimed = replace(config, resources_per_worker=exact(self._needed))
 
     def _count_possible_workers(self, reserved_resources: ReservedResources) -> int:
-        possible = super()._count_possible_workers(reserved_resources)
+        # Ray's own method divides floats, and would find only four times 0.1 in 0.5.
+        possible = sum(map(self._count_on, reserved_resources.values())) if self._needed else self._worker_counts[-1]
         return max((count for count in self._worker_counts if count <= possible), default=0)
+
+    def _count_on(self, reserved: Mapping[str, float]) -> int:
+        """Return the number of workers that fit into what is reserved on a node."""
+        return min(count_in(reserved.get(kind, 0.0), amount) for kind, amount in self._needed.items())
+
+    def _send_resource_request(self) -> None:
+        self._coordinator_client.send_resource_request(self._claimed, self._get_num_workers_for_resource_request())
+
+    def _maybe_send_resource_request(self) -> None:
+        number = self._get_num_workers_for_resource_request()
+        self._coordinator_client.maybe_send_resource_request(self._claimed, number)
+
+    def _get_reserved_resources(self) -> ReservedResources | None:
+        reserved = super()._get_reserved_resources()
+        if reserved is None:
+            # The coordinator's node may be lost. A new client looks the coordinator up, and registers the run again.
+            self._coordinator_client = TrainAutoscalingCoordinatorClient(self._requester_id)
+        return reserved
 
     def make_decision_for_running_worker_group(
         self,

@@ -32,7 +32,7 @@ from app.training.plan import TrainingPlan
 from app.training.ray_trainer import FailureCounter, LightTrainer, await_room, was_asked_to_yield
 from app.training.records import Ending, EpochRecord
 from app.training.session import train
-from app.training.stop_request import StopRequest, read_stop_request
+from app.training.stop_request import StopRequest, StopSignals
 from app.training.worker import start_worker
 
 _RESIZE_INTERVAL_S = 5.0
@@ -118,12 +118,15 @@ def _fit_once(
 def _await_room(config: TrainConfig, run_folder: UPath, step: int) -> StopRequest:
     """Wait until there is room for the smallest number of workers. Return the request that ended the wait, or NONE."""
     print(f"saved at step {step:,}, because the room for workers has changed", flush=True)
-
-    def is_asked() -> bool:
-        return read_stop_request(run_folder) is not StopRequest.NONE
-
-    has_room = await_room(_scaling_of(config), config.worker_counts, run_folder.name, is_asked)
-    return StopRequest.NONE if has_room else read_stop_request(run_folder)
+    signals = StopSignals(run_folder)
+    with signals.poll_file():
+        has_room = await_room(
+            _scaling_of(config),
+            config.worker_counts,
+            run_folder.name,
+            lambda: signals.strongest() is not StopRequest.NONE,
+        )
+    return StopRequest.NONE if has_room else signals.strongest()
 
 
 def _trainer(

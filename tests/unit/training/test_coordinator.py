@@ -2,11 +2,14 @@
 
 from types import SimpleNamespace
 
+import pytest
 import ray.train
 from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ResourceRequestPriority
 from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import _AutoscalingCoordinatorActor
+from ray.exceptions import GetTimeoutError
+from ray.train._internal.autoscaling_coordinator_client import build_train_resource_request
 
-from app.cluster.coordinator_internals import PLACED, WAITING, claim_of, on_node
+from app.cluster.coordinator_internals import PLACED, WAITING, claim_of, has_waiting_replicas, on_node
 from app.training.ray_trainer import DividingPolicy
 
 NODES = [
@@ -40,6 +43,41 @@ def test_a_claim_takes_room_from_training_until_it_is_cancelled_or_expires() -> 
     now_s = 61.0
     coordinator._tick()
     assert workers() == 4
+
+
+@pytest.mark.parametrize(("cpus", "amount", "workers"), [(0.5, 0.1, 5), (3.0, 0.3, 10), (3.0, 0.6, 5), (7.0, 0.7, 10)])
+def test_fractions_of_a_cpu_are_counted_as_ray_counts_them(cpus: float, amount: float, workers: int) -> None:
+    node = {"NodeID": "a", "Alive": True, "Resources": {"CPU": cpus}}
+    coordinator = _AutoscalingCoordinatorActor(lambda: 0.0, lambda *_, **__: None, lambda: [node])
+    policy = DividingPolicy(
+        ray.train.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": amount}), range(1, workers + 1)
+    )
+
+    def send(config: ray.train.ScalingConfig, number: int) -> None:
+        bundles, _ = build_train_resource_request(config, number)
+        coordinator.request_resources(TRAINING, bundles, expire_after_s=180, priority=ResourceRequestPriority.HIGH)
+
+    policy._coordinator_client = SimpleNamespace(send_resource_request=send)
+    policy._send_resource_request()
+    assert policy._count_possible_workers(coordinator.get_reserved_resources(TRAINING)) == workers
+    coordinator.request_resources(**claim_of(WAITING, [{"CPU": amount}]))
+    assert policy._count_possible_workers(coordinator.get_reserved_resources(TRAINING)) == workers - 1
+
+
+def test_a_coordinator_that_is_lost_is_looked_up_again() -> None:
+    policy = DividingPolicy(ray.train.ScalingConfig(num_workers=1), [1])
+    policy._requester_id = TRAINING
+    policy._coordinator_client = lost = SimpleNamespace(_autoscaling_coordinator=None)
+    assert policy._get_reserved_resources() is None
+    assert policy._coordinator_client is not lost
+
+
+def test_a_slow_look_up_of_the_coordinator_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(*_: object, **__: object) -> None:
+        raise GetTimeoutError
+
+    monkeypatch.setattr("ray.get_actor", time_out)
+    assert not has_waiting_replicas()
 
 
 def test_what_no_node_can_hold_takes_nothing() -> None:
