@@ -9,24 +9,52 @@ import ray
 from ray.exceptions import RayActorError
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from app.best_effort import BestEffort
+from app.best_effort import BestEffort, best_effort
 from app.cluster.coordinator_internals import PLACED, RENEW_S, WAITING, Bundle, claim, on_node
 from app.serving.config import EndpointConfig
+from app.serving.demand import Demand
 from jobs._serve_internals import Deployed, deployed_in
 
 _NAME, _NAMESPACE = "claims-room-for-the-endpoint", "rayloom"
 _LOOK_S = 1.0
+_START_TIMEOUT_S = 60.0
 _IDLE_S = 60.0
 """Time without a pool above training after which the actor ends."""
 
 
-@retry(retry=retry_if_exception_type(RayActorError), stop=stop_after_attempt(3), wait=wait_fixed(1.0), reraise=True)
 def keep_claim(deployment: str) -> None:
-    """Start to claim room for the pools above training. Their replicas belong to this deployment."""
+    """Start to claim room for the pools above training, or warn. Their replicas belong to this deployment."""
+    best_effort(lambda: _start(deployment), "no room can be taken from training", "the deployment")
+
+
+@retry(retry=retry_if_exception_type(RayActorError), stop=stop_after_attempt(3), wait=wait_fixed(1.0), reraise=True)
+def _start(deployment: str) -> None:
     options = {"name": _NAME, "namespace": _NAMESPACE, "lifetime": "detached", "get_if_exists": True}
     claimant = _Claimant.options(**options).remote(deployment)  # type: ignore[attr-defined]
     # The actor may be about to end, because there was no such pool.
-    ray.get(claimant.stay.remote())
+    ray.get(claimant.stay.remote(), timeout=_START_TIMEOUT_S)
+
+
+def held_by(pools: Sequence[tuple[Demand, Deployed]]) -> list[Bundle]:
+    """Return what replicas with a node hold. Ray may have put the shards beside them on any node."""
+    replicas = [on_node(demand.bundles[0], address) for demand, found in pools for address in found.addresses]
+    shards = [
+        shard
+        for demand, found in pools
+        for _ in range(len(found.addresses) - found.loading)
+        for shard in demand.bundles[1:]
+    ]
+    # Those of a certain node come first, because the coordinator may put any other there, too.
+    return replicas + shards
+
+
+def awaited_by(pools: Sequence[tuple[Demand, Deployed]]) -> list[Bundle]:
+    """Return what replicas wait for: those without a node, and the shards of those that load."""
+    return [
+        bundle
+        for demand, found in pools
+        for bundle in demand.bundles * found.waiting + demand.bundles[1:] * found.loading
+    ]
 
 
 @ray.remote(num_cpus=0, max_restarts=-1)
@@ -53,19 +81,12 @@ class _Claimant:
     def _look(self) -> None:
         """Claim what is needed now."""
         pools = [(EndpointConfig.model_validate(found.user_config).demand, found) for found in self._deployed()]
-        above = [(demand.bundles, found) for demand, found in pools if demand.scaling.above_training]
+        above = [(demand, found) for demand, found in pools if demand.scaling.above_training]
         if above:
             self.stay()
-        # The first bundle is the replica itself. Ray may have put the others on any node.
-        self._placed.update(
-            [
-                bundle
-                for (replica, *beside), found in above
-                for address in found.addresses
-                for bundle in (on_node(replica, address), *beside)
-            ]
-        )
-        self._waiting.update([bundle for bundles, found in above for _ in range(found.waiting) for bundle in bundles])
+        # The coordinator would believe free what any other pool holds.
+        self._placed.update(held_by(pools) if above else [])
+        self._waiting.update(awaited_by(above))
 
     def _deployed(self) -> Iterable[Deployed]:
         return deployed_in(self._deployment).values()

@@ -33,6 +33,7 @@ _ROLLBACK_TIMEOUT_S = 600.0
 _ROUTES_TIMEOUT_S = 60.0
 _POLL_S, _POLL_FACTOR = 0.1, 10
 """Minimum pause between two questions to Serve, in seconds and as a multiple of the time of its last answer."""
+_MAX_PAUSE_S = 2.0
 _QUEUED_REQUESTS = 256
 """Queue in front of a replica. Even requests with a free place pass it, if they arrive in one turn of its loop."""
 _BACKPRESSURE = BackpressureConfig(retry_after_s=1.0)
@@ -281,7 +282,8 @@ def _await_running(name: str, timeout_s: float) -> None:
         TimeoutError: it takes longer than ``timeout_s``; with what Serve waits for.
     """
     deadline_s, waits = time.monotonic() + timeout_s, ""
-    while (asked_s := time.monotonic()) < deadline_s:
+    while True:
+        asked_s = time.monotonic()
         application = serve.status().applications[name]
         answer_s = time.monotonic() - asked_s
         if application.status is ApplicationStatus.RUNNING:
@@ -292,5 +294,7 @@ def _await_running(name: str, timeout_s: float) -> None:
             is_unhealthy = server.status_trigger is DeploymentStatusTrigger.HEALTH_CHECK_FAILED
             if application.status is ApplicationStatus.DEPLOY_FAILED and not is_unhealthy:
                 raise RuntimeError(waits.rpartition("\n")[2])
-        time.sleep(max(_POLL_S, _POLL_FACTOR * answer_s))
-    raise TimeoutError(f"the replicas are not ready after {timeout_s:g} s" + (f" ({waits})" if waits else ""))
+        if asked_s >= deadline_s:
+            raise TimeoutError(f"the replicas are not ready after {timeout_s:g} s" + (f" ({waits})" if waits else ""))
+        pause_s = min(max(_POLL_S, _POLL_FACTOR * answer_s), _MAX_PAUSE_S, deadline_s - time.monotonic())
+        time.sleep(max(0.0, pause_s))

@@ -8,6 +8,9 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ReplicaState
+
+_LOADING = {ReplicaState.STARTING, ReplicaState.UPDATING, ReplicaState.RECOVERING}
 
 
 @dataclass(frozen=True)
@@ -19,13 +22,17 @@ class Deployed:
     """Addresses of the nodes of its replicas, including replicas that start or stop."""
     waiting: int
     """Number of replicas that Serve wants and that have no node yet."""
+    loading: int
+    """Number of replicas that have a node, and perhaps not all of their models."""
 
     @classmethod
     def of(cls, details: Mapping[str, Any]) -> Self:
         """Read Serve's details of a deployment."""
-        addresses = [replica["node_ip"] for replica in details["replicas"] if replica.get("node_ip")]
+        placed = [replica for replica in details["replicas"] if replica.get("node_ip")]
+        addresses = [replica["node_ip"] for replica in placed]
         waiting = max(0, details["target_num_replicas"] - len(addresses), len(details["replicas"]) - len(addresses))
-        return cls(details["deployment_config"]["user_config"], addresses, waiting)
+        loading = sum(replica["state"] in _LOADING for replica in placed)
+        return cls(details["deployment_config"]["user_config"], addresses, waiting, loading)
 
 
 def deployed_in(deployment: str) -> dict[str, Deployed]:
