@@ -102,6 +102,9 @@ class CountingCluster(OwnCluster):
         (self.project / "jobs").mkdir(parents=True)
         (self.project / "jobs/__init__.py").touch()
         (self.project / "jobs/train.py").write_text(JOB, encoding="utf-8")
+        # Rayloom takes the folder for a checkout of its own, whose jobs are sent with it.
+        (self.project / "app/cluster").mkdir(parents=True)
+        (self.project / "app/cluster/packages.py").touch()
         shutil.copy(ROOT / "recipes/digits.yaml", self.project)
 
     def rayloom(self, *words: str) -> subprocess.CompletedProcess[str]:
