@@ -46,12 +46,12 @@ class RayCluster:
         for _ in range(2):
             self.join()
 
-    def join(self, before: str = "true", **settings: str) -> Machine:
+    def join(self, before: str = "true", delay_s: float = 0, **settings: str) -> Machine:
         """Add a machine for work, and wait until Ray has it.
 
         ``before`` is a shell command that runs first on the machine, and ``settings`` are environment variables of Ray.
         """
-        machine = self._add(self._token)
+        machine = self._add(self._token, delay_s)
         self.workers.append(machine)
         prepared = machine.run("sh", "-c", before, environment=self.environment)
         assert prepared.returncode == 0, prepared.stderr
@@ -151,8 +151,8 @@ class RayCluster:
         self.network.close()
         self.s3.stop()
 
-    def _add(self, token: str) -> Machine:
-        machine = self.network.add()
+    def _add(self, token: str, delay_s: float = 0) -> Machine:
+        machine = self.network.add(delay_s)
         file = machine.disk / "home/.ray/auth_token"
         file.parent.mkdir(parents=True)
         file.write_text(token, encoding="utf-8")

@@ -81,7 +81,7 @@ class _Namespace:
 class Machine:
     """A computer without a shared disk."""
 
-    def __init__(self, hub: _Namespace, number: int, disk: Path) -> None:
+    def __init__(self, hub: _Namespace, number: int, disk: Path, delay_s: float) -> None:
         self.address, self.disk = f"{_NETWORK}.{number}", disk
         self._port, self._hub, self._is_lost = f"port{number}", hub, False
         disk.mkdir()
@@ -89,12 +89,26 @@ class Machine:
             checkout=ROOT, disk=disk, network=_NETWORK, name=f"machine{number}", python=sys.executable
         )
         self._namespace = _Namespace("--net", "--pid", "--uts", "--mount", "--mount-proc", script=script)
-        hub.ip("link", "add", self._port, "type", "veth", "peer", "name", "eth0", "netns", str(self._namespace.pid))
+        if delay_s:
+            self._link_with_delay(delay_s)
+        else:
+            hub.ip("link", "add", self._port, "type", "veth", "peer", "name", "eth0", "netns", str(self._namespace.pid))
         hub.ip("link", "set", self._port, "master", "bridge", "up")
         self._namespace.ip("address", "add", f"{self.address}/24", "dev", "eth0")
         self._namespace.ip("link", "set", "eth0", "up")
         # Nobody is there. Ray asks the kernel which address it would use.
         self._namespace.ip("route", "add", "default", "via", f"{_NETWORK}.253")
+
+    def _link_with_delay(self, delay_s: float) -> None:
+        ends = (str(self._hub.pid), self._port, str(self._namespace.pid), "eth0")
+        link = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "tests.cluster.delayed_link", str(delay_s), *ends],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert link.stdout is not None
+        assert link.stdout.readline() == b"ready\n"
 
     def popen(self, *command: str, environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
         """Start a command of this environment, in the checkout."""
@@ -158,21 +172,21 @@ class Network:
         self._hub.ip("link", "set", "bridge", "up")
         self.machines: list[Machine] = []
 
-    def add(self) -> Machine:
-        """Add a machine."""
+    def add(self, delay_s: float = 0) -> Machine:
+        """Add a machine. What it sends and receives arrives after a delay."""
         number = len(self.machines) + 1
-        self.machines.append(Machine(self._hub, number, self._folder / f"disk{number}"))
+        self.machines.append(Machine(self._hub, number, self._folder / f"disk{number}", delay_s))
         return self.machines[-1]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Let this thread open its sockets in the network, at ``HUB_ADDRESS``."""
         with open("/proc/thread-self/ns/net", "rb") as before, open(f"/proc/{self._hub.pid}/ns/net", "rb") as inside:
-            _set_network(inside.fileno())
+            enter_network(inside.fileno())
             try:
                 yield
             finally:
-                _set_network(before.fileno())
+                enter_network(before.fileno())
 
     def close(self) -> None:
         """End all machines."""
@@ -185,6 +199,7 @@ def _in_checkout(command: Sequence[str]) -> list[str]:
     return ["sh", "-c", f'cd "{ROOT}" && exec "$@"', "sh", *command]
 
 
-def _set_network(descriptor: int) -> None:
+def enter_network(descriptor: int) -> None:
+    """Let this thread open its sockets in the network namespace of an open file of ``/proc/PID/ns/net``."""
     if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")

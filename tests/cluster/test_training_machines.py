@@ -92,6 +92,18 @@ def test_a_slow_network_changes_no_bit(
         assert trained == uninterrupted
 
 
+def test_a_distant_machine_changes_no_bit(
+    cluster: RayCluster, uninterrupted: Trained, tmp_path: Path, faults: Faults
+) -> None:
+    with faults("N13", "20 ms in each direction between a training machine and all others", "the same bits") as fault:
+        cluster.lose(cluster.workers[-1])
+        distant = cluster.join(delay_s=0.02)
+        began_s = time.monotonic()
+        assert Training(cluster, "distant", tmp_path).trained() == uninterrupted
+        fault.saw(f"ended after {time.monotonic() - began_s:.1f} s")
+        cluster.lose(distant)
+
+
 AHEAD = """
 import sys, time
 with open("/tmp/ahead/started", "a") as started:
