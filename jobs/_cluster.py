@@ -77,6 +77,7 @@ def require_node(placement: Placement, who: str) -> None:
         return
     wanted = [_amount(kind, amount) for kind, amount in placement.resources.items() if amount]
     wanted += [f"the label {key}: {selector}" for key, selector in placement.labels.items()]
+    wanted += [f"or instead {key}: {selector}" for key, selector in placement.fallback_labels.items()]
     sentence = f"{who} needs a node with {', '.join(wanted)}, and none of the {len(nodes)} nodes is one"
     if not may_grow():
         raise ClusterError(f"{sentence}: ask for less, or start such a node").of("node.none")

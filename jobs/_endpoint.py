@@ -245,7 +245,6 @@ def _run(pool: Pool, pools: PoolConfigs, timeout_s: float) -> None:
             serve.delete(application)
         return
     scaling = config.scaling
-    placement = {"label_selector": scaling.labels} if scaling.labels else {}
     server = ModelServer.options(  # type: ignore[attr-defined] # from the decorator
         max_ongoing_requests=config.max_requests,
         max_queued_requests=_QUEUED_REQUESTS,
@@ -256,7 +255,7 @@ def _run(pool: Pool, pools: PoolConfigs, timeout_s: float) -> None:
             "num_cpus": scaling.cpus,
             "num_gpus": scaling.gpus,
             "resources": scaling.resources,
-            **placement,
+            **config.demand.placement.options,
         },
         **(
             {"num_replicas": scaling.max_replicas}

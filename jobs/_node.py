@@ -51,7 +51,7 @@ def run_on_node(name: str, work: Work[Result], placement: Placement) -> Result:
         num_cpus=resources.get("CPU", 0.0),
         num_gpus=resources.get("GPU", 0.0),
         resources=custom,
-        label_selector=dict(placement.labels) or None,
+        **placement.options,
     )
     stream = task.remote(partial(call_within, current_traceparent(), name, work))
     if not ray.wait([stream], timeout=_USUAL_START_S)[0]:

@@ -49,7 +49,7 @@ def _run_units(storage: UPath, placement: Placement, work: Callable[[int], int],
     connect()
     require_shared_storage(storage, placement)
     require(placement.resources, "a unit of the preparation", placement.labels)
-    start = _work_on.options(resources=_custom(placement), label_selector=dict(placement.labels))
+    start = _work_on.options(resources=_custom(placement), **placement.options)
     shared = ray.put(work)  # it names every file of the source
     waiting = list(units)[::-1]
     running: list[ray.ObjectRef] = []

@@ -39,11 +39,23 @@ class Placement:
     resources: Mapping[str, float]
     """Amounts to reserve."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    fallback_labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels of the nodes to take where none with ``labels`` has room. Empty: there are no such nodes."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Ray's options of an actor or a task that select the nodes."""
+        selector = {"label_selector": dict(self.labels)} if self.labels else {}
+        fallback = {"fallback_strategy": [{"label_selector": dict(self.fallback_labels)}]}
+        return {**selector, **(fallback if self.fallback_labels else {})}
 
     def selects(self, node: Mapping[str, Any]) -> bool:
-        """Return whether a node, as listed by ``ray.nodes()``, is alive and has the labels."""
+        """Return whether a node, as listed by ``ray.nodes()``, is alive and has the labels or those of the fallback."""
         given = node.get("Labels") or {}
-        return bool(node["Alive"]) and all(_holds(selector, given.get(key)) for key, selector in self.labels.items())
+        accepted = [self.labels, self.fallback_labels] if self.fallback_labels else [self.labels]
+        return bool(node["Alive"]) and any(
+            all(_holds(selector, given.get(key)) for key, selector in labels.items()) for labels in accepted
+        )
 
     def fits(self, node: Mapping[str, Any]) -> bool:
         """Return whether a node is selected and large enough."""

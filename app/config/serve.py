@@ -180,6 +180,11 @@ class ServeConfig(Section):
     labels: LabelSelector = Field(
         default={}, description="labels of the replicas' nodes, as a label selector of Ray: {market: on-demand}"
     )
+    fallback_labels: LabelSelector = Field(
+        default={},
+        description="labels of the nodes to take where none with serve.labels has room, such as {market: spot}; their "
+        "replicas are stopped first",
+    )
     above_training: bool = Field(
         default=False,
         description="replicas have priority over training for the resources that they reserve: an elastic training "
@@ -208,7 +213,7 @@ class ServeConfig(Section):
     @property
     def placement(self) -> Placement:
         """The nodes that may hold a replica of this model alone, and what Ray reserves for it."""
-        return Placement(self.reserved, self.labels)
+        return Placement(self.reserved, self.labels, self.fallback_labels)
 
     @property
     def replica_range(self) -> tuple[int, int] | None:
@@ -268,6 +273,15 @@ class ServeConfig(Section):
                 f"scaling.latency_target_ms is {self.scaling.latency_target_ms:g}, and the number of replicas is "
                 "fixed: set replicas to [min, max]"
             ).of("replicas.fixed")
+        return self
+
+    @model_validator(mode="after")
+    def _a_fallback_has_something_before_it(self) -> Self:
+        if self.fallback_labels and not self.labels:
+            raise RecipeError(
+                f"fallback_labels are {self.fallback_labels}, and there are no labels to fall back from: set labels, "
+                "or give these as labels"
+            ).of("labels.fallback")
         return self
 
     @model_validator(mode="after")

@@ -36,6 +36,9 @@ class Scaling(FrozenConfig):
     labels: dict[str, str] = {}
     """Selectors of the nodes' labels."""
 
+    fallback_labels: dict[str, str] = {}
+    """Selectors of the nodes to take where none with ``labels`` has room."""
+
     above_training: bool = False
     """Whether replicas have priority over training."""
 
@@ -58,6 +61,7 @@ class Scaling(FrozenConfig):
             max_gpus=serve.generation.tensor_parallel,
             resources=serve.resources,
             labels=serve.labels,
+            fallback_labels=serve.fallback_labels,
             above_training=serve.above_training,
             latency_target_s=target_ms / 1e3 if target_ms else None,
             upscale_delay_s=serve.scaling.upscale_delay_s,
@@ -79,7 +83,9 @@ class Scaling(FrozenConfig):
             gpus=sum(model.gpus for model in models),
             max_gpus=max((model.max_gpus for model in models), default=1),
             resources=_summed([model.resources for model in models]),
-            labels={key: selector for model in models for key, selector in model.labels.items()},
+            # The models of a pool have the same.
+            labels=models[0].labels if models else {},
+            fallback_labels=models[0].fallback_labels if models else {},
             above_training=any(model.above_training for model in models),
             latency_target_s=min((model.latency_target_s for model in scaled if model.latency_target_s), default=None),
             upscale_delay_s=min((model.upscale_delay_s for model in scaled), default=0.0),
@@ -107,7 +113,8 @@ class Demand(FrozenConfig):
     def placement(self) -> Placement:
         """The nodes that may hold a replica, and what it reserves without the processes of its sharded models."""
         scaling = self.scaling
-        return Placement({"CPU": scaling.cpus, "GPU": scaling.gpus, **scaling.resources}, scaling.labels)
+        resources = {"CPU": scaling.cpus, "GPU": scaling.gpus, **scaling.resources}
+        return Placement(resources, scaling.labels, scaling.fallback_labels)
 
     @property
     def reserved(self) -> dict[str, float]:

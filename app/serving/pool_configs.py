@@ -41,7 +41,8 @@ class PoolConfigs:
         """
         self.require_free(pool, name)
         for other, beside in self[pool].without(name).deployed.items():
-            _require_same_nodes(name, model.scaling.labels, other, beside.scaling.labels)
+            for key in ("labels", "fallback_labels"):
+                _require_same_nodes(key, name, getattr(model.scaling, key), other, getattr(beside.scaling, key))
         return self._with({**self.by_pool, pool: self[pool].serving(name, model)})
 
     def with_access(self, access: Access) -> Self:
@@ -80,9 +81,9 @@ class PoolConfigs:
         return type(self)({**by_pool, SHARED: shared})
 
 
-def _require_same_nodes(name: str, labels: Mapping[str, str], other: str, others: Mapping[str, str]) -> None:
+def _require_same_nodes(key: str, name: str, labels: Mapping[str, str], other: str, others: Mapping[str, str]) -> None:
     if labels != others:
         raise ClusterError(
-            f"serve.labels of {name!r} are {dict(labels)}, and those of {other!r} in the same pool {dict(others)}: "
-            "give the models of a pool the same labels, or different pools"
-        ).of("pool.labels", "serve.labels")
+            f"serve.{key} of {name!r} are {dict(labels)}, and those of {other!r} in the same pool {dict(others)}: "
+            f"give the models of a pool the same {key}, or different pools"
+        ).of("pool.labels", f"serve.{key}")

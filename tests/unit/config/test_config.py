@@ -96,6 +96,7 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("serve={auth: none, token_file: /token}", "keys.contradict", "serve"),
         ("serve.above_training=true", "priority.nothing", "serve"),
         ("serve={above_training: true, cpus_per_replica: 1, labels: {a: b}}", "keys.contradict", "serve"),
+        ("serve={fallback_labels: {market: spot}}", "labels.fallback", "serve"),
         ("serve.tls={certificate: /c.pem}", "recipe.missing", "serve.tls.key"),
         ("train={linear_baseline: true, report_samples: 0}", "keys.contradict", "train"),
     ],

@@ -28,6 +28,18 @@ def test_a_label_selector_means_what_it_means_to_ray(selector: str, selected: st
     assert "".join(name for name, labels in zones.items() if placement.selects(node(labels))) == selected
 
 
+def test_a_replica_falls_back_on_other_nodes() -> None:
+    labels = ["serve.labels={market: on-demand}", "serve.fallback_labels={market: spot, zone: a}"]
+    placement = load_recipe(DIGITS, labels).serve.placement
+    assert placement.selects(node({"market": "on-demand", "zone": "b"}))
+    assert placement.selects(node({"market": "spot", "zone": "a"}))
+    assert not placement.selects(node({"market": "spot", "zone": "b"}))
+    assert placement.options == {
+        "label_selector": {"market": "on-demand"},
+        "fallback_strategy": [{"label_selector": {"market": "spot", "zone": "a"}}],
+    }
+
+
 def test_a_worker_reserves_what_selects_its_node() -> None:
     train = load_recipe(
         DIGITS, ["train.device=gpu", "train.accelerator_type=A100-80G", "train.resources={fast: 0.5}"]
