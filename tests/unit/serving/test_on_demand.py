@@ -1,5 +1,6 @@
 """Models that are loaded at their first request: within a budget, the one asked longest ago let go, each answered."""
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,10 +33,10 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
     return folder
 
 
-def config_of(storage: UPath, *names: str) -> EndpointConfig:
-    """Keep as many models as ``KEPT``, by the sizes of their files."""
+def config_of(storage: UPath, *names: str, kept: int = KEPT) -> EndpointConfig:
+    """Keep ``kept`` models loaded, by the sizes of their files."""
     sizes = {name: Repository(storage).manifest(name, 1).size_bytes for name in names}
-    budget = KEPT * max(sizes.values())
+    budget = kept * max(sizes.values())
     return EndpointConfig(
         models={
             name: DeployedModel(
@@ -63,12 +64,12 @@ def ask(server: Server, number: int) -> httpx.Response:
 
 def loaded(server: Server) -> set[str]:
     index = httpx.post(f"http://{server.http}/v2/repository/index").json()
-    assert len(index) == MODELS + 1
     return {model["name"] for model in index if model["state"] == "READY"}
 
 
 def test_each_model_is_loaded_by_its_first_request_and_the_one_asked_longest_ago_is_let_go(server: Server) -> None:
     assert loaded(server) == set()
+    assert len(httpx.post(f"http://{server.http}/v2/repository/index").json()) == MODELS + 1
     for number in range(MODELS):
         assert is_right(ask(server, number).json(), expected(rows(2), number))
     assert loaded(server) == {"m9", "m10", "m11"}
@@ -100,6 +101,27 @@ def test_many_clients_of_many_models_are_all_answered_right(server: Server) -> N
     assert len(loaded(server)) <= KEPT
 
 
+def test_models_that_unload_each_other_are_both_answered(server: Server, storage: UPath) -> None:
+    server.run(server.endpoint.update(config_of(storage, "m1", "m2", kept=1)))
+    with ThreadPoolExecutor(4) as clients:
+        answers = list(clients.map(lambda number: ask(server, number), [1, 2] * 4))
+    for number, answer in zip([1, 2] * 4, answers, strict=True):
+        assert is_right(answer.json(), expected(rows(2), number))
+
+
+def test_no_more_requests_wait_for_a_model_than_its_queue_takes(server: Server) -> None:
+    limit = server.endpoint.config.models["m1"].production.policy.queue_limit
+
+    async def wait() -> list[BaseException | None]:
+        waits = (server.endpoint.load_on_demand("m1") for _ in range(limit + 2))
+        return await asyncio.gather(*waits, return_exceptions=True)
+
+    waited = server.run(wait())
+    assert waited[:limit] == [None] * limit
+    assert [str(error) for error in waited[limit:]] == [f"{limit} requests wait for m1/1 to be loaded: try again"] * 2
+    assert ask(server, 1).is_success
+
+
 def test_one_that_cannot_be_loaded_is_refused_and_the_others_answer(server: Server) -> None:
     for _ in range(2):
         answer = httpx.post(f"http://{server.http}/v2/models/broken/infer", json=body(rows(2)), timeout=60)
@@ -116,6 +138,8 @@ def test_a_deployment_keeps_what_is_loaded_and_closes_what_it_removes(server: Se
     assert server.endpoint.find("m2") is before
     assert ask(server, 1).status_code == 404
     assert ask(server, 3).is_success
+    server.run(server.endpoint.update(config_of(storage, "m2", "m3", kept=1)))
+    assert loaded(server) == {"m3"}, "the other no longer fits"
 
 
 def test_a_model_larger_than_its_budget_and_one_with_a_canary_are_refused(storage: UPath) -> None:
