@@ -23,10 +23,12 @@ class Store:
 
     def items(self, prefix: str) -> Iterator[tuple[str, str]]:
         """Yield the keys with this prefix, and their texts."""
-        for key in internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE):
-            text = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
-            if text is not None:  # else it has just been removed
-                yield key.decode(), text.decode()
+        keys = internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE)
+        # All in one call. With one for each key, some hundred waiting jobs would keep the GCS busy. A key that has just
+        # been removed has no text.
+        found = global_worker.gcs_client.internal_kv_multi_get(keys, _NAMESPACE.encode())
+        for key, text in found.items():
+            yield key.decode(), text.decode()
 
     def remove(self, key: str) -> None:
         """Remove a key, if it exists."""

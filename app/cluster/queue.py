@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from getpass import getuser
 from typing import Literal, Self, get_args
@@ -68,31 +69,37 @@ def in_line(
     Args:
         turns: the number of each user's last start. Later starts have higher numbers.
     """
-    held: dict[str, list[Amounts]] = {}
+    held: dict[str, dict[str, float]] = defaultdict(dict)
     last, now = dict(turns), max(turns.values(), default=0)
     for job in started:
-        held.setdefault(job.user, []).append(job.demand)
-    left, line = list(waiting), list[Queued]()
-    while left:
+        _add(held[job.user], job.demand)
+    shares = {user: _largest_share(amounts, total) for user, amounts in held.items()}
+    # A user's jobs of one priority are compared by age alone, so only the oldest of them is compared with others.
+    stacks: dict[tuple[str, Priority], list[Queued]] = defaultdict(list)
+    for job in sorted(waiting, key=lambda job: (job.since, job.ticket), reverse=True):
+        stacks[job.user, job.priority].append(job)
+    line = list[Queued]()
+    while stacks:
         following = min(
-            left,
+            (stack[-1] for stack in stacks.values()),
             key=lambda job: (
                 -_PRIORITIES.index(job.priority),
-                _largest_share(held.get(job.user, []), total),
+                shares.get(job.user, 0.0),
                 last.get(job.user, 0),
                 job.since,
                 job.ticket,
             ),
         )
-        left.remove(following)
-        line.append(following)
-        held.setdefault(following.user, []).append(following.demand)
-        last[following.user] = now + len(line)
+        user, stack = following.user, stacks[following.user, following.priority]
+        line.append(stack.pop())
+        if not stack:
+            del stacks[user, following.priority]
+        _add(held[user], following.demand)
+        shares[user], last[user] = _largest_share(held[user], total), now + len(line)
     return line
 
 
-def _largest_share(demands: list[Amounts], total: Amounts) -> float:
-    held = _sum(demands)
+def _largest_share(held: Amounts, total: Amounts) -> float:
     return max((amount / total[kind] for kind, amount in held.items() if total.get(kind)), default=0.0)
 
 
@@ -122,9 +129,13 @@ def may_start(demand: Amounts, started: Iterable[Queued], total: Amounts, free: 
 def _sum(demands: Iterable[Amounts]) -> dict[str, float]:
     total: dict[str, float] = {}
     for demand in demands:
-        for kind, amount in demand.items():
-            total[kind] = total.get(kind, 0.0) + amount
+        _add(total, demand)
     return total
+
+
+def _add(total: dict[str, float], demand: Amounts) -> None:
+    for kind, amount in demand.items():
+        total[kind] = total.get(kind, 0.0) + amount
 
 
 class Place(BaseModel):

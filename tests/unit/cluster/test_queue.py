@@ -1,5 +1,6 @@
 """Who is next when a cluster is full."""
 
+import time
 from typing import Any
 
 import pytest
@@ -50,6 +51,13 @@ def test_people_alternate_where_one_job_fills_the_cluster() -> None:
         turns[first.user] = 8 + len(begun)
         begun.append(first.job)
     assert begun == expected
+
+
+def test_a_thousand_jobs_are_ordered_in_a_moment() -> None:
+    waiting = [job(f"a{number}", f"user{number % 9}", number) for number in range(1000)]
+    began_s = time.process_time()
+    assert len(in_line(waiting, waiting[:100], TOTAL, {})) == 1000
+    assert time.process_time() - began_s < 2, "each of the thousand does it every ten seconds"
 
 
 @pytest.mark.parametrize(
