@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +39,44 @@ class RayCluster:
 
     def start(self) -> None:
         """Start the head, and two machines that work."""
-        self.workers: list[Machine] = []
-        self.head = self._add(self._token)
-        self._start(self.head, "head_start_ray_commands", "--num-cpus=0", f"--node-ip-address={self.head.address}")
-        wait_until(lambda: len(self.nodes()) == 1)
+        self.start_head()
         for _ in range(2):
             self.join()
 
-    def join(self, before: str = "true", delay_s: float = 0, **settings: str) -> Machine:
+    def start_head(self, scaling: dict[str, Any] | None = None, before: str = "true", **settings: str) -> None:
+        """Start the head.
+
+        ``scaling`` configures an autoscaler, ``before`` is a shell command that runs first on the machine, and
+        ``settings`` are environment variables of Ray.
+        """
+        self.workers: list[Machine] = []
+        self.head = self._add(self._token)
+        options = ["--num-cpus=0", f"--node-ip-address={self.head.address}"]
+        if scaling:
+            (self.head.disk / "scaling.yaml").write_text(json.dumps(scaling), encoding="utf-8")
+            options.append("--autoscaling-config=/tmp/scaling.yaml")
+        prepared = self.head.run("sh", "-c", before, environment=self.environment)
+        assert prepared.returncode == 0, prepared.stderr
+        self._start(self.head, "head_start_ray_commands", *options, **settings)
+        wait_until(lambda: len(self.nodes()) == 1)
+
+    def join(
+        self, options: Sequence[str] = _WORK, before: str = "true", delay_s: float = 0, **settings: str
+    ) -> Machine:
         """Add a machine for work, and wait until Ray has it.
 
-        ``before`` is a shell command that runs first on the machine, and ``settings`` are environment variables of Ray.
+        Args:
+            options: of ``ray start``.
+            before: a shell command that runs first on the machine.
+            delay_s: how much later everything arrives that the machine sends or is sent.
+            settings: environment variables of Ray.
         """
         machine = self._add(self._token, delay_s)
         self.workers.append(machine)
         prepared = machine.run("sh", "-c", before, environment=self.environment)
         assert prepared.returncode == 0, prepared.stderr
-        options = (f"--node-ip-address={machine.address}", *_WORK)
-        self._start(machine, "worker_start_ray_commands", *options, **settings)
+        named = f"--node-ip-address={machine.address}"
+        self._start(machine, "worker_start_ray_commands", named, *options, **settings)
         wait_until(lambda: machine.address in self.nodes())
         return machine
 

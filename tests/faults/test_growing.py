@@ -8,48 +8,19 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from app.ports import unused
-from tests.faults.node_provider import HEAD, LoopbackNodeProvider
 from tests.helpers import ROOT, run
 from tests.launch import MARK, Launch, processes_where
+from tests.node_provider import HEAD, LoopbackNodeProvider, autoscaling, told
 from tests.search import DIGITS, trials_of
 from tests.tables import Faults
 
 MAX_NODES = 2
 ANY_PORTS = ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
-
-
-def autoscaling(gcs: str, folder: str) -> dict[str, Any]:
-    """Return the autoscaler's configuration, with nodes of one CPU."""
-    provider = f"{LoopbackNodeProvider.__module__}.{LoopbackNodeProvider.__name__}"
-    options = ["--num-cpus=1", "--object-store-memory=100000000", *ANY_PORTS]
-    no_nodes, nodes = {"min_workers": 0, "max_workers": 0}, {"min_workers": 0, "max_workers": MAX_NODES}
-    commands = ("setup_commands", "head_setup_commands", "worker_setup_commands", "initialization_commands")
-    return {
-        "cluster_name": "growing",
-        "max_workers": MAX_NODES,
-        "idle_timeout_minutes": 60,
-        "provider": {
-            "type": "external",
-            "module": provider,
-            "disable_node_updaters": True,
-            "disable_launch_config_check": True,
-            "gcs": gcs,
-            "folder": folder,
-        },
-        "available_node_types": {
-            "head": {"resources": {"CPU": 0}, "node_config": {}, **no_nodes},
-            "cpu": {"resources": {"CPU": 1}, "node_config": {"options": options}, **nodes},
-        },
-        "head_node_type": "head",
-        **{name: {} for name in ("auth", "file_mounts")},
-        **{name: [] for name in ("cluster_synced_files", *commands)},
-    }
 
 
 def end_processes(mark: str) -> None:
@@ -73,15 +44,17 @@ def growing(tmp_path: Path) -> Iterator[dict[str, str]]:
     token.write_text(secrets.token_hex(32), encoding="utf-8")
     authentication = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     autoscaler = {"AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_enable_autoscaler_v2": "1"}
-    head = {"RAY_CLOUD_INSTANCE_ID": HEAD, "RAY_NODE_TYPE_NAME": "head"}
+    options = ["--num-cpus=1", "--object-store-memory=100000000", *ANY_PORTS]
+    node = {"resources": {"CPU": 1}, "node_config": {"options": options}, "min_workers": 0, "max_workers": MAX_NODES}
     with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        config.write_text(json.dumps(autoscaling(f"{HEAD}:{gcs}", folder)), encoding="utf-8")
+        scaling = autoscaling(LoopbackNodeProvider, {"cpu": node}, head=HEAD, gcs=f"{HEAD}:{gcs}", folder=folder)
+        config.write_text(json.dumps(scaling), encoding="utf-8")
         try:
             started = run(
                 *("ray", "start", "--head", "--num-cpus=0", f"--port={gcs}", f"--autoscaling-config={config}"),
                 *(f"--node-ip-address={HEAD}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"),
                 *(f"--temp-dir={folder}/head", "--disable-usage-stats", *ANY_PORTS),
-                environment={MARK: mark, "PYTHONPATH": str(ROOT), **authentication, **autoscaler, **head},
+                environment={MARK: mark, "PYTHONPATH": str(ROOT), **authentication, **autoscaler, **told(HEAD, "head")},
             )
             assert started.returncode == 0, started.stdout + started.stderr
             yield {"RAY_ADDRESS": f"{HEAD}:{gcs}", "RAYLOOM_STORAGE": str(tmp_path / "storage"), **authentication}
