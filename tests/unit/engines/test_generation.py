@@ -3,7 +3,6 @@
 import ast
 import asyncio
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from app.engines.generation import trial
 from app.engines.generation.base import (
     Grammar,
     RefusedError,
@@ -33,11 +33,13 @@ from tests.generation_contract import (
     LENGTH,
     PROMPTS,
     SETTINGS,
+    USUAL_TRIAL_S,
     GenerationContract,
     ask,
     ask_all,
     children,
     opened,
+    results_of,
     started,
     until,
 )
@@ -199,7 +201,7 @@ def test_a_process_that_hangs_is_replaced(exported: Path) -> None:
         assert engine.pid
         os.kill(engine.pid, signal.SIGSTOP)
         assert await ask(engine, PROMPTS[0], Sampling(300)) == expected
-        assert engine.statistics.restarts == 1
+        assert engine.statistics.restarts >= 1, "a busy machine may hold up a healthy process for as long"
         await engine.close()
 
     asyncio.run(hanging())
@@ -233,24 +235,11 @@ def test_answers_wait_while_the_system_starts_no_process(exported: Path) -> None
     asyncio.run(starved())
 
 
-def _results_of(pid: int | None) -> Path:
-    """Return the pipe that a process of the engine writes to this one."""
-    ours = {os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if os.path.lexists(fd.path)}
-    ends = [Path(fd.path) for fd in os.scandir(f"/proc/{pid}/fd") if os.readlink(fd.path) in ours]
-    (end,) = [end for end in ends if str(end.readlink()).startswith("pipe:") and _is_for_writing(end)]
-    return end
-
-
-def _is_for_writing(fd: Path) -> bool:
-    (flags,) = re.findall(r"flags:\s*(\d+)", (fd.parent.parent / "fdinfo" / fd.name).read_text())
-    return int(flags, 8) & os.O_ACCMODE == os.O_WRONLY
-
-
 def test_a_process_that_writes_nonsense_is_replaced(exported: Path) -> None:
     async def confused() -> None:
         async with opened("openvino_genai", exported) as engine:
             expected = await ask(engine, PROMPTS[0], Sampling(16))
-            _results_of(engine.pid).write_bytes(b"\xff" * 8)
+            results_of(engine.pid).write_bytes(b"\xff" * 8)
             await until(lambda: engine.statistics.restarts == 1)
             async with asyncio.timeout(30):
                 assert await ask(engine, PROMPTS[0], Sampling(16)) == expected
@@ -258,19 +247,23 @@ def test_a_process_that_writes_nonsense_is_replaced(exported: Path) -> None:
     asyncio.run(confused())
 
 
-def test_a_grammar_is_tried_again_after_its_trial_was_interrupted(exported: Path) -> None:
+def test_a_grammar_is_tried_again_after_its_trial_was_interrupted(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def interrupted() -> None:
         async with opened("openvino_genai", exported) as engine:
             grammars = [Grammar("regex", f"[a-z]{{{number}}}") for number in range(1, 4)]
             await ask(engine, PROMPTS[0], Sampling(4, grammar=grammars[0]))
-            (trial,) = {int(pid) for pid in children()} - before - {engine.pid}
-            os.kill(trial, signal.SIGSTOP)
-            with pytest.raises(RefusedError, match="takes longer than 2 s"):
-                await ask(engine, PROMPTS[0], Sampling(4, grammar=grammars[1]))
+            (process,) = {int(pid) for pid in children()} - before - {engine.pid}
+            os.kill(process, signal.SIGSTOP)
+            with monkeypatch.context() as patched:
+                patched.setattr(trial, "_TIMEOUT_S", USUAL_TRIAL_S)
+                with pytest.raises(RefusedError, match="takes longer than 2 s"):
+                    await ask(engine, PROMPTS[0], Sampling(4, grammar=grammars[1]))
             await ask(engine, PROMPTS[0], Sampling(4, grammar=grammars[1]))
-            (trial,) = {int(pid) for pid in children()} - before - {engine.pid}
-            os.kill(trial, signal.SIGKILL)
-            await until(lambda: not Path(f"/proc/{trial}").exists())
+            (process,) = {int(pid) for pid in children()} - before - {engine.pid}
+            os.kill(process, signal.SIGKILL)
+            await until(lambda: not Path(f"/proc/{process}").exists())
             await asyncio.sleep(0.05)  # the event loop hears of it
             await ask(engine, PROMPTS[0], Sampling(4, grammar=grammars[2]))
 

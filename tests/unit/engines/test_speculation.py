@@ -15,6 +15,7 @@ from app.engines.generation.openvino import Pipeline
 from app.engines.generation.process import SupervisedGeneration
 from app.engines.generation.program import openvino
 from tests.generating import END_ID, export_language_model, make_language_model
+from tests.generation_contract import started, until
 
 _LENGTH = 512
 _SETTINGS = GenerationSettings(cache_bytes=2**22, max_streams=16, max_step_tokens=64)
@@ -133,21 +134,16 @@ def test_steps_are_saved_where_text_repeats(exported: Path) -> None:
 
 def test_answers_go_on_when_the_process_is_killed(exported: Path, expected: list[Piece]) -> None:
     async def killed() -> None:
-        engine = SupervisedGeneration(openvino(), exported, _LOOKUP)
-        await engine.start()
         asked = [replace(request, is_cancelled=False) for request in _asked(32)]
-        streams = asyncio.create_task(_joining(engine, asked))
-        for restarts in range(2):
-            before = engine.statistics.generated_tokens
-            async with asyncio.timeout(60):
-                while engine.statistics.generated_tokens < before + 50:
-                    await asyncio.sleep(0.001)
+        async with started(SupervisedGeneration(openvino(), exported, _LOOKUP)) as engine:
+            streams = asyncio.create_task(_joining(engine, asked))
+            for restarts in range(2):
+                before = engine.statistics.generated_tokens
+                await until(lambda: engine.statistics.generated_tokens >= before + 50)  # noqa: B023
                 assert engine.pid
                 os.kill(engine.pid, signal.SIGKILL)
-                while engine.statistics.restarts == restarts:
-                    await asyncio.sleep(0.001)
-        _require_equal(asked, await streams, expected)
-        await engine.close()
+                await until(lambda: engine.statistics.restarts > restarts)  # noqa: B023
+            _require_equal(asked, await streams, expected)
 
     asyncio.run(killed())
 
@@ -155,18 +151,15 @@ def test_answers_go_on_when_the_process_is_killed(exported: Path, expected: list
 @pytest.mark.parametrize("settings", [_SETTINGS, _LOOKUP], ids=["plain", "lookup"])
 def test_no_more_answers_run_than_there_are_streams(exported: Path, settings: GenerationSettings) -> None:
     async def first_pieces() -> None:
-        engine = SupervisedGeneration(openvino(), exported, replace(settings, max_streams=2))
-        await engine.start()
-        streams = [engine.generate([number + 1] * 8, Sampling(400)) for number in range(3)]
-        await asyncio.gather(*(anext(stream) for stream in streams[:2]))
-        third = asyncio.create_task(anext(streams[2]))
-        steps = engine.statistics.steps
-        while engine.statistics.steps < steps + 20:
+        async with started(SupervisedGeneration(openvino(), exported, replace(settings, max_streams=2))) as engine:
+            streams = [engine.generate([number + 1] * 8, Sampling(400)) for number in range(3)]
+            await asyncio.gather(*(anext(stream) for stream in streams[:2]))
+            third = asyncio.create_task(anext(streams[2]))
+            steps = engine.statistics.steps
+            await until(lambda: engine.statistics.steps >= steps + 20)
             assert not third.done()
-            await asyncio.sleep(0.001)
-        await streams[0].aclose()
-        await third
-        await engine.close()
+            await streams[0].aclose()
+            await third
 
     asyncio.run(first_pieces())
 
