@@ -27,6 +27,7 @@ from app.data.tokenizer import SETTINGS_FILE, LanguageTokenizer
 from app.heartbeat import HEARTBEAT_FILE
 from app.storage import open_storage, to_path, write_atomically
 from app.tasks import load_prepared, load_with_test, prepare
+from tests.helpers import wait_until
 from tests.preparing import ROWS, WORDS, language_recipe, prepared, recipe_of, text, write_table
 from tests.wording import refused
 
@@ -105,11 +106,16 @@ def test_a_second_job_waits_for_the_first_and_returns_its_shards(
 ) -> None:
     write_table(tmp_path / "rows.jsonl", ROWS)
     recipe = recipe_of(tmp_path / "rows.jsonl", f"storage={storage}")
-    begun, released = threading.Event(), threading.Event()
+    begun, released, said = threading.Event(), threading.Event(), ""
+
+    def is_waiting() -> bool:
+        nonlocal said
+        said += capsys.readouterr().out
+        return "another job was preparing" in said
 
     def slow(work: Callable[[int], int], numbers: Sequence[int]) -> Iterable[int]:
         begun.set()
-        assert released.wait(30)
+        assert released.wait(60)
         return map(work, numbers)
 
     def forbidden(work: Callable[[int], int], numbers: Sequence[int]) -> Iterable[int]:
@@ -119,11 +125,11 @@ def test_a_second_job_waits_for_the_first_and_returns_its_shards(
         first = pool.submit(prepare, recipe, slow)
         assert begun.wait(30)
         second = pool.submit(prepare, recipe, forbidden)
+        wait_until(is_waiting, timeout_s=30)
         with pytest.raises(TimeoutError):
-            second.result(1.0)
+            second.result(0.5)
         released.set()
         assert second.result(30).fingerprint == first.result(30).fingerprint
-    assert "another job was preparing" in capsys.readouterr().out
     (folder,) = (to_path(storage) / preparing.SHARDS).iterdir()
     assert not (folder / HEARTBEAT_FILE).exists()
 

@@ -21,7 +21,6 @@ from app.data.sharded import INPUT
 from app.errors import DataError, RecipeError
 from app.models.factory import blueprint_of
 from app.models.pretrained import match_weights
-from app.ports import unused
 from app.tasks import find_served_task, load_prepared, prepare
 from app.tasks.contrastive import Contrastive
 from app.tasks.embedding import MeanReciprocalRank, RecallAt1
@@ -211,17 +210,17 @@ def gradient_of(rows: list[int], ranks: int) -> tuple[float, torch.Tensor]:
     return float(weighed.detach()), weight.grad
 
 
-def as_rank(rank: int, port: int, answers: Any) -> None:
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def as_rank(rank: int, store: Path, answers: Any) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     loss, gradient = gradient_of([[0, 2, 4, 6], [1, 3, 5]][rank], 2)
     answers.put((loss, gradient.tolist()))
     distributed.destroy_process_group()
 
 
-def test_two_ranks_have_the_loss_and_gradient_of_one() -> None:
-    context, (port,) = multiprocessing.get_context("spawn"), unused(1)
+def test_two_ranks_have_the_loss_and_gradient_of_one(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    workers = [context.Process(target=as_rank, args=(rank, port, answers)) for rank in (0, 1)]
+    workers = [context.Process(target=as_rank, args=(rank, tmp_path / "store", answers)) for rank in (0, 1)]
     for worker in workers:
         worker.start()
     found = [answers.get(timeout=60) for _ in workers]

@@ -1,6 +1,7 @@
 """Traces of requests and jobs, as a collector gets them: OpenTelemetry's protocol over HTTP on loopback."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ from app.telemetry.tracing import RequestTracer, current_request, find_tracer, w
 from app.tensors import Tensors
 from tests.calls import call, exchange
 from tests.engine_contract import exported, rows
-from tests.helpers import ROOT, run
+from tests.helpers import ROOT, run, wait_until
 from tests.receiver import HttpReceiver
 from tests.serving import Server, serving
 from tests.toy import answering, asked, body, config, publish
@@ -158,8 +159,13 @@ def duration_s(span: Span) -> float:
 
 
 def test_a_request_waits_once_however_many_calls_it_takes(collector: Collector) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
     def infer(inputs: Tensors) -> Tensors:
         time.sleep(0.05)
+        if inputs["x"].max() > 1:
+            begun.set()
+            assert may_end.wait(60)
         if inputs["x"].min() < 0:
             raise FloatingPointError("negative")
         return inputs
@@ -173,10 +179,11 @@ def test_a_request_waits_once_however_many_calls_it_takes(collector: Collector) 
             await split  # three calls
             failing = [batcher.infer({"x": np.full((1, 1), value)}) for value in (1.0, -1.0)]
             await asyncio.gather(*failing, return_exceptions=True)  # one call, and one for each of them
-            running = asyncio.create_task(batcher.infer({"x": np.ones((2, 1))}))
-            await asyncio.sleep(0.01)
+            running = asyncio.create_task(batcher.infer({"x": np.full((2, 1), 2.0)}))
+            assert await asyncio.to_thread(begun.wait, 60)
             with pytest.raises(DeadlineError):
                 await batcher.infer({"x": np.ones((1, 1))}, timeout_s=0.01)
+            may_end.set()
             await running
         await batcher.close()
 
@@ -290,15 +297,17 @@ def test_a_collector_that_does_not_answer_holds_up_no_job(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "_FLUSH_TIMEOUT_S", 0.5)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "600")  # who waits for it waits far too long
     collector.receiver.open.clear()
     began_s = time.monotonic()
     with pytest.raises(ZeroDivisionError):
         tracing.call_within(None, "elsewhere", lambda zero: 1 / zero, 0)
-    assert time.monotonic() - began_s < 2.0
+    assert time.monotonic() - began_s < 60.0
+    wait_until(lambda: bool(collector.received()))
     (span,) = collector.received()
     assert span.status.code == span.status.STATUS_CODE_ERROR
     code = "from app.telemetry import tracing\nwith tracing.stage('last'): pass"
-    assert run("python", "-c", code, timeout=10).returncode == 0
+    assert run("python", "-c", code, timeout=60).returncode == 0
     assert [span.name for span in collector.received()] == ["elsewhere", "last"]
     collector.receiver.open.set()
 
@@ -347,5 +356,5 @@ def test_requests_are_answered_while_the_collector_is_away(
         with httpx.Client(base_url=f"http://{started.http}", headers={"traceparent": TRACED}) as client:
             began_s = time.monotonic()
             answers = [client.post("/v2/models/toy/infer", json=body(rows(1))) for _ in range(50)]
-            assert time.monotonic() - began_s < 5.0
+            assert time.monotonic() - began_s < 30.0, "less than a second each: nobody waits for a second try"
         assert all(answer.status_code == 200 for answer in answers)

@@ -178,7 +178,7 @@ def test_what_an_outage_kept_back_is_said_and_copied_later(
     ended.set()
     began_s = time.monotonic()
     assert not tracking.copy_run(folder, tracking.create_trackers(recipe, folder), ended, timeout_s=1.0)
-    assert time.monotonic() - began_s < 5.0
+    assert time.monotonic() - began_s < 30.0, "its client would try again for minutes"
     said = capfd.readouterr().err
     assert str(port) not in said  # the address is a secret
     assert "mlflow lacks up to 3 records and the end of this run" in said

@@ -17,7 +17,6 @@ from torch import distributed
 from app.config import Recipe, load_recipe
 from app.data.labelled import LabelledDataset
 from app.data.prepared import Indices
-from app.ports import unused
 from app.tasks import prepare
 from app.training.data.order import SampleOrder
 from app.training.data.ranks import DataRank
@@ -91,10 +90,10 @@ def shares_of(order: SampleOrder, rank: DataRank) -> list[list[int]]:
     return [share(epoch, number).tolist() for epoch in EPOCHS for number in range(order.num_batches(epoch))]
 
 
-def as_rank(rank: int, port: int, folder: str, answers: Any) -> None:
+def as_rank(rank: int, folder: str, answers: Any) -> None:
     """Exchange the shares of all batches in all orders between two processes."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     own = {case: shares_of(make_order(folder, case), DataRank(rank, 2)) for case in CASES}
     both: list[Any] = [None, None]
     distributed.all_gather_object(both, own)
@@ -123,9 +122,9 @@ def whole(folder: str) -> dict[str, list[list[int]]]:
 def halves(folder: str, whole: dict[str, list[list[int]]]) -> list[dict[str, list[list[int]]]]:
     """The shares of two processes."""
     assert whole  # creates the shards
-    context, (port,) = multiprocessing.get_context("spawn"), unused(1)
+    context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    workers = [context.Process(target=as_rank, args=(rank, port, folder, answers)) for rank in (0, 1)]
+    workers = [context.Process(target=as_rank, args=(rank, folder, answers)) for rank in (0, 1)]
     for worker in workers:
         worker.start()
     found: list[dict[str, list[list[int]]]] = answers.get(timeout=120)
