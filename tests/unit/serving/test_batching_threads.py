@@ -111,7 +111,7 @@ def test_short_calls_run_on_the_loop_and_all_others_in_a_thread(expected_s: floa
             time.sleep(expected_s)
             return tensors
 
-        batcher = Batcher(infer, BatchingPolicy(max_batch_size=1), max_on_loop_s=5e-4 if expected_s else 1.0)
+        batcher = Batcher(infer, BatchingPolicy(max_batch_size=1), max_on_loop_s=5e-4 if expected_s else 60.0)
         for value in range(3):
             assert (await batcher.infer(row(value)))["x"] == value
         assert await asyncio.gather(*(batcher.infer(row(value)) for value in range(3))) == [row(0), row(1), row(2)]

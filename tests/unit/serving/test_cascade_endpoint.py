@@ -127,7 +127,9 @@ def test_stages_that_are_not_alike_are_refused(small: LoadedModel) -> None:
         require_alike([small, brightness("large")])
 
 
-def test_a_stage_gets_the_time_that_is_left() -> None:
+def test_a_stage_gets_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    left_s: list[float | None] = []
+
     async def scenario() -> None:
         small = ServedModel(brightness("small", work=500), POLICY)  # takes some milliseconds
         large = ServedModel(brightness("large"), POLICY)
@@ -138,8 +140,17 @@ def test_a_stage_gets_the_time_that_is_left() -> None:
         pixels = {"pixel_values": np.ones((1, 1, 1, 1), np.float32)}
         busy = asyncio.create_task(large.run(pixels))
         await asyncio.to_thread(engine.began.wait)
-        with refused("deadline"):  # less than was given
-            await cascade.infer(InferRequest("large", None, None, pixels, parameters=RequestParameters(timeout_s=0.5)))
+        infer = large.batcher.infer
+
+        async def infer_late(tensors: Tensors, *, priority: int, timeout_s: float | None) -> Tensors:
+            left_s.append(timeout_s)
+            return await infer(tensors, priority=priority, timeout_s=0.01)
+
+        monkeypatch.setattr(large.batcher, "infer", infer_late)
+        with refused("deadline"):
+            await cascade.infer(InferRequest("large", None, None, pixels, parameters=RequestParameters(timeout_s=600)))
+        assert left_s[0] is not None
+        assert 0 < left_s[0] < 600, "less than was given"
         engine.may_end.set()
         await busy
         _, asked_first = Rollout("large", large, None, None, cascade, random.Random()).statistics

@@ -4,12 +4,12 @@ import asyncio
 import json
 import random
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -138,7 +138,8 @@ def test_an_update_lets_streams_end_and_then_ends_their_process(storage: UPath) 
         first = endpoint.generators["writer"].find(None)
         pid = first.engine.pid  # type: ignore[attr-defined] # of the engine in a process
         asked = asyncio.create_task(ask(endpoint.generator("writer"), 64))
-        await asyncio.sleep(0.02)
+        while not first.in_flight:
+            await asyncio.sleep(0)
         await endpoint.update(config_of(generator_config(storage, 3)))
         assert endpoint.generator("writer").version == "3"
         assert await asked == expected
@@ -182,6 +183,14 @@ def asked_by_hand(server: Server) -> Iterator[socket.socket]:
         yield client
 
 
+async def let_time_pass(connection: Any, timer: asyncio.TimerHandle) -> None:
+    """End the time within which a client must have read something, unless that has begun anew."""
+    if connection._stalled is timer:
+        unread: Any = timer._args  # type: ignore[attr-defined]
+        timer.cancel()
+        connection._close_if_stalled(*unread)
+
+
 def test_a_client_loses_its_place_if_it_reads_nothing_and_not_if_it_reads_slowly(storage: UPath) -> None:
     with serving() as server:
         server.fast_path.send_timeout_s = 0.5
@@ -190,16 +199,21 @@ def test_a_client_loses_its_place_if_it_reads_nothing_and_not_if_it_reads_slowly
         with asked_by_hand(server):
             wait_until(lambda: admission.ongoing == 1)
             wait_until(lambda: admission.ongoing == 0)
-            assert (served.in_flight, served.engine_statistics.running) == (0, 0)
+            wait_until(lambda: (served.in_flight, served.engine_statistics.running) == (0, 0))
             assert served.statistics.failures == {FailureReason.CANCELLED: 1}
-            assert not server.listener.server_state.connections
+            wait_until(lambda: not server.listener.server_state.connections)
+        server.fast_path.send_timeout_s = 600.0  # which pass when the test says so: this client may be held up, too
         with asked_by_hand(server) as client:
+            wait_until(lambda: bool(server.listener.server_state.connections))
+            connection: Any = next(iter(server.listener.server_state.connections))
             read = b""
-            for pause in range(6):
-                time.sleep(0.25)
-                while len(read) < 10_000 * pause:
+            wait_until(lambda: connection._stalled is not None)
+            while timer := connection._stalled:  # until the system holds what is left
+                unread = connection.transport.get_write_buffer_size()
+                while connection._stalled is timer and connection.transport.get_write_buffer_size() >= unread:
                     read += client.recv(4096)
-            assert admission.ongoing == 1
+                server.run(let_time_pass(connection, timer))
+                assert admission.ongoing == 1
             while part := client.recv(2**15):
                 read += part
             assert read.count(b'"finish_reason":"') == 64
@@ -275,7 +289,8 @@ def test_an_engine_is_replaced_though_its_version_lies_in_a_bucket(
         process = psutil.Process(engine.pid)  # type: ignore[attr-defined] # of the engine in a process
         process.suspend()  # so that the answer does not end before the kill
         asked = asyncio.create_task(ask(endpoint.generator("writer"), 64))
-        await asyncio.sleep(0.02)
+        while not engine.statistics.running:
+            await asyncio.sleep(0)
         process.kill()
         assert await asked == expected
         assert engine.statistics.restarts == 1

@@ -8,12 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
+from PIL.WebPImagePlugin import WebPImageFile
 from upath import UPath
 
 from app.config import ImageConfig
@@ -72,15 +74,22 @@ def picture(edge: int) -> bytes:
     return buffer.getvalue()
 
 
-def test_a_picture_far_larger_than_the_model_reads_is_refused_before_it_is_decoded(pictures: str) -> None:
+def test_a_picture_far_larger_than_the_model_reads_is_refused_before_it_is_decoded(
+    pictures: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, load = list[tuple[int, int]](), WebPImageFile.load
+
+    def noted(picture: WebPImageFile) -> Any:
+        decoded.append(picture.size)
+        return load(picture)
+
+    monkeypatch.setattr(WebPImageFile, "load", noted)
     small = httpx.post(pictures, content=picture(1000), headers={"content-type": "image/webp"})
     assert small.status_code == 200
-    content = picture(8192)
-    began_s = time.monotonic()
-    large = httpx.post(pictures, content=content, headers={"content-type": "image/webp"}, timeout=60)
+    large = httpx.post(pictures, content=picture(8192), headers={"content-type": "image/webp"}, timeout=60)
     assert large.status_code == 400
     assert "8192 x 8192 pixels: expected 1048576 at most for a model of 8 x 8" in large.json()["error"]
-    assert time.monotonic() - began_s < 1.0
+    assert set(decoded) == {(1000, 1000)}
 
 
 def test_pictures_of_one_request_are_bounded_together(pictures: str) -> None:
@@ -123,12 +132,12 @@ def test_what_is_left_of_a_long_text_are_the_tokens_of_the_whole(text: str) -> N
 
 
 def test_a_long_text_takes_no_longer_than_what_the_model_reads_of_it(server: Server) -> None:
-    began_s = time.monotonic()
+    began_s = time.process_time()  # which no other process lengthens
     assert (
         exchange(server.http, bombs.squeezed(bombs.PREDICT, json.dumps({"inputs": "!" * 7 * 2**20}).encode())).status
         == 200
     )
-    assert time.monotonic() - began_s < 1.0
+    assert time.process_time() - began_s < 3.0, "the whole text takes 9 s"
 
 
 Encode = Callable[[TextProcessor, Sequence[str]], Tensors]

@@ -136,7 +136,7 @@ def test_stop_keeps_what_has_come_and_frees_the_place(page: WebDriver, server: S
         stop = seen(page, "#stop")
         assert not page.find_element(By.ID, "send").is_displayed()
         stop.click()
-        wait_until(lambda: not generator.in_flight and not generator.engine_statistics.running, timeout_s=2)
+        wait_until(lambda: not generator.in_flight and not generator.engine_statistics.running)
     finally:
         engine.resume()
     assert "stopped" in seen(page, "#turns .answer", "stopped").text

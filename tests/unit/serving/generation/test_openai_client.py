@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shutil
-import time
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,9 +24,11 @@ from app.serving.generation.served import ServedGenerator
 from app.telemetry.catalog import REQUESTS
 from tests.engine_contract import exported
 from tests.generating import TEMPLATE, generator_config, publish_language_model
+from tests.generation_contract import keep_close
 from tests.helpers import wait_until
 from tests.serving import Server, serving
 from tests.toy import publish, version_config
+from tests.wire import message
 
 MESSAGES: Any = [{"role": "user", "content": "def area(width"}]
 PROMPT = "for number in"
@@ -46,6 +48,9 @@ def storage(language_model: Path, exported_model: Path, tmp_path_factory: pytest
 def server(storage: UPath) -> Iterator[Server]:
     with serving() as started:
         started.run(started.endpoint.update(config_of(storage)))
+        engine: Any = started.endpoint.generators["writer"].find(None).engine
+        wait_until(lambda: engine.pid is not None)
+        keep_close(engine.pid)  # so that no answer ends before the test sees that it has begun
         yield started
         started.run(started.endpoint.update(EndpointConfig()))
         started.run(started.endpoint.wait_closed())
@@ -281,18 +286,20 @@ def test_a_full_queue_is_a_rate_limit_after_which_clients_try_again(storage: UPa
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_goes_frees_its_place(server: Server, is_stream: bool) -> None:
     asked = {"model": "writer", "prompt": PROMPT, "max_tokens": 110, "n": 16, "temperature": 1.5, "stream": is_stream}
-    before = outcomes(server).get("cancelled", 0)
-    with httpx.Client(base_url=f"http://{server.http}") as asking:
+    before, generator = outcomes(server).get("cancelled", 0), server.endpoint.generators["writer"].find(None)
+    host, _, port = server.http.rpartition(":")
+    with socket.create_connection((host, int(port))) as asking:
+        content = message("POST", "/v1/completions", json.dumps(asked).encode())
         if is_stream:
-            with asking.stream("POST", "/v1/completions", json=asked) as answer:
-                next(answer.iter_lines())
+            asking.sendall(content)
+            assert asking.recv(4096).startswith(b"HTTP/1.1 200")
         else:
-            with paused(server) as generator, pytest.raises(httpx.ReadTimeout):
-                asking.post("/v1/completions", json=asked, timeout=0.3)
-        generator = server.endpoint.generators["writer"].find(None)
-        began_s = time.monotonic()
-        wait_until(lambda: not generator.in_flight and not generator.engine_statistics.running)
-        assert time.monotonic() - began_s <= 1.0
+            with paused(server):
+                asking.sendall(content)
+                wait_until(lambda: generator.in_flight == 1)
+                asking.close()
+                wait_until(lambda: not generator.in_flight)
+    wait_until(lambda: not generator.in_flight and not generator.engine_statistics.running)
     wait_until(lambda: outcomes(server).get("cancelled", 0) == before + 1)
 
 
@@ -321,15 +328,27 @@ def test_events_are_framed_as_they_should_be(server: Server) -> None:
 
 def test_an_error_within_a_stream_is_its_last_event(server: Server, client: openai.OpenAI) -> None:
     asked: Any = {"model": "writer", "prompt": PROMPT, "max_tokens": 110, "n": 64, "stream": True}
-    with httpx.stream(
-        "POST", f"http://{server.http}/v1/completions", json={**asked, "timeout_s": 0.5}, timeout=20
-    ) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        with paused(server):
-            *_, last, _ = lines
-    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
-    stream = client.completions.create(**asked, extra_body={"timeout_s": 0.5})
+
+    def last_event(timeout_s: float) -> str:
+        url, content = f"http://{server.http}/v1/completions", {**asked, "timeout_s": timeout_s}
+        with httpx.stream("POST", url, json=content, timeout=60) as answer:
+            if answer.status_code == 504:  # a busy machine takes longer for the first token
+                return last_event(3 * timeout_s)
+            lines = answer.iter_lines()
+            next(lines)
+            with paused(server):
+                *_, last, _ = lines
+        return last
+
+    def begun(timeout_s: float) -> openai.Stream[Any]:
+        try:
+            stream: openai.Stream[Any] = client.completions.create(**asked, extra_body={"timeout_s": timeout_s})
+        except openai.InternalServerError:
+            return begun(3 * timeout_s)
+        return stream
+
+    assert json.loads(last_event(0.5).removeprefix("data: "))["error"]["type"] == "server_error"
+    stream = begun(0.5)
     next(stream)
     with paused(server), pytest.raises(openai.APIError, match="deadline"):
         list(stream)

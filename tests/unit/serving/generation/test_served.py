@@ -5,7 +5,6 @@ import functools
 import os
 import random
 import signal
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -220,16 +219,26 @@ async def test_closing_a_stream_cancels_its_answers(loader: Loader) -> None:
             await waiting
 
 
+async def begun(served: ServedGenerator, request: GenerationRequest) -> AnswerStream | None:
+    """Return the answers to a request; None if its deadline came before the first token."""
+    try:
+        return await served.generate(request)
+    except DeadlineError:
+        return None
+
+
 @on_loop
 async def test_a_deadline_ends_a_running_answer_and_one_that_waits(loader: Loader) -> None:
-    async with loader.serve(max_streams=1, default_timeout_s=5) as served:
+    async with loader.serve(max_streams=1, default_timeout_s=60) as served:
         many = request_for(max_tokens=120, num_answers=50, timeout_s=0.3)
-        stream = await served.generate(many)
+        while (stream := await begun(served, many)) is None:  # its first token was late: this machine is busy
+            many = replace(many, timeout_s=3 * (many.timeout_s or 0))
+        before = served.statistics.failures[FailureReason.DEADLINE]
         with pytest.raises(DeadlineError, match="waited"):
             await served.generate(request_for(timeout_s=0.02))
         with pytest.raises(DeadlineError, match=r"not complete at its deadline, after \d+ tokens|waited"):
             await read(stream)
-        assert served.statistics.failures[FailureReason.DEADLINE] == 2
+        assert served.statistics.failures[FailureReason.DEADLINE] == before + 2
         await read(await served.generate(request_for()))
 
 
@@ -289,9 +298,8 @@ async def test_an_answer_that_was_not_read_yet_survives_closing(loader: Loader) 
 async def test_an_answer_does_not_hold_up_closing_for_ever(loader: Loader) -> None:
     served = await loader.start()
     stream = await served.generate(request_for(max_tokens=120, num_answers=100))
-    began_s = time.monotonic()
-    await served.close(drain_s=0.05)
-    assert time.monotonic() - began_s < 5
+    async with asyncio.timeout(30):
+        await served.close(drain_s=0.05)
     with pytest.raises(OverloadError, match="unloaded"):
         await read(stream)
     assert served.in_flight == 0
