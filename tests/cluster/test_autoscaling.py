@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.conftest import RayCluster
 from tests.cluster.machines import Machine, is_possible
+from tests.cluster.training import Training
 from tests.engine_contract import rows
 from tests.helpers import ROOT, wait_until
 from tests.load import Ask, load_of
@@ -19,6 +20,8 @@ from tests.tables import Faults
 from tests.toy import body
 
 pytestmark = pytest.mark.slow
+EPOCHS = 20
+"""So long that a machine starts meanwhile."""
 IDLE_S = 10
 """How long a machine is idle before the autoscaler ends it."""
 _PUBLISH = """
@@ -98,6 +101,21 @@ def cloud(cluster: RayCluster) -> Iterator[Cloud]:
     started = Cloud(cluster, cluster.head.disk / "wanted")
     yield started
     started.close()
+
+
+def test_a_training_grows_onto_a_machine_and_gives_it_back(
+    cluster: RayCluster, cloud: Cloud, tmp_path: Path, faults: Faults
+) -> None:
+    with faults("N15", "a training of [1, 2] workers on a cluster of 1 to 2 machines", "1 worker, then 2") as fault:
+        wait_until(lambda: cloud.kinds == ["steady"])
+        training = Training(cluster, "growing", tmp_path, "train.workers=[1,2]", f"train.epochs={EPOCHS}")
+        training.says("going on from step", 300)
+        assert cloud.kinds == ["spot", "steady"]
+        trained = training.trained()
+        assert training.output.count("going on from step") == 1
+        assert [each["step"] for each in trained.records if "loss" in each] == list(range(1, EPOCHS * 22 + 1))
+        wait_until(lambda: cloud.kinds == ["steady"], timeout_s=120)
+        fault.saw("2 after a saved state, all steps once; the machine ended after the training")
 
 
 def test_replicas_get_machines_by_load_and_give_them_back(cluster: RayCluster, cloud: Cloud, faults: Faults) -> None:

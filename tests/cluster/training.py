@@ -13,13 +13,15 @@ FIRST_EPOCH = "epoch 1/4  loss"
 
 
 class Training:
-    """A job that trains as ``INTERRUPTED``, on two machines."""
+    """A job that trains as ``INTERRUPTED``, on two machines unless the overrides say otherwise."""
 
-    def __init__(self, cluster: RayCluster, name: str, folder: Path) -> None:
+    def __init__(self, cluster: RayCluster, name: str, folder: Path, *overrides: str) -> None:
         self._cluster, self._folder = cluster, folder
+        keys = {override.partition("=")[0] for override in overrides}
+        kept = [override for override in SLOWER if override.partition("=")[0] not in keys]
         command = ["ray", "job", "submit", "--working-dir", ".", "--", "python", "-m", "jobs.train"]
         self._job = cluster.head.popen(
-            *command, "recipes/digits.yaml", f"name={name}", *SLOWER, "train.resources={worker: 1}",
+            *command, "recipes/digits.yaml", f"name={name}", *kept, *(overrides or ["train.resources={worker: 1}"]),
             environment=cluster.environment, log=folder / "log",
         )  # fmt: skip
 
