@@ -85,8 +85,8 @@ class AddressedNodeProvider(NodeProvider):
         self._tags[node_id] = {**tags, TAG_RAY_NODE_NAME: node_id, TAG_RAY_NODE_STATUS: STATUS_UP_TO_DATE}
 
 
-def told(address: str, kind: str) -> dict[str, str]:
-    """Return the environment by which the autoscaler knows a node."""
+def node_environment(address: str, kind: str) -> dict[str, str]:
+    """Return the variables by which the autoscaler recognizes a node."""
     return {"RAY_CLOUD_INSTANCE_ID": address, "RAY_NODE_TYPE_NAME": kind}
 
 
@@ -100,7 +100,7 @@ class LoopbackNodeProvider(AddressedNodeProvider):
                 *(f"--node-ip-address={address}", f"--temp-dir={self.provider_config['folder']}/{address}"),
                 *options,
             ],
-            env={**os.environ, **told(address, kind)},
+            env={**os.environ, **node_environment(address, kind)},
             start_new_session=True,
         )
 
@@ -109,7 +109,7 @@ class LoopbackNodeProvider(AddressedNodeProvider):
 
 
 class FolderNodeProvider(AddressedNodeProvider):
-    """Writes a file for each node that should be there. Who watches the folder starts and ends the machines."""
+    """Writes a file for each node that it wants. A watcher of the folder starts and ends the machines."""
 
     def start(self, address: str, kind: str, options: list[str]) -> None:
         self._file(address).write_text("\n".join([kind, *options]), encoding="utf-8")

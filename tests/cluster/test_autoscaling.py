@@ -15,7 +15,7 @@ from tests.cluster.training import Training
 from tests.engine_contract import rows
 from tests.helpers import ROOT, wait_until
 from tests.load import Ask, load_of
-from tests.node_provider import FolderNodeProvider, autoscaling, told
+from tests.node_provider import FolderNodeProvider, autoscaling, node_environment
 from tests.tables import Faults
 from tests.toy import body
 
@@ -58,7 +58,7 @@ class Cloud:
             for address, lines in sorted(wanted.items()):
                 if address not in self._kinds and lines:
                     kind, *options = lines
-                    machine = self._cluster.join(options, **told(address, kind))
+                    machine = self._cluster.join(options, **node_environment(address, kind))
                     assert machine.address == address
                     self._kinds[address] = kind, machine
             for address in self._kinds.keys() - wanted.keys():
@@ -97,7 +97,7 @@ def cloud(cluster: RayCluster) -> Iterator[Cloud]:
     head = "10.99.0.1"
     scaling = autoscaling(FolderNodeProvider, types, IDLE_S, head=head, folder="/tmp/wanted")
     autoscaler = {"AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_enable_autoscaler_v2": "1", "PYTHONPATH": str(ROOT)}
-    cluster.start_head(scaling, before="mkdir /tmp/wanted", **autoscaler, **told(head, "head"))
+    cluster.start_head(scaling, before="mkdir /tmp/wanted", **autoscaler, **node_environment(head, "head"))
     started = Cloud(cluster, cluster.head.disk / "wanted")
     yield started
     started.close()

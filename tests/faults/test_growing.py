@@ -15,7 +15,7 @@ import pytest
 from app.ports import unused
 from tests.helpers import ROOT, run
 from tests.launch import MARK, Launch, processes_where
-from tests.node_provider import HEAD, LoopbackNodeProvider, autoscaling, told
+from tests.node_provider import HEAD, LoopbackNodeProvider, autoscaling, node_environment
 from tests.search import DIGITS, trials_of
 from tests.tables import Faults
 
@@ -54,7 +54,13 @@ def growing(tmp_path: Path) -> Iterator[dict[str, str]]:
                 *("ray", "start", "--head", "--num-cpus=0", f"--port={gcs}", f"--autoscaling-config={config}"),
                 *(f"--node-ip-address={HEAD}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}"),
                 *(f"--temp-dir={folder}/head", "--disable-usage-stats", *ANY_PORTS),
-                environment={MARK: mark, "PYTHONPATH": str(ROOT), **authentication, **autoscaler, **told(HEAD, "head")},
+                environment={
+                    MARK: mark,
+                    "PYTHONPATH": str(ROOT),
+                    **authentication,
+                    **autoscaler,
+                    **node_environment(HEAD, "head"),
+                },
             )
             assert started.returncode == 0, started.stdout + started.stderr
             yield {"RAY_ADDRESS": f"{HEAD}:{gcs}", "RAYLOOM_STORAGE": str(tmp_path / "storage"), **authentication}
