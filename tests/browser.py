@@ -72,7 +72,7 @@ def seen(page: WebDriver, css: str, words: str = "") -> WebElement:
         found = page.find_elements(By.CSS_SELECTOR, css)
         return next((item for item in found if item.is_displayed() and words in item.text), None)
 
-    return WebDriverWait(page, 20, 0.05, [Exception]).until(look, f"{css!r} never said {words!r}")
+    return WebDriverWait(page, 60, 0.05, [Exception]).until(look, f"{css!r} never said {words!r}")
 
 
 def picture(page: WebDriver, name: str, height: int = 1000, at: str = "") -> None:

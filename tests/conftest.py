@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from upath import UPath
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests share the cores; torch reads it on import
@@ -21,6 +22,9 @@ from tests.launch import Cluster, Launch, Trained
 from tests.receiver import HttpReceiver
 from tests.tables import Faults, Record, Tables, rendered
 from tests.workers import forked_workers
+
+for _part in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, _part, 60.0)  # httpx waits for five seconds, which a busy machine may need
 
 __all__ = ["pytest_runtest_setup", "pytest_runtest_teardown"]
 pytest_plugins = ["tests.wording"]

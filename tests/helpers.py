@@ -209,7 +209,8 @@ def train_alone(*overrides: str, processes: int = 1, recipe: str = "recipes/digi
     return result_of(done.stdout)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
+    """Wait for a condition. The time is what a busy machine may need, not what anything should take."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen"

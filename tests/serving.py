@@ -50,7 +50,7 @@ class Server:
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """On the endpoint's own loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(300)
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def serving(chance: random.Random | None = None, fast: bool = True, room_bytes: 
         await rpc.start()
         return asyncio.create_task(server.serve([listener])), rpc, port
 
-    http, rpc, port = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+    http, rpc, port = asyncio.run_coroutine_threadsafe(start(), loop).result(300)
     try:
         web, streams = f"127.0.0.1:{listener.getsockname()[1]}", f"127.0.0.1:{port}"
         with ExitStack() as stack:
@@ -89,7 +89,7 @@ def serving(chance: random.Random | None = None, fast: bool = True, room_bytes: 
             await http
             await rpc.stop(None)
 
-        asyncio.run_coroutine_threadsafe(stop(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(300)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()  # with its threads, which would last as long as this process

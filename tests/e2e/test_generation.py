@@ -78,14 +78,16 @@ def stream(endpoint: str, number: int, has_begun: Event | None = None) -> Stream
 
 def amid_streams(endpoint: str, numbers: Iterable[int], harm: Callable[[], object]) -> list[Future[Streamed]]:
     """Return the streams of some clients, amid which something happens."""
-    begun = {number: Event() for number in numbers}
-    with ThreadPoolExecutor(len(begun)) as pool:
-        streams = [pool.submit(stream, endpoint, number, event) for number, event in begun.items()]
-        for event in begun.values():
-            event.wait(30)
-        assert not any(one.done() for one in streams)
-        harm()
-    return streams
+    for _ in range(5):  # a busy machine may hold up this process until a stream has ended
+        begun = {number: Event() for number in numbers}
+        with ThreadPoolExecutor(len(begun)) as pool:
+            streams = [pool.submit(stream, endpoint, number, event) for number, event in begun.items()]
+            for event in begun.values():
+                event.wait(60)
+            if not any(one.done() for one in streams):
+                harm()
+                return streams
+    raise AssertionError("streams end before the others have begun")
 
 
 def test_a_stream_survives_its_engine_and_a_client_notices_a_dead_replica(
@@ -103,7 +105,7 @@ def test_a_stream_survives_its_engine_and_a_client_notices_a_dead_replica(
     cut = amid_streams(endpoint, expected, replica.kill)
     # A client never takes a part for the whole.
     assert all(isinstance(one.exception(), openai.APIError | httpx.HTTPError) for one in cut)
-    wait_until(lambda: not any(map(psutil.pid_exists, left)), timeout_s=5)
+    wait_until(lambda: not any(map(psutil.pid_exists, left)))
 
     def answer() -> httpx.Response:
         body = {"model": "writer", "prompt": "a", "max_tokens": 1}
@@ -150,5 +152,5 @@ def test_a_canary_comes_and_goes_and_nothing_is_left_of_a_removed_model(
     (engine,) = engines(ray)
     run_job(cluster, "undeploy", "writer")
     assert httpx.post(f"{endpoint}/v1/completions", json={"model": "writer", "prompt": "a"}).status_code == 404
-    wait_until(lambda: not engine.is_running(), timeout_s=10)
+    wait_until(lambda: not engine.is_running())
     run_job(cluster, *DEPLOY)

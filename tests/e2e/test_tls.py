@@ -102,7 +102,7 @@ def test_clients_of_every_protocol_see_the_given_certificate(proxied: dict[str, 
     answers: Queue[tuple[Any, Any]] = Queue()
     client.start_stream(lambda result, error: answers.put((result, error)), headers=shown)
     client.async_stream_infer("secret", asked(tritonclient.grpc, rows(2)))
-    streamed, error = answers.get(timeout=20)
+    streamed, error = answers.get(timeout=60)
     client.stop_stream()
     assert error is None
     assert np.allclose(streamed.as_numpy(OUTPUT), expected(rows(2)), atol=1e-4)

@@ -91,7 +91,7 @@ with redirect_stdout(io.StringIO()) as printed, ThreadPoolExecutor() as pool:
     wait_until(lambda: "work waits until a node has 1 CPU free" in printed.getvalue())
     ray.kill(holder)
 assert printed.getvalue().endswith("hold the rest\\nbegins\\n"), printed.getvalue()
-wait_until(lambda: not psutil.pid_exists(pid.result()), timeout_s=10)
+wait_until(lambda: not psutil.pid_exists(pid.result()))
 """
     done = run("python", "-c", script)
     assert done.returncode == 0, done.stderr

@@ -44,7 +44,7 @@ def test_three_epochs_without_improvement_pause_the_run_and_tell_a_receiver(
 
 def test_a_person_pauses_and_resumes(ray: Cluster) -> None:
     storage = Path(ray.environment["RAYLOOM_STORAGE"])
-    recipe = ["recipes/digits.yaml", "name=paused", "train.epochs=60", "train.early_stopping=null", "train.workers=2"]
+    recipe = ["recipes/digits.yaml", "name=paused", "train.epochs=900", "train.early_stopping=null", "train.workers=2"]
     with ThreadPoolExecutor(1) as thread:
         job = thread.submit(run, "rayloom", "submit", "train", *recipe, environment=ray.environment)
         wait_until(lambda: newest_step(storage, "paused") > 0 or job.done(), timeout_s=120)

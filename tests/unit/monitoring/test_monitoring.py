@@ -305,7 +305,7 @@ def test_the_page_draws_what_prometheus_has(tmp_path: Path, dashboard: FakeDashb
         browser = webdriver.Chrome(options=options)
         try:
             browser.get(f"{url}/monitoring#nodes")
-            wait = WebDriverWait(browser, 20)
+            wait = WebDriverWait(browser, 60)
             wait.until(lambda found: len(found.find_elements(By.CSS_SELECTOR, "figure svg polyline")) >= 2)
             figures = {
                 figure.find_element(By.TAG_NAME, "figcaption").text: figure
