@@ -204,10 +204,10 @@ def test_a_small_file_that_lasts_for_hours_is_read_for_seconds() -> None:
     content = buffer.getvalue()
     assert len(content) < 2**20, "an hour"
     processor = processor_of(wav(tone(500)))
-    began_s, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began_s, used = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert np.isfinite(log_mel(processor, content)).all()
     require_recording(content)
-    assert time.monotonic() - began_s < 20
+    assert time.process_time() - began_s < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 64 * 1024, "ten minutes take 230 MB"
 
 

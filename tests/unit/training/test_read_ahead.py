@@ -163,12 +163,12 @@ def test_large_photographs_are_decoded_in_other_processes_and_come_in_the_same_o
         assert feed.loader.take_reading().seconds == NO_TIME.seconds
     assert reading.processes >= 1
     assert reading.source == "disk"
-    # Whatever else runs on this machine: the time in the queue for a core does not count.
-    assert bound_of(ReadTime(reading.seconds - reading.queued_s, reading.cpu_s, 0.0), reading.source) == "decoding"
     assert "of a step is spent waiting for data: now read by 1 process" in capsys.readouterr().out
-    plain = load_recipe(ROOT / "recipes/digits.yaml", keys)
+    plain, began_s = load_recipe(ROOT / "recipes/digits.yaml", keys), time.process_time()
     with closing(opened(plain, data)) as feed:
         assert seen == list(train_on(feed, range(1, 4)))
+    alone_s = time.process_time() - began_s
+    assert reading.cpu_s > alone_s / 2, "as much is decoded, wherever that happens"
 
 
 @dataclass(frozen=True)
