@@ -2,16 +2,19 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 from upath import UPath
 
 from app.engines.base import ShapeProfile
+from app.repository import version
 from app.repository.manifest import EngineKey, Generation, GreedyAgreement, Lineage, ModelCard, ServingDefaults
 from app.repository.repository import Repository
 from app.repository.score import Score
-from app.storage import open_storage
+from app.storage import open_storage, write_atomically
 from app.tensors import Tensor
 
 CARD = ModelCard(
@@ -55,17 +58,36 @@ def files_in(folder: Path, model: bytes = b"a model") -> UPath:
 
 def publish_and_promote(repository: Repository, files: str, count: str) -> None:
     for _ in range(int(count)):
-        version = repository.publish("toy", UPath(files), CARD).version
-        repository.promote("toy", version, "production" if version % 2 else "canary")
+        number = repository.publish("toy", UPath(files), CARD).version
+        repository.promote("toy", number, "production" if number % 2 else "canary")
 
 
-def export(repository: Repository, target: str) -> None:
-    repository.export_to_triton("toy", 1, UPath(target))
+def halt(*_: object) -> None:
+    """Stop this process, which a test kills then."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def publish_until_the_manifest(repository: Repository, files: str) -> None:
+    """Publish a version, and halt before the file that makes it one."""
+
+    def write(path: UPath, content: bytes, **options: bool) -> None:
+        if path.name == version.MANIFEST_FILE:
+            halt()
+        write_atomically(path, content, **options)
+
+    with patch.object(version, "write_atomically", write):
+        repository.publish("toy", UPath(files), CARD)
+
+
+def export_until_the_rename(repository: Repository, target: str) -> None:
+    """Export a version, and halt before it has its name."""
+    with patch.object(type(UPath(target)), "rename", halt):
+        repository.export_to_triton("toy", 1, UPath(target))
 
 
 def delete(repository: Repository, *versions: str) -> None:
-    for version in versions:
-        repository.delete("toy", int(version))
+    for number in versions:
+        repository.delete("toy", int(number))
 
 
 def act(storage: str, name: str, *arguments: str) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -48,6 +49,14 @@ def let_act(process: subprocess.Popen[str]) -> None:
     process.stdin.close()
 
 
+def kill_halted(process: subprocess.Popen[str]) -> None:
+    """Let a process act until it halts, and kill it there."""
+    let_act(process)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+
+
 def test_processes_that_publish_and_promote_at_once_lose_nothing(
     repository: Repository, storage: str, tmp_path: Path
 ) -> None:
@@ -84,14 +93,9 @@ def test_what_processes_write_down_at_once_is_all_there(repository: Repository, 
 def test_a_publisher_that_is_killed_leaves_nothing_that_a_reader_sees(
     repository: Repository, storage: str, tmp_path: Path, models: Models
 ) -> None:
-    large = files_in(tmp_path / "large")
-    os.truncate(tmp_path / "large/model.onnx", 2**28 if storage.startswith("s3") else 2**32)
-    process = waiting(storage, ["publish_and_promote", str(large), "1"])
-    let_act(process)
-    model = repository.folder("toy", 1).parent
-    wait_until(lambda: model.exists() and any(model.iterdir()))
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(60) == -signal.SIGKILL
+    process = waiting(storage, ["publish_until_the_manifest", str(files_in(tmp_path / "killed"))])
+    kill_halted(process)
+    assert any(repository.folder("toy", 1).parent.iterdir())
     assert repository.names() == []
     assert "toy" not in models("list").stdout
     version = repository.publish("toy", files_in(tmp_path / "small"), CARD).version
@@ -103,14 +107,10 @@ def test_a_publisher_that_is_killed_leaves_nothing_that_a_reader_sees(
 def test_a_later_export_removes_what_a_killed_one_left_and_nothing_else(
     repository: Repository, storage: str, tmp_path: Path
 ) -> None:
-    large, target = files_in(tmp_path / "large"), tmp_path / "triton"
-    os.truncate(tmp_path / "large/model.onnx", 2**29)
-    repository.publish("toy", large, CARD)
-    process = waiting(storage, ["export", str(target)])
-    let_act(process)
-    wait_until(lambda: any(target.glob(".*.tmp/1/model.onnx")))
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(60) == -signal.SIGKILL
+    target = tmp_path / "triton"
+    repository.publish("toy", files_in(tmp_path / "files"), CARD)
+    kill_halted(waiting(storage, ["export_until_the_rename", str(target)]))
+    assert any(target.glob(".*.tmp/1/model.onnx"))
 
     (left,) = target.iterdir()
     other, busy = target / ".notes.tmp", target / ".aaaaaaaa.tmp"
