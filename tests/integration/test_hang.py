@@ -21,7 +21,7 @@ RUN = ["recipes/digits.yaml", *KEYS]
 
 def failure_of(storage: Path) -> str:
     """What a rank noted before it ended itself."""
-    wait_until(lambda: any(storage.glob("runs/train/*/failure.txt")), timeout_s=5)
+    wait_until(lambda: any(storage.glob("runs/train/*/failure.txt")))
     (note,) = storage.glob("runs/train/*/failure.txt")
     return note.read_text(encoding="utf-8")
 

@@ -99,11 +99,11 @@ def test_micro_epochs_are_shards_in_storage(
 def test_a_stream_that_is_idle_while_training_is_busy_has_not_ended(tmp_path: Path) -> None:
     with nats_server(tmp_path / "jetstream") as server:
         server.publish(map(message, range(10)))
-        given = recipe(f"{server.url}/S", tmp_path, idle_seconds=0.2)
+        given = recipe(f"{server.url}/S", tmp_path, idle_seconds=1.0)
         store, make_rows = MicroEpochStore(to_path(tmp_path)), rows_of(given)
         with closing(Collection(given, store, make_rows, 7, {0: 1})) as collection:
             wait_until(lambda: collection.collected == 10)
-            time.sleep(1.5)  # far longer than idle_seconds, and than one poll
+            time.sleep(2.5)  # far longer than idle_seconds, and than one poll
             assert not collection.has_ended
             server.publish(map(message, range(10, 150)))
             found = collection.wait(30.0)
