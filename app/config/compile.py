@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from app.config.placement import Placement
-from app.config.section import LOCATION, CustomResources, Fraction, Section, as_list
+from app.config.section import LOCATION, Amount, CustomResources, Fraction, Section, as_list
 
 ComputePrecision = Literal["fp32", "bf16", "fp16", "int8", "int4", "fp8"]
 EngineName = Literal["openvino", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch", "openvino_genai", "vllm"]
@@ -115,7 +115,7 @@ class CompileConfig(Section):
     weights: Annotated[str | None, LOCATION] = Field(
         default=None, description="URI of a weights folder; default: that of the newest finished train run"
     )
-    cpus: Annotated[float, Field(ge=0.0)] = Field(
+    cpus: Amount = Field(
         default=1.0, description="CPUs reserved in Ray on one node; reserve all of a node's for undisturbed timings"
     )
     gpus: Annotated[int, Field(ge=0, le=1)] = Field(default=0, description="GPUs reserved in Ray; 0: no GPU is used")

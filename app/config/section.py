@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
-from app.errors import RecipeError
+from app.amounts import MAX_AMOUNT, MIN_AMOUNT
+from app.errors import RecipeError, short_repr
 
 IMPORT_STRING = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
@@ -17,12 +18,29 @@ LOCATION = "location"
 """Marks a key whose value is the path or URI of what jobs read, or a name in place of one: Annotated[str, LOCATION]."""
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def _check_countable(amount: float) -> float:
+    if 0.0 < amount < MIN_AMOUNT:
+        raise RecipeError(f"{amount:g} is less than Ray counts: give at least {MIN_AMOUNT:g}").of("amount.small")
+    return amount
+
+
+_Countable = AfterValidator(_check_countable)
+Amount = Annotated[float, Field(ge=0.0, le=MAX_AMOUNT), _Countable]
+PositiveAmount = Annotated[float, Field(gt=0.0, le=MAX_AMOUNT), _Countable]
+"""Amounts of a resource that Ray reserves."""
+
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 """The seeds that torch takes. NumPy takes them modulo 2**64."""
 
 
+_MAX_COUNT = 1_000_000
+"""Workers or replicas. A plan's neighbours, for one, are found by trying every degree up to their number."""
+
+
 def _read_range(given: object, minimum: int = 1) -> object:
-    """Accept one positive number, or two in ascending order, of which the first is at least ``minimum``."""
+    """Accept one positive number, or two in ascending order, from ``minimum`` up."""
     is_range = isinstance(given, list | tuple)
     numbers: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
     if (
@@ -33,6 +51,8 @@ def _read_range(given: object, minimum: int = 1) -> object:
         or sorted(numbers) != [*numbers]
     ):
         raise RecipeError(f"expected a number, or [min, max], got {given!r}").of("range.invalid")
+    if numbers[-1] > _MAX_COUNT:
+        raise RecipeError(f"expected at most {_MAX_COUNT:,}, got {short_repr(given)}").of("range.large")
     return tuple(numbers) if isinstance(given, list) else given
 
 
@@ -53,7 +73,7 @@ def _check_custom(resources: dict[str, float]) -> dict[str, float]:
     return resources
 
 
-CustomResources = Annotated[dict[str, Annotated[float, Field(gt=0.0)]], AfterValidator(_check_custom)]
+CustomResources = Annotated[dict[str, PositiveAmount], AfterValidator(_check_custom)]
 """Amounts by resource name, as declared when nodes start, such as {a10g: 1}. They select the kind of node."""
 
 

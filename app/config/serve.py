@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_va
 
 from app.config.placement import LabelSelector, Placement
 from app.config.rollout import CanaryConfig, Role, ScalingConfig, ShadowConfig
-from app.config.section import CustomResources, NumberOrRangeFromZero, Section, VersionReference
+from app.config.section import Amount, CustomResources, NumberOrRangeFromZero, PositiveAmount, Section, VersionReference
 from app.errors import RecipeError
 
 
@@ -64,9 +64,7 @@ class TensorParallelConfig(Section):
     size: Annotated[int, Field(ge=2)] = Field(
         description="number of processes; it must divide the model's key-value heads"
     )
-    cpus_per_process: Annotated[float, Field(gt=0.0)] = Field(
-        default=1.0, description="CPUs that each process reserves in Ray"
-    )
+    cpus_per_process: PositiveAmount = Field(default=1.0, description="CPUs that each process reserves in Ray")
     gpus_per_process: Annotated[int, Field(ge=0, le=1)] = Field(
         default=0, description="GPUs that each process reserves in Ray; 0: it computes on CPUs"
     )
@@ -165,11 +163,11 @@ class ServeConfig(Section):
         "counts; in a pool, min may be 0: the first request after a pause starts a replica",
     )
     scaling: ScalingConfig = ScalingConfig()
-    cpus_per_replica: Annotated[float, Field(ge=0.0)] = Field(
+    cpus_per_replica: Amount = Field(
         default=0.0,
         description="CPUs that each replica reserves in Ray for this model; with 0, training can run beside it",
     )
-    gpus_per_replica: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+    gpus_per_replica: Annotated[Amount, Field(le=1.0)] = Field(
         default=0.0,
         description="share of a GPU that each replica reserves in Ray for this model, such as 0.25; 0: none",
     )

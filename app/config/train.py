@@ -17,6 +17,7 @@ from app.config.section import (
     CustomResources,
     Fraction,
     NumberOrRange,
+    PositiveAmount,
     Section,
     Seed,
     VersionReference,
@@ -185,9 +186,7 @@ class TrainConfig(Section):
     workers: NumberOrRange = Field(
         default=1, description="number of processes; or [min, max]: as many as the cluster has room for"
     )
-    cpus_per_worker: Annotated[float, Field(gt=0.0)] = Field(
-        default=1.0, description="CPUs that each worker reserves in Ray"
-    )
+    cpus_per_worker: PositiveAmount = Field(default=1.0, description="CPUs that each worker reserves in Ray")
     device: Device = Field(default="cpu", description="gpu: one GPU per worker")
     resources: CustomResources = Field(
         default={}, description="custom resources that each worker reserves in Ray; they select the kind of node"
