@@ -28,7 +28,8 @@ class Store:
         # been removed has no text.
         found = global_worker.gcs_client.internal_kv_multi_get(keys, _NAMESPACE.encode())
         for key, text in found.items():
-            yield key.decode(), text.decode()
+            # What cannot be decoded is of another program: it must not end this one.
+            yield key.decode(errors="replace"), text.decode(errors="replace")
 
     def remove(self, key: str) -> None:
         """Remove a key, if it exists."""

@@ -16,7 +16,19 @@ import ray
 from pydantic import ValidationError
 
 from app.best_effort import best_effort, warn
-from app.cluster.queue import PRIORITY, STARTED, USER, Place, Queued, fits, in_line, may_start, person, priority_of
+from app.cluster.queue import (
+    PRIORITY,
+    STARTED,
+    USER,
+    Place,
+    Queued,
+    fits,
+    in_line,
+    may_start,
+    person,
+    priority_of,
+    user_of,
+)
 from app.config import Recipe
 from app.runs import Outcome, Run, Step
 from jobs._cluster import connect, may_grow
@@ -69,7 +81,7 @@ def _own(demand: Mapping[str, float]) -> Queued:
         ticket=uuid4().hex,
         job=metadata.get(SUBMISSION_KEY) or ray.get_runtime_context().get_job_id(),
         driver=driver_id(),
-        user=metadata.get(USER) or person(),
+        user=user_of(metadata.get(USER) or person()),
         priority=priority_of(metadata.get(PRIORITY)),
         demand={kind: amount for kind, amount in demand.items() if amount},
         since=time.time(),
@@ -94,7 +106,7 @@ class _Line:
         """Read the store. ``dead`` are tickets of jobs that have ended without removing their keys."""
         # Read the starts before the jobs. A job that starts from here on takes the number after ``last``. A job that
         # has started before has already written its key.
-        starts, known = dict(store.items(_STARTS)), _jobs_in(store)
+        starts, known = _starts_in(store), _jobs_in(store)
         present = {job.ticket: job for job in known.values() if job.ticket not in dead}
         if own.ticket not in present:  # a GCS without persistent storage has restarted
             store.put(_JOBS + own.ticket, own.model_dump_json())
@@ -103,11 +115,11 @@ class _Line:
         return cls(
             waiting=[job for job in present.values() if job.ticket not in begun],
             started=[job for job in present.values() if job.ticket in begun],
-            turns={key.removeprefix(_TURNS): int(number) for key, number in store.items(_TURNS)},
-            last=max(map(_number, starts), default=0),
+            turns={key.removeprefix(_TURNS): int(number) for key, number in store.items(_TURNS) if number.isdecimal()},
+            last=max(starts, default=0),
             leftovers=[
                 *(key for key, job in known.items() if job.ticket in dead),
-                *(key for key, ticket in starts.items() if ticket not in present),
+                *(f"{_STARTS}{number}" for number, ticket in starts.items() if ticket not in present),
             ],
         )
 
@@ -149,8 +161,10 @@ class _Deaths:
         return self._unknown_since is not None and time.monotonic() - self._unknown_since >= _UNKNOWN_S
 
 
-def _number(key: str) -> int:
-    return int(key.removeprefix(_STARTS))
+def _starts_in(store: Store) -> dict[int, str]:
+    """Return the tickets of the jobs that have started, by number. Keys that are no numbers are not ours."""
+    numbered = ((key.removeprefix(_STARTS), ticket) for key, ticket in store.items(_STARTS))
+    return {int(number): ticket for number, ticket in numbered if number.isdecimal()}
 
 
 def _jobs_in(store: Store) -> dict[str, Queued]:
@@ -212,7 +226,7 @@ def _start(own: Queued, line: _Line, store: Store) -> bool:
     number = line.last + 1
     if not store.put_new(f"{_STARTS}{number}", own.ticket):
         return False
-    if any(_number(key) > number for key, _ in store.items(_STARTS)):
+    if max(_starts_in(store)) > number:
         # This process was stopped for so long that the number was taken, used and removed.
         store.remove(f"{_STARTS}{number}")
         return False

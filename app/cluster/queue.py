@@ -7,15 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from getpass import getuser
 from typing import Literal, Self, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, ValidationError
 
 from app.amounts import suffices
-from app.errors import ClusterError
+from app.errors import ClusterError, short_repr
 
 Priority = Literal["low", "normal", "high"]
 USER, PRIORITY = "rayloom_user", "rayloom_priority"
 """The keys in a job's metadata."""
 _PRIORITIES: tuple[Priority, ...] = get_args(Priority)
+_MAX_USER = 128
+"""Maximum length of a user's name."""
 _PREFIX = "QUEUE "
 STARTED = "the job's turn has come"
 """What a job that has waited prints when it starts."""
@@ -27,6 +29,8 @@ Amounts = Mapping[str, float]
 class Queued(BaseModel):
     """A job that waits for its turn, or has started and not ended."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     ticket: str
     """Its key in the queue. Two processes may belong to one job, so its id is no key."""
     job: str
@@ -35,18 +39,32 @@ class Queued(BaseModel):
     """The ids that Ray has given to its process and node."""
     user: str
     priority: Priority
-    demand: dict[str, float]
+    demand: dict[str, NonNegativeFloat]
     """The minimum of resources that the job needs."""
     since: float
     """When it joined the queue, in seconds since 1970."""
 
 
 def person() -> str:
-    """Return the name of the person who submits jobs here: ``RAYLOOM_USER``, else the operating system's user."""
+    """Return the name of the person who submits jobs here: ``RAYLOOM_USER``, else the operating system's user.
+
+    Raises:
+        ClusterError: as ``user_of``.
+    """
     try:
-        return os.environ.get("RAYLOOM_USER") or getuser()
+        return user_of(os.environ.get("RAYLOOM_USER") or getuser())
     except (KeyError, OSError):  # in a container without a name for its user
         return str(os.getuid())
+
+
+def user_of(given: str) -> str:
+    """Return a user's name. Raise ClusterError if others could not read it in a list or a log."""
+    if given.isprintable() and given == given.strip() and len(given) <= _MAX_USER:
+        return given
+    raise ClusterError(
+        f"the user's name is {short_repr(given)}: set RAYLOOM_USER to at most {_MAX_USER} printable characters, "
+        "without spaces around them"
+    ).of("user.unreadable")
 
 
 def priority_of(given: str | None) -> Priority:

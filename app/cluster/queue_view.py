@@ -47,7 +47,7 @@ def listed_jobs(api: JobsApi) -> list[ListedJob]:
 
 
 def _listed(api: JobsApi, job: Job) -> ListedJob:
-    user, priority = job.metadata.get(USER), job.metadata.get(PRIORITY, "normal")
+    user, priority = job.metadata.get(USER), job.metadata.get(PRIORITY) or "normal"
     place = Place.of_log(api.last_lines(job)) if job.status == "RUNNING" else None
     if place is None:
         state: Literal["starting", "running"] = "running" if job.status == "RUNNING" else "starting"

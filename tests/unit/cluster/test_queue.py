@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from app.cli.tables import aligned
 from app.cluster.job_view import JobView
-from app.cluster.queue import STARTED, Place, Queued, in_line, may_start, priority_of
+from app.cluster.queue import STARTED, Place, Queued, in_line, may_start, person, priority_of
 from app.errors import ClusterError
+from tests.wording import refused
 
 TOTAL = {"CPU": 8.0, "GPU": 2.0}
 
@@ -101,3 +103,19 @@ def test_a_person_reads_what_a_job_waits_for(capsys: pytest.CaptureFixture[str])
 def test_an_unknown_priority_is_refused() -> None:
     with pytest.raises(ClusterError, match="rayloom_priority is 'urgent': give one of low, normal, high"):
         priority_of("urgent")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["\x1b[31manna", "anna\nbob", "a\u2028b", "\udcff", " anna", "a" * 129],
+    ids=["color", "line", "separator", "bytes", "space", "long"],
+)
+def test_a_name_that_others_cannot_read_in_the_list_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {"RAYLOOM_USER": name})
+    with refused("user.unreadable"):
+        person()
+
+
+def test_what_others_have_named_does_not_control_the_terminal() -> None:
+    rows = [("job", "user"), ("train-1", "安娜"), ("a\x1b[2J\nb", r"CORP\bob")]
+    assert list(aligned(rows)) == ["job          user", "train-1      安娜", r"a\x1b[2J\nb  CORP\bob"]

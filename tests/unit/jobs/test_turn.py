@@ -156,6 +156,22 @@ def test_jobs_far_behind_look_and_ask_less_often(cluster: Cluster, monkeypatch: 
         assert cluster.num_questions <= 5
 
 
+def test_what_another_release_or_program_has_left_in_the_store_holds_up_nobody(cluster: Cluster) -> None:
+    left = Queued(
+        ticket="t", job="j", driver="living", user="anna", priority="high", demand={"CPU": 2.0}, since=0.0
+    ).model_dump_json()  # fmt: skip
+    Store.texts.update(
+        {
+            "jobs/a": "garbage", "jobs/b": left.replace("2.0", "NaN"), "jobs/c": left.replace("2.0", "-2.0"),
+            "jobs/d": left.replace("high", "urgent"), "starts/first": "t", "starts/-1": "t", "starts/7": "gone",
+            "turns/anna": "never", "turns/bob": "",
+        }
+    )  # fmt: skip
+    with cluster.job():
+        assert cluster.sleeps == []
+        assert "starts/8" in Store.texts
+
+
 def test_ray_names_the_variable_of_the_metadata_so() -> None:
     from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
