@@ -11,7 +11,9 @@ from app.serving.scaling import desired_replicas, target_ongoing_requests
 
 LATENCY = "latency_to_target"
 DIRECT = "direct_requests"
-"""The names of the values that each replica reports. Direct requests are those that Serve does not see."""
+ENDED = "ended_requests"
+"""The names of the values that each replica reports. Direct requests are those that Serve does not see. Ended ones are
+those since the last report."""
 
 _REPORT_INTERVAL_S, _LOOK_BACK_S = 2.0, 10.0
 _SETTLED_S = 30.0
@@ -56,7 +58,10 @@ def decide(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     if grown_s is not None and context.current_time - grown_s < _SETTLED_S:
         latency_to_target, replicas = min(latency_to_target, 1.0), max(replicas, context.target_num_replicas)
     target = context.config.get_target_ongoing_requests()
-    return desired_replicas(replicas, ongoing, target, latency_to_target), {}
+    wanted = desired_replicas(replicas, ongoing, target, latency_to_target)
+    # The requests of a moment are reported. Between two moments many short ones may come and end.
+    was_asked = any(reported.get(ENDED, {}).values())
+    return max(wanted, float(was_asked)), {}
 
 
 def _policy() -> AutoscalingPolicy:

@@ -19,7 +19,7 @@ from app.serving.transport.http import HttpApi
 from app.serving.transport.inference_call import Admission
 from app.serving.transport.middleware import answer_directly
 from app.serving.transport.passing import CallAnswer, PassedCall, PassedRequest, messages_of
-from serve_deployments.autoscaling import DIRECT, LATENCY
+from serve_deployments.autoscaling import DIRECT, ENDED, LATENCY
 from serve_deployments.metrics import ReplicaMetrics
 from serve_deployments.pools import ServePools
 from serve_deployments.tensor_parallel import open_version
@@ -95,4 +95,8 @@ class ModelServer(GrpcMethods):
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's values for ``serve_deployments.autoscaling``. Serve adds the requests that it sees."""
-        return {DIRECT: self.unseen_by_serve, LATENCY: self._endpoint.latency_to_target}
+        return {
+            DIRECT: self.unseen_by_serve,
+            ENDED: self._endpoint.traffic.take_new(),
+            LATENCY: self._endpoint.latency_to_target,
+        }

@@ -62,6 +62,7 @@ class Traffic:
         self.tracer = tracer
         """None: no request is traced."""
         self._tallies: dict[tuple[str, str, Protocol], _Tally] = {}
+        self._taken = 0
 
     def add(
         self, model: str, version: str, protocol: Protocol, outcome: Outcome, received: int = 0, sent: int = 0
@@ -73,6 +74,12 @@ class Traffic:
         tally.outcomes[outcome] += 1
         tally.received += received
         tally.sent += sent
+
+    def take_new(self) -> int:
+        """Return the number of requests for served models that have ended since the last call."""
+        ended = sum(sum(tally.outcomes.values()) for (model, *_), tally in self._tallies.items() if model)
+        new, self._taken = ended - self._taken, ended
+        return new
 
     def samples(self) -> Iterator[Sample]:
         """Yield what was counted."""

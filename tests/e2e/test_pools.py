@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -94,11 +95,24 @@ def test_haproxy_learns_where_a_model_is_and_then_leaves_out_the_shared_pool(
     assert straight() == before + 10
 
 
+def state_of_sleepy(endpoint: dict[str, Any]) -> tuple[str, str]:
+    listed = httpx.post(f"{endpoint['http']}/v2/repository/index").json()
+    (found,) = (model for model in listed if model["name"] == "sleepy")
+    return found["state"], found["reason"]
+
+
+def test_short_requests_keep_a_pool_awake(endpoint: dict[str, Any]) -> None:
+    assert ask(endpoint, "sleepy").is_success
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < 16:  # Serve remembers ten seconds
+        assert ask(endpoint, "sleepy").is_success
+        assert state_of_sleepy(endpoint)[0] == "READY", f"asleep after {time.monotonic() - began_s:.0f} s"
+        time.sleep(0.4)
+
+
 def test_a_pool_that_nobody_asks_falls_asleep_and_the_first_requests_wake_it(endpoint: dict[str, Any]) -> None:
     def state() -> tuple[str, str]:
-        listed = httpx.post(f"{endpoint['http']}/v2/repository/index").json()
-        (found,) = (model for model in listed if model["name"] == "sleepy")
-        return found["state"], found["reason"]
+        return state_of_sleepy(endpoint)
 
     wait_until(lambda: state() == ("UNAVAILABLE", "pool rare has no replica: a request starts one"))
     for _ in range(5):

@@ -118,6 +118,8 @@ def test_each_path_counts_an_outcome_once(
     ((*found, by, ended), times) = next(iter(counted(server).items()))
     assert (by, ended, times, len(counted(server))) == (protocol, outcome, 1, 1)
     assert labels is None or tuple(found) == labels
+    traffic = server.endpoint.traffic
+    assert [traffic.take_new(), traffic.take_new()] == [bool(found[0]), 0], "only those for a model, once"
     wait_until(lambda: not admission.ongoing and not admission._bytes)
 
 

@@ -13,7 +13,7 @@ from app.serving.demand import Scaling
 from app.serving.scaling import desired_replicas, target_ongoing_requests
 from jobs._endpoint import desired_pools
 from jobs._serve_internals import Deployed
-from serve_deployments.autoscaling import DIRECT, LATENCY, decide
+from serve_deployments.autoscaling import DIRECT, ENDED, LATENCY, decide
 from tests.wording import refused
 
 
@@ -66,6 +66,13 @@ def test_a_replica_that_has_not_started_yet_is_not_let_go_of() -> None:
 
 def test_requests_that_serve_sees_and_those_that_it_does_not_ask_for_replicas_together() -> None:
     assert decide(context({DIRECT: {"one": 15.5, "other": 4.5}}))[0] == 3.0
+
+
+def test_the_last_replica_stays_while_short_requests_come_between_two_reports() -> None:
+    idle = context({ENDED: {"one": 0.0, "other": 0.0}})
+    asked = context({ENDED: {"one": 0.0, "other": 0.2}})
+    idle.total_num_requests = asked.total_num_requests = 0.0
+    assert (decide(idle)[0], decide(asked)[0]) == (0.0, 1.0)
 
 
 def test_a_full_call_of_the_smallest_engine_is_what_a_replica_should_hold() -> None:
