@@ -47,6 +47,7 @@ from app.training.data.feed import Feed
 from app.training.data.order import SampleOrder
 from app.training.engine import TrainingEngine, create_engine
 from app.training.engine.deepspeed_internals import restore_linear
+from app.training.engine.nvme import remove_own_folders
 from app.training.loop import Loop
 from app.training.plan import TrainingPlan
 from app.training.records import Ending, EpochRecord
@@ -186,6 +187,7 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     # One process looks for a checkpoint, so that all build the model in the same way.
     is_resumed = bool(on_first(CheckpointStore(run_folder / CHECKPOINTS).committed))
     stack.callback(restore_linear)
+    stack.callback(remove_own_folders)
     engine, meter = _make_engine(plan, data, layout, worker, activity, is_resumed)
     # Otherwise its gradient hooks keep the model alive until the process ends.
     stack.callback(engine.deepspeed.destroy)

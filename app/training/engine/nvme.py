@@ -1,11 +1,12 @@
 """Offload of parameters and the optimizer's state to NVMe, as DeepSpeed's ZeRO 3 swaps them (arXiv:2104.07857)."""
 
 import atexit
+import fcntl
 import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -16,6 +17,10 @@ from app.training.engine.parameter_swapper import ParameterSwapper
 from app.training.worker import import_deepspeed
 
 _SECTIONS = ("offload_optimizer", "offload_param")
+_PREFIX, _IN_USE = "rayloom-", "in_use.lock"
+"""The beginning of the name of a process's own folder, and a file there that the process holds locked."""
+_own: dict[Path, IO[bytes]] = {}
+"""The folders of this process, and their locked files."""
 
 
 def require_asynchronous_io() -> None:
@@ -41,7 +46,7 @@ def load_asynchronous_io() -> None:
 
 
 def with_own_folder(deepspeed: dict[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed's configuration with an ``nvme_path`` of this process alone. The folder goes when it ends.
+    """Return DeepSpeed's configuration with an ``nvme_path`` of this process alone, until ``remove_own_folders``.
 
     DeepSpeed names its files by rank alone: two runs would overwrite each other's.
     """
@@ -49,11 +54,46 @@ def with_own_folder(deepspeed: dict[str, Any]) -> dict[str, Any]:
     sections = {name: zero[name] for name in _SECTIONS if "nvme_path" in zero.get(name, {})}
     shared = next(section["nvme_path"] for section in sections.values())
     Path(shared).mkdir(parents=True, exist_ok=True)
-    own = mkdtemp(prefix="rayloom-", dir=shared)
-    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    own = str(_make_folder(Path(shared)))
     return deepspeed | {
         "zero_optimization": zero | {name: section | {"nvme_path": own} for name, section in sections.items()}
     }
+
+
+def _make_folder(shared: Path) -> Path:
+    """Make a folder of this process alone. Remove those that killed processes have left, before they fill the disk."""
+    for lock in shared.glob(f"{_PREFIX}*/{_IN_USE}"):
+        if not _is_held(lock):
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    # It gets its name once it is locked, so that no other process removes it before.
+    hidden = Path(mkdtemp(prefix=f".{_PREFIX}", dir=shared))
+    lock_file = (hidden / _IN_USE).open("ab")
+    fcntl.flock(lock_file, fcntl.LOCK_EX)
+    own = hidden.rename(shared / hidden.name.removeprefix("."))
+    _own[own] = lock_file
+    return own
+
+
+def _is_held(lock: Path) -> bool:
+    """Return whether a process holds the lock. The system frees it when the process ends in any way."""
+    try:
+        with lock.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+@atexit.register
+def remove_own_folders() -> None:
+    """Remove this process's folders. No engine uses them any more.
+
+    Call it after training: Ray ends its workers without what is registered for their exit.
+    """
+    while _own:
+        folder, lock = _own.popitem()
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
 
 
 def parameter_swapper(deepspeed: dict[str, Any], dtype: torch.dtype) -> ParameterSwapper | None:
