@@ -90,7 +90,8 @@ def in_line(
     held: dict[str, dict[str, float]] = defaultdict(dict)
     last, now = dict(turns), max(turns.values(), default=0)
     for job in started:
-        _add(held[job.user], job.demand)
+        if fits(job.demand, total):  # else it holds nothing
+            _add(held[job.user], job.demand)
     shares = {user: _largest_share(amounts, total) for user, amounts in held.items()}
     # A user's jobs of one priority are compared by age alone, so only the oldest of them is compared with others.
     stacks: dict[tuple[str, Priority], list[Queued]] = defaultdict(list)

@@ -30,6 +30,8 @@ def job(name: str, user: str, since: float, priority: Any = "normal", **demand: 
         ([job("a", "anna", 1), job("b", "bob", 2)], [job("r", "anna", 0)], "b a"),
         # Half of the GPUs are more than a quarter of the CPUs.
         ([job("a", "anna", 1), job("b", "bob", 2)], [job("r", "anna", 0, GPU=1), job("s", "bob", 0, CPU=2)], "b a"),
+        # What is larger than the cluster holds nothing of it.
+        ([job("a", "anna", 1), job("b", "bob", 2)], [job("r", "anna", 0, CPU=16), job("s", "bob", 0)], "a b"),
         # A small share does not outrank a higher priority.
         ([job("a", "anna", 1, "high"), job("b", "bob", 2)], [job("r", "anna", 0)], "a b"),
     ],
