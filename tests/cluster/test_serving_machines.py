@@ -5,9 +5,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
 import pytest
 
 from tests.cluster.conftest import RayCluster
+from tests.cluster.machines import Machine
 from tests.cluster.test_whole_way import BODY, ask
 from tests.helpers import wait_until
 from tests.load import Ask, Load, load_of, percentile_s
@@ -16,6 +18,14 @@ from tests.tables import Fault, Faults
 pytestmark = pytest.mark.slow
 BACK_S = 15
 """Time after which all is well again."""
+
+
+def answers(cluster: RayCluster, machine: Machine) -> bool:
+    """Return whether a machine's HAProxy listens, and knows a replica."""
+    try:
+        return machine.address in cluster.replicas() and ask(cluster, machine.address).is_success
+    except httpx.ConnectError:
+        return False
 
 
 @contextmanager
@@ -77,7 +87,7 @@ def test_a_machine_whose_disk_is_full_goes_on_answering(cluster: RayCluster, url
             cluster.join(before="mkdir -p /tmp/ray && mount -t tmpfs -o size=200m ray /tmp/ray"),
         )
         cluster.lose(lost)
-        wait_until(lambda: full.address in cluster.replicas(), timeout_s=180)
+        wait_until(lambda: answers(cluster, full), timeout_s=180)
         with asked(cluster, url.replace(cluster.workers[0].address, full.address), 100, fault):
             filled = full.run("dd", "if=/dev/zero", "of=/tmp/ray/full", "bs=1M", environment={})
             assert "No space left" in filled.stderr
