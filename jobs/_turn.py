@@ -26,6 +26,7 @@ from app.cluster.queue import (
     in_line,
     may_start,
     person,
+    placeable,
     priority_of,
     user_of,
 )
@@ -48,24 +49,29 @@ _JOBS, _STARTS, _TURNS = "jobs/", "starts/", "turns/"
 """Prefixes of keys: what each job needs, which job has started under each number, and each user's last number."""
 
 
-def in_turn(step: Step, demand: Demand) -> Step:
-    """Return a job's step that first waits for the job's turn."""
+def in_turn(step: Step, demand: Demand, each: Demand | None = None) -> Step:
+    """Return a job's step that first waits for the job's turn.
+
+    Args:
+        demand: returns the minimum of resources that the job needs.
+        each: returns what each of its processes needs on one node, if that is the same for all.
+    """
 
     def wait_and_run(run: Run) -> Outcome:
         connect()
-        with _turn(demand(run.recipe)):
+        with _turn(demand(run.recipe), each(run.recipe) if each else {}):
             return step(run)
 
     return wait_and_run
 
 
 @contextmanager
-def _turn(demand: Mapping[str, float]) -> Iterator[None]:
+def _turn(demand: Mapping[str, float], each: Mapping[str, float]) -> Iterator[None]:
     """Wait for the job's turn, and hold it within the block."""
     if not may_grow() and not fits(demand, ray.cluster_resources()):
         yield  # the step is refused: no other job could make room for it
         return
-    own, store = _own(demand), Store()
+    own, store = _own(demand, each), Store()
     store.put(_JOBS + own.ticket, own.model_dump_json())
     try:
         _await(own, store)
@@ -75,7 +81,7 @@ def _turn(demand: Mapping[str, float]) -> Iterator[None]:
         best_effort(lambda: store.remove(_JOBS + own.ticket), "this job cannot leave the queue", "the job's end")
 
 
-def _own(demand: Mapping[str, float]) -> Queued:
+def _own(demand: Mapping[str, float], each: Mapping[str, float]) -> Queued:
     metadata = job_metadata()
     return Queued(
         ticket=uuid4().hex,
@@ -83,9 +89,14 @@ def _own(demand: Mapping[str, float]) -> Queued:
         driver=driver_id(),
         user=user_of(metadata.get(USER) or person()),
         priority=priority_of(metadata.get(PRIORITY)),
-        demand={kind: amount for kind, amount in demand.items() if amount},
+        demand=_without_zeros(demand),
+        each=_without_zeros(each),
         since=time.time(),
     )
+
+
+def _without_zeros(amounts: Mapping[str, float]) -> dict[str, float]:
+    return {kind: amount for kind, amount in amounts.items() if amount}
 
 
 @dataclass(frozen=True)
@@ -185,11 +196,12 @@ def _await(own: Queued, store: Store) -> None:
     shown, deaths = None, _Deaths()
     while True:
         line, total = _Line.read(store, own, deaths.dead), ray.cluster_resources()
-        order = in_line(line.waiting, line.started, total, line.turns)
+        holding = placeable(line.started, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        order = in_line(line.waiting, holding, total, line.turns)
         place = _place_of(own, order)
         if deaths.look(line.others(own), place):
             continue
-        is_next = place == 0 and may_start(own.demand, line.started, total, ray.available_resources(), may_grow())
+        is_next = place == 0 and may_start(own.demand, holding, total, ray.available_resources(), may_grow())
         if is_next or deaths.are_unknown:
             if _start(own, line, store):
                 if not is_next:
@@ -198,7 +210,7 @@ def _await(own: Queued, store: Store) -> None:
                     print(STARTED, flush=True)
                 return
             continue
-        told = _told(own, order, line.started).to_line()
+        told = _told(own, order, holding).to_line()
         if told != shown:
             print(told, flush=True)
         shown = told

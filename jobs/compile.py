@@ -32,4 +32,4 @@ def compile_demand(recipe: Recipe) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main("compile", in_turn(compile_on_node, compile_demand)))
+    sys.exit(main("compile", in_turn(compile_on_node, compile_demand, each=compile_demand)))

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from upath import UPath
@@ -19,7 +20,7 @@ from app.training.records import Ending
 from app.training.resume import start_or_resume
 from app.training.run import open_run, prepare_run
 from app.training.stop_request import StopRequest, request_stop
-from jobs._cluster import connect, may_grow, require, training_cluster
+from jobs._cluster import connect, may_grow, require, require_node, training_cluster
 from jobs._runner import main, on_sigterm
 from jobs._shards import prepare_on_cluster
 from jobs._turn import in_turn
@@ -55,10 +56,16 @@ def train_demand(recipe: Recipe) -> dict[str, float]:
     return resources_of(recipe.train, recipe.train.worker_counts[0])
 
 
+def worker_demand(recipe: Recipe) -> Mapping[str, float]:
+    """Return what a worker needs on one node, for the queue."""
+    return recipe.train.placement.resources
+
+
 def require_train_room(config: TrainConfig) -> None:
-    """Check that the cluster has what the smallest number of workers reserves, as ``require`` does."""
+    """Check that the cluster has what the smallest number of workers reserves, as ``require`` and ``require_node``."""
     min_workers = config.worker_counts[0]
     require(resources_of(config, min_workers), f"train.workers, of which there are {min_workers},", config.labels)
+    require_node(config.placement, "a worker of train.workers")
 
 
 def _set_timeouts(config: TrainConfig) -> None:
@@ -80,4 +87,4 @@ def _fit(plan: TrainingPlan, folder: UPath) -> Ending:
 
 
 if __name__ == "__main__":
-    sys.exit(main("train", in_turn(train, train_demand), start=start_or_resume))
+    sys.exit(main("train", in_turn(train, train_demand, worker_demand), start=start_or_resume))

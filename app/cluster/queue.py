@@ -41,6 +41,8 @@ class Queued(BaseModel):
     priority: Priority
     demand: dict[str, NonNegativeFloat]
     """The minimum of resources that the job needs."""
+    each: dict[str, float] = {}
+    """What each of its processes needs on one node; empty if they differ."""
     since: float
     """When it joined the queue, in seconds since 1970."""
 
@@ -125,6 +127,15 @@ def _largest_share(held: Amounts, total: Amounts) -> float:
 def fits(demand: Amounts, room: Amounts) -> bool:
     """Return whether ``room`` has every amount of ``demand``."""
     return all(suffices(room.get(kind, 0.0), amount) for kind, amount in demand.items())
+
+
+def placeable(started: Iterable[Queued], nodes: Sequence[Amounts]) -> list[Queued]:
+    """Return the jobs whose processes a node is large enough for. The others hold nothing.
+
+    Args:
+        nodes: the resources of each node.
+    """
+    return [job for job in started if any(fits(job.each, node) for node in nodes)]
 
 
 def may_start(demand: Amounts, started: Iterable[Queued], total: Amounts, free: Amounts, may_grow: bool) -> bool:

@@ -38,6 +38,7 @@ class Cluster:
         self.now, self.sleeps = 1000.0, list[float]()
         self.living: set[str] | None = set()
         self.num_questions, self.driver = 0, 0
+        self.nodes = [2.0]
         self.during_sleep: Callable[[], object] = lambda: None
 
     def living_drivers(self) -> set[str] | None:
@@ -54,13 +55,13 @@ class Cluster:
         self.during_sleep()
 
     @contextmanager
-    def job(self, cpus: float = 2.0) -> Iterator[str]:
+    def job(self, cpus: float = 2.0, each: float = 0.0) -> Iterator[str]:
         """The next process that takes its turn. The others live."""
         self.driver += 1
         driver = self.driver_id()
         if self.living is not None:
             self.living.add(driver)
-        with turn({"CPU": cpus}):
+        with turn({"CPU": cpus}, {"CPU": each}):
             yield driver
 
 
@@ -74,8 +75,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(_turn, "living_drivers", cluster.living_drivers)
     monkeypatch.setattr(time, "monotonic", lambda: cluster.now)
     monkeypatch.setattr(time, "sleep", cluster.sleep)
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
-    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": sum(cluster.nodes)})
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": sum(cluster.nodes)})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": cpus}} for cpus in cluster.nodes])
     monkeypatch.setenv(_metadata_internals._VARIABLE, '{"metadata": {"job_submission_id": "train-1"}}')
     return cluster
 
@@ -98,6 +100,15 @@ def test_a_second_process_of_a_job_waits_for_the_first(cluster: Cluster, capsys:
         assert place is not None
         assert (place.place, place.behind, lines[1:]) == (1, ["train-1"], [STARTED])
     assert cluster.sleeps == [1.0, 1.0]
+
+
+def test_a_job_that_no_node_is_large_enough_for_holds_nothing(cluster: Cluster) -> None:
+    cluster.nodes = [2.0, 2.0]
+    waits_in_ray = cluster.job(3.0, each=3.0)
+    waits_in_ray.__enter__()
+    with cluster.job(4.0, each=2.0):
+        assert cluster.sleeps == []
+    waits_in_ray.__exit__(None, None, None)
 
 
 def test_a_killed_process_is_not_waited_for_although_another_of_its_job_lives(cluster: Cluster) -> None:
