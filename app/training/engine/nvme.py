@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import torch
 
-from app.errors import TrainingError
+from app.errors import TrainingError, first_line
 from app.training.engine.deepspeed_internals import check_file_operations, file_handle, misaligned_gradient
 from app.training.engine.extensions import load_extension
 from app.training.engine.parameter_swapper import ParameterSwapper
@@ -49,12 +49,21 @@ def with_own_folder(deepspeed: dict[str, Any]) -> dict[str, Any]:
     """Return DeepSpeed's configuration with an ``nvme_path`` of this process alone, until ``remove_own_folders``.
 
     DeepSpeed names its files by rank alone: two runs would overwrite each other's.
+
+    Raises:
+        TrainingError: no folder can be made there.
     """
     zero = deepspeed["zero_optimization"]
     sections = {name: zero[name] for name in _SECTIONS if "nvme_path" in zero.get(name, {})}
     shared = next(section["nvme_path"] for section in sections.values())
-    Path(shared).mkdir(parents=True, exist_ok=True)
-    own = str(_make_folder(Path(shared)))
+    try:
+        Path(shared).mkdir(parents=True, exist_ok=True)
+        own = str(_make_folder(Path(shared)))
+    except (OSError, ValueError) as error:
+        raise TrainingError(
+            f"train.plan.nvme_path is {shared!r}, where no folder can be made ({first_line(error)}): name a folder "
+            "on a local disk that each worker may write"
+        ).of("nvme.folder", "train.plan.nvme_path") from error
     return deepspeed | {
         "zero_optimization": zero | {name: section | {"nvme_path": own} for name, section in sections.items()}
     }
