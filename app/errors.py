@@ -16,6 +16,7 @@ RayloomError
 ├── PlanError              a cluster is unknown, or no parallel plan fits
 ├── CompileError           a model cannot be exported, or its numbers differ too much
 ├── EngineError            a compiled model cannot be loaded
+│   └── ModelLoadError     a model cannot be loaded for the request that needs it
 ├── RequestError           a request to the endpoint is malformed
 │   ├── RequestTooLargeError  it is larger than the server takes
 │   ├── UnsupportedError   it asks for what the server does not do
@@ -126,6 +127,10 @@ class CompileError(RayloomError):
 
 class EngineError(RayloomError):
     """A compiled model cannot be loaded."""
+
+
+class ModelLoadError(EngineError):
+    """A model that is loaded on demand cannot be loaded. The message is for clients: it has nothing of the cause."""
 
 
 class RequestError(RayloomError):

@@ -2,23 +2,36 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import ReplicaState
+from ray.serve.schema import DeploymentStatusTrigger, ReplicaState
 from starlette.types import Message
 
 from app.errors import OverloadError
 from app.serving.pools import application_of
 from app.serving.transport.passing import CallAnswer, PassedCall, PassedRequest
 
-_AWAKE_S = 1.0
+_KNOWN_S = 1.0
 """Time for which the state of the replicas is remembered."""
 _LOST = RayError, RayServeException
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The state of the pools' applications in Serve."""
+
+    awake: frozenset[str] = frozenset()
+    """Those with a replica that runs."""
+    failing: frozenset[str] = frozenset()
+    """The others whose replicas could not start several times in a row."""
 
 
 class ServePools:
@@ -26,28 +39,36 @@ class ServePools:
 
     def __init__(self) -> None:
         self._handles: dict[str, DeploymentHandle[Any]] = {}
-        self._awake: tuple[float, frozenset[str]] = (-_AWAKE_S, frozenset())
+        self._known, self._known_s = _Known(), -_KNOWN_S
 
     async def is_awake(self, pool: str) -> bool:
-        """Return whether a pool has a replica that runs."""
-        asked_s, awake = self._awake
-        if time.monotonic() - asked_s > _AWAKE_S:
-            try:
-                awake = await asyncio.to_thread(_awake_applications)
-            except _LOST:  # what was known before is the best guess while Serve's controller restarts
-                return application_of(pool) in awake
-            self._awake = time.monotonic(), awake
-        return application_of(pool) in awake
+        """Return whether a pool has a replica that runs.
+
+        Raises:
+            OverloadError: it has none, and none can start.
+        """
+        if time.monotonic() - self._known_s > _KNOWN_S:
+            with suppress(*_LOST):  # what was known before is the best guess while Serve's controller restarts
+                self._known = await asyncio.to_thread(_known_applications)
+                self._known_s = time.monotonic()
+        if application_of(pool) in self._known.failing:
+            raise OverloadError(
+                f"no replica of pool {pool} can start: 'serve status' says why; deploy its models again, or try again "
+                "later"
+            )
+        return application_of(pool) in self._known.awake
 
     async def ask(self, pool: str, request: PassedRequest) -> AsyncGenerator[Message, None]:
         """Yield the messages of a pool's answer.
 
         Raises:
-            OverloadError: no replica answers.
+            OverloadError: no replica answers, or none can start.
         """
         handle = await self._handle(pool)
         answer = handle.options(method_name="answer_request", stream=True).remote(request)
         try:
+            if (first := await self._unless_failing(pool, anext(answer, None))) is not None:
+                yield first
             async for message in answer:
                 yield message
         except _LOST as error:
@@ -59,18 +80,31 @@ class ServePools:
         """Return a pool's answer to a gRPC call.
 
         Raises:
-            OverloadError: no replica answers.
+            OverloadError: no replica answers, or none can start.
         """
         handle = await self._handle(pool)
         answer = handle.options(method_name="answer_call").remote(call)
         try:
-            answered: CallAnswer = await answer
+            answered: CallAnswer = await self._unless_failing(pool, answer)
         except _LOST as error:
             raise _no_answer(pool, error) from error
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, OverloadError):
             answer.cancel()
             raise
         return answered
+
+    async def _unless_failing(self, pool: str, part: Awaitable[Part]) -> Part:
+        """Return the first part of an answer. Raise OverloadError if a pool has no replica, and none can start.
+
+        Serve would hold the request until one starts, however often that fails.
+        """
+        waiting = asyncio.ensure_future(part)
+        try:
+            while not (await asyncio.wait({waiting}, timeout=2 * _KNOWN_S))[0]:
+                await self.is_awake(pool)
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     async def _handle(self, pool: str) -> DeploymentHandle[Any]:
         if pool not in self._handles:
@@ -82,13 +116,20 @@ class ServePools:
         return self._handles[pool]
 
 
-def _awake_applications() -> frozenset[str]:
-    applications = serve.status().applications
-    return frozenset(
+def _known_applications() -> _Known:
+    deployments = {
+        name: list(application.deployments.values()) for name, application in serve.status().applications.items()
+    }
+    awake = frozenset(
         name
-        for name, application in applications.items()
-        if any(deployment.replica_states.get(ReplicaState.RUNNING) for deployment in application.deployments.values())
+        for name, those in deployments.items()
+        if any(one.replica_states.get(ReplicaState.RUNNING) for one in those)
     )
+    failed = DeploymentStatusTrigger.REPLICA_STARTUP_FAILED
+    failing = frozenset(
+        name for name, those in deployments.items() if any(one.status_trigger is failed for one in those)
+    )
+    return _Known(awake, failing - awake)
 
 
 def _no_answer(pool: str, error: Exception) -> OverloadError:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from app.engines.base import Engine
-from app.errors import EngineError, NotServedError, RequestError, short_repr
+from app.errors import EngineError, ModelLoadError, NotServedError, RequestError, short_repr
 from app.published.engine import open_published
 from app.published.loaded import load_model
 from app.repository.manifest import Manifest
@@ -36,7 +36,7 @@ from app.serving.model.served import ServedModel
 from app.serving.on_demand import OnDemandModels
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics, ServerMetadata
 from app.serving.reading import Reader
-from app.serving.rollout import InferenceTarget, Rollout, Served, TrafficShare, VersionChoice
+from app.serving.rollout import InferenceTarget, Rollout, Served, TrafficShare, VersionChoice, unknown_version
 from app.serving.traffic import Traffic
 from app.storage import open_storage
 from app.telemetry.tracing import find_request_tracer
@@ -73,7 +73,7 @@ class Endpoint:
         self._config = EndpointConfig()
         self._served: Mapping[VersionConfig, ServedModel] = {}
         self._generators: Mapping[GeneratorConfig, ServedGenerator] = {}
-        self._on_demand = OnDemandModels(self._load, self._forget)
+        self._on_demand = OnDemandModels(self._load_at_request, self._forget)
         self._models: dict[str, Rollout] = {}
         self._languages: dict[str, GeneratorRollout] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -201,9 +201,11 @@ class Endpoint:
 
     def require_deployed(self, name: str, version: str | None = None) -> None:
         """Raise NotServedError if a model or version is not served, be it loaded or not."""
-        cold = self._config.on_demand.get(name)
-        if cold is None or version not in (None, str(cold.version)):
+        on_demand = self._config.on_demand.get(name)
+        if on_demand is None:
             self.require_served(name, version)
+        elif version not in (None, str(on_demand.version)):
+            raise unknown_version(name, version, [str(on_demand.version)])
 
     def require_served(self, name: str, version: str | None = None) -> None:
         """Raise NotServedError if a model or version is not served."""
@@ -252,7 +254,7 @@ class Endpoint:
             NotServedError: the model is not served.
             RequestError: the model is served.
         """
-        self.require_served(name)
+        self.require_deployed(name)
         raise RequestError(f"model {name!r} cannot be unloaded by a client: run jobs.undeploy")
 
     @property
@@ -338,6 +340,14 @@ class Endpoint:
         self.loads[config.name, model.version].add(time.monotonic() - began_s)
         return ServedModel(model, config.policy)
 
+    async def _load_at_request(self, config: VersionConfig) -> ServedModel:
+        try:
+            return await self._load(config)
+        except Exception as error:  # its files may have been removed or damaged since the deployment
+            raise ModelLoadError(
+                f"model {config.title} cannot be loaded: see the replica's log in Ray's dashboard, and deploy it again"
+            ) from error
+
     @property
     def rollouts(self) -> dict[str, Rollout]:
         """What answers batches under each name."""
@@ -387,7 +397,7 @@ class Endpoint:
         return model
 
     def _not_deployed(self, name: str) -> NotServedError:
-        known = ", ".join(sorted(self._config.deployed)) or "none"
+        known = ", ".join(sorted({**self._config.deployed, **self._config.elsewhere})) or "none"
         return NotServedError(f"model {short_repr(name)} is not deployed: deployed are {known}")
 
     def _rollout(self, name: str, model: DeployedModel) -> Rollout:

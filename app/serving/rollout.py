@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -146,6 +146,13 @@ class ServedVersion(Protocol):
 Served = TypeVar("Served", bound=ServedVersion)
 
 
+def unknown_version(name: str, version: str, served: Sequence[str]) -> NotServedError:
+    """Return the error for a version that is not among those served."""
+    return NotServedError(
+        f"model {short_repr(name)} has no version {short_repr(version)} here: served are {', '.join(served)}"
+    )
+
+
 @dataclass(frozen=True)
 class TrafficShare(Generic[Served]):
     """A version on trial beside production."""
@@ -179,10 +186,7 @@ class VersionChoice(ABC, Generic[Served]):
         for served in self.versions:
             if served.version == version:
                 return served
-        known = ", ".join(served.version for served in self.versions)
-        raise NotServedError(
-            f"model {short_repr(self._name)} has no version {short_repr(version)} here: served are {known}"
-        )
+        raise unknown_version(self._name, version, [served.version for served in self.versions])
 
     @property
     def versions(self) -> list[Served]:

@@ -14,6 +14,7 @@ from app.errors import (
     DeadlineError,
     DisconnectedError,
     EngineError,
+    ModelLoadError,
     NotServedError,
     OverloadError,
     RayloomError,
@@ -110,7 +111,8 @@ def refusal(error: Exception) -> Refusal:
         return error.reply
     if isinstance(error, EngineError):
         LOG.error("an engine failed", exc_info=error)
-        return Refusal(503, StatusCode.UNAVAILABLE, "the engine failed: try again")
+        message = str(error) if isinstance(error, ModelLoadError) else "the engine failed: try again"
+        return Refusal(503, StatusCode.UNAVAILABLE, message)
     for kind, (http, grpc) in _STATUS.items():
         if isinstance(error, kind):
             # The header has whole seconds.

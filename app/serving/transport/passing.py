@@ -32,7 +32,7 @@ from app.serving.transport.inference_call import Admission, InferenceCall, admit
 POOL_HEADER, MODEL_HEADER = b"x-rayloom-pool", b"x-rayloom-model"
 """They name the pool that answered a request which was passed on, and its model. HAProxy removes them."""
 
-_MODEL = re.compile("/v[12]/models/([^/]+)(?:/.*)?")
+_MODEL = re.compile("(?:/v[12]|/v2/repository)/models/([^/]+)(?:/.*)?")
 _NAMED_IN_BODY = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 _INDEX = ("POST", "/v2/repository/index")
 _LISTS = {("GET", "/v1/models"): "data", ("GET", "/v1/predict"): "", ("GET", "/v2/models/stats"): "model_stats"}

@@ -130,6 +130,28 @@ def test_one_that_cannot_be_loaded_is_refused_and_the_others_answer(server: Serv
     server.run(server.endpoint.check())
 
 
+def test_one_whose_files_are_removed_is_refused_until_they_are_back(server: Server, storage: UPath) -> None:
+    version = storage / "models/m1/1"
+    moved = version.rename(storage / "moved")
+    refused = ask(server, 1)
+    assert refused.status_code == 503
+    assert refused.json()["error"].startswith("model m1/1 cannot be loaded: see the replica's log")
+    moved.rename(version)
+    assert is_right(ask(server, 1).json(), expected(rows(2), 1))
+
+
+def test_one_that_is_not_loaded_is_not_called_undeployed(server: Server) -> None:
+    answers = [
+        httpx.post(f"http://{server.http}/v2/repository/models/m1/unload", json={}),
+        httpx.get(f"http://{server.http}/v2/models/m1/versions/9/ready"),
+    ]
+    assert [(answer.status_code, answer.json()["error"]) for answer in answers] == [
+        (400, "model 'm1' cannot be unloaded by a client: run jobs.undeploy"),
+        (404, "model 'm1' has no version '9' here: served are 1"),
+    ]
+    assert loaded(server) == set()
+
+
 def test_a_deployment_keeps_what_is_loaded_and_closes_what_it_removes(server: Server, storage: UPath) -> None:
     for number in (1, 2):
         ask(server, number)

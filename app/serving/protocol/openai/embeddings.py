@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.errors import RequestError, short_repr
+from app.serving.protocol.openai.models import predict_path
 from app.serving.protocol.predict import ONLY_VALID, PredictRequest, PredictResponse
 
 
@@ -74,7 +75,7 @@ class EmbeddingsResponse(BaseModel):
             if "embedding" not in extra:
                 raise RequestError(
                     f"model {short_repr(request.model)} answers labels, not vectors: ask "
-                    f"/v1/models/{request.model}/predict, or deploy a model of task sentence-embedding"
+                    f"{predict_path(request.model)}, or deploy a model of task sentence-embedding"
                 )
             vectors.append(extra["embedding"])
         # A vector is not truncated, because its model was not trained for that.

@@ -49,3 +49,9 @@ def parse_name(model: str) -> tuple[str, str | None]:
     """Return the name and the version, if one is given, of NAME or NAME/VERSION."""
     name, slash, version = model.partition("/")
     return name, version if slash else None
+
+
+def predict_path(model: str) -> str:
+    """Return the path for the natural input of NAME or NAME/VERSION."""
+    name, version = parse_name(model)
+    return f"/v1/models/{name}/predict" if version is None else f"/v1/models/{name}/versions/{version}/predict"
