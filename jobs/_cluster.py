@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import ray
 from ray.util.state import list_actors
@@ -85,9 +86,9 @@ def require_node(placement: Placement, who: str) -> None:
 
 
 def cores_of_nodes(placement: Placement) -> list[int]:
-    """Return the CPUs of each node that has CPUs, the labels, and the resources that a process reserves."""
+    """Return the CPUs of each node that has CPUs, the labels or those of the fallback, and what a process reserves."""
     reserved = placement.resources
-    wanted = Placement({**reserved, "CPU": max(1.0, reserved.get("CPU", 0.0))}, placement.labels)
+    wanted = replace(placement, resources={**reserved, "CPU": max(1.0, reserved.get("CPU", 0.0))})
     return [int(node["Resources"]["CPU"]) for node in ray.nodes() if wanted.fits(node)]
 
 

@@ -76,6 +76,10 @@ def test_only_nodes_with_room_for_a_replica_are_counted(monkeypatch: pytest.Monk
     assert cores_of_nodes(Placement({"CPU": 0.0, "GPU": 0.0})) == [8, 2, 4]
     assert cores_of_nodes(Placement({"CPU": 3.0, "GPU": 0.0})) == [8, 4]
     assert cores_of_nodes(Placement({"CPU": 0.0, "GPU": 0.5, "rack": 1.0})) == [4]
+    for node, market in zip(nodes, ["on-demand", "spot", "spot", "other"], strict=True):
+        node["Labels"] = {"market": market}
+    assert cores_of_nodes(Placement({}, {"market": "on-demand"})) == [8]
+    assert cores_of_nodes(Placement({}, {"market": "on-demand"}, {"market": "spot"})) == [8, 2], "the fallback's, too"
 
 
 def test_a_version_is_not_tried_any_more_once_it_is_in_production(storage: UPath) -> None:
