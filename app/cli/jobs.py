@@ -103,18 +103,21 @@ def stop(
     if stopped := stop_job(named):
         print(f"asked {stopped} to stop")
         return
-    run = train_run(named, storage)
-    if run.status != "running":
-        raise RequestError(f"run {run.run_id} is {run.status}: only a running job or training run can be stopped")
-    request_stop(run.path, StopRequest.STOP)
-    print(f"asked {run.run_id} to stop; resume it with: rayloom resume {run.run_id}")
+    _ask(named, storage, StopRequest.STOP, "stopped")
 
 
 def pause(run_id: RunId, storage: Storage = None) -> None:
     """Ask a training run to save its state and end. It can be resumed. Its workers notice within a second or two."""
-    run = train_run(run_id, storage)
-    request_stop(run.path, StopRequest.PAUSE)
-    print(f"asked {run.run_id} to pause; resume it with: rayloom resume {run.run_id}")
+    _ask(run_id, storage, StopRequest.PAUSE, "paused")
+
+
+def _ask(named: str, storage: str | None, request: StopRequest, done: str) -> None:
+    """Ask a training run to stop or pause. Raises RequestError if it does not run."""
+    run = train_run(named, storage)
+    if run.status != "running":
+        raise RequestError(f"run {run.run_id} is {run.status}: only a running job or training run can be {done}")
+    request_stop(run.path, request)
+    print(f"asked {run.run_id} to {request.name.lower()}; resume it with: rayloom resume {run.run_id}")
 
 
 def resume(

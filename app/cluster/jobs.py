@@ -142,9 +142,12 @@ class JobsApi:
         """Return the job with this id, or the only one whose id begins so; None if there is none.
 
         Raises:
-            ClusterError: there are several.
+            ClusterError: there are several, or ``beginning`` is empty.
             httpx.HTTPError: the cluster does not answer.
         """
+        if not beginning:
+            # Every id begins so. A script may have left the id out.
+            raise ClusterError(f"no job {beginning!r}: give a job's id, or its beginning")
         found = {job.submission_id: job for job in self.jobs() if job.submission_id.startswith(beginning)}
         if beginning in found or len(found) < 2:
             return found.get(beginning, next(iter(found.values()), None))

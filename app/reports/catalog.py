@@ -137,6 +137,9 @@ def find_run(storage: UPath, named: str, only: str | None = None) -> RunFolder:
     if job and job not in JOBS:
         expected = f"give a run's id, or JOB/ID; for JOB, expected one of {', '.join(JOBS)}"
         raise StorageError(f"no run {named!r}: {expected}{suggestion(job, JOBS)}")
+    if not run_id:
+        # Every id begins so. A script may have left the id out.
+        raise StorageError(f"no run {named!r}: give a run's id, or its beginning").of("run.unknown")
     names = {name: list_names(runs_folder(storage, name)) for name in _jobs_in(storage, job or only)}
     every = [runs_folder(storage, name) / found for name, ids in names.items() for found in ids]
     # A whole id comes first, because it may also be the beginning of another one.

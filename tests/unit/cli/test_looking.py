@@ -60,6 +60,22 @@ def test_a_paused_run_is_not_shown_as_stopped(tmp_path: Path) -> None:
         assert json.loads(shown("runs", "show", run.run_id, f"--storage={tmp_path}", "--json"))["status"] == word
 
 
+@pytest.mark.parametrize("command", ["runs show", "runs delete", "stop", "pause", "resume"])
+def test_an_empty_id_names_no_run_not_the_only_one(command: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, "train")
+    for named in ("", "train/"):
+        said = CliRunner().invoke(app, [*command.split(), named, f"--storage={tmp_path}"])
+        assert f"no run {named!r}: give a run's id, or its beginning" in str(said.exception)
+    assert [file.name for file in run.folder.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("command", ["stop", "pause"])
+def test_only_a_run_that_runs_is_asked_to_end(command: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path, "train")
+    said = CliRunner().invoke(app, [command, run.run_id, f"--storage={tmp_path}"])
+    assert f"run {run.run_id} is interrupted: only a running job or training run can be" in str(said.exception)
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity"])
 def test_a_number_that_json_does_not_know_is_null(number: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, "train")

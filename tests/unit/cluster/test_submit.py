@@ -378,6 +378,9 @@ def test_a_job_is_stopped_and_followed_by_the_beginning_of_its_id(
     assert stop_job("deploy") is None
     with pytest.raises(ClusterError, match="'train' is the beginning of 2 jobs, such as train-11aa, train-22bb"):
         stop_job("train")
+    known.pop(0)
+    with pytest.raises(ClusterError, match="no job '': give a job's id, or its beginning"):
+        stop_job("")  # as 'rayloom stop $JOB' without such a variable
     with pytest.raises(ClusterError, match="job tune-33cc has ended already"):
         stop_job("tune")
     assert follow_job("tune") == 0
