@@ -20,6 +20,12 @@ LOCATION = "location"
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
+_MAX_COUNT = 1_000_000
+"""Workers or replicas. A plan's neighbours, for one, are found by trying every degree up to their number."""
+Count = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
+"""A number of requests or rows. Ray Serve counts requests in 32 bits, those of all models of a replica together."""
+
+
 def _check_countable(amount: float) -> float:
     if 0.0 < amount < MIN_AMOUNT:
         raise RecipeError(f"{amount:g} is less than Ray counts: give at least {MIN_AMOUNT:g}").of("amount.small")
@@ -33,10 +39,6 @@ PositiveAmount = Annotated[float, Field(gt=0.0, le=MAX_AMOUNT), _Countable]
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 """The seeds that torch takes. NumPy takes them modulo 2**64."""
-
-
-_MAX_COUNT = 1_000_000
-"""Workers or replicas. A plan's neighbours, for one, are found by trying every degree up to their number."""
 
 
 def _read_range(given: object, minimum: int = 1) -> object:

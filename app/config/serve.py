@@ -8,12 +8,20 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_va
 
 from app.config.placement import LabelSelector, Placement
 from app.config.rollout import CanaryConfig, Role, ScalingConfig, ShadowConfig
-from app.config.section import Amount, CustomResources, NumberOrRangeFromZero, PositiveAmount, Section, VersionReference
+from app.config.section import (
+    Amount,
+    Count,
+    CustomResources,
+    NumberOrRangeFromZero,
+    PositiveAmount,
+    Section,
+    VersionReference,
+)
 from app.errors import RecipeError
 
 
 class _PriorityConfig(Section):
-    priority_levels: PositiveInt = Field(
+    priority_levels: Annotated[int, Field(ge=1, le=1000)] = Field(
         default=1, description="number of priorities that a request can have; 1 is the most urgent"
     )
     default_priority: PositiveInt | None = Field(
@@ -30,7 +38,7 @@ class _PriorityConfig(Section):
 class BatchingConfig(_PriorityConfig):
     """How requests are batched. Keys that are left out have the values that jobs.compile measured."""
 
-    max_batch_size: PositiveInt | None = Field(default=None, description="maximum rows in a call of the engine")
+    max_batch_size: Count | None = Field(default=None, description="maximum rows in a call of the engine")
     preferred_batch_sizes: list[PositiveInt] | None = Field(
         default=None, description="numbers of rows at which a batch is not held back for more"
     )
@@ -90,7 +98,7 @@ class CascadeConfig(Section):
 class GenerationConfig(_PriorityConfig):
     """How a language model answers. Only for versions that generate tokens."""
 
-    max_streams: PositiveInt = Field(
+    max_streams: Count = Field(
         default=64, description="maximum number of answers that a replica generates at a time; further ones wait"
     )
     cache_mb: PositiveInt = Field(
@@ -144,7 +152,7 @@ class ServeConfig(Section):
     tls: TlsConfig | None = Field(default=None, description="serve HTTPS; default: HTTP")
     batching: BatchingConfig = BatchingConfig()
     generation: GenerationConfig = GenerationConfig()
-    queue_limit: PositiveInt = Field(
+    queue_limit: Count = Field(
         default=256, description="maximum number of requests that wait in a replica; further ones are refused"
     )
     request_timeout_s: PositiveFloat | None = Field(

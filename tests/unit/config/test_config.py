@@ -91,6 +91,8 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("serve={version: 2, canary: {percent: 9, version: 2}}", "versions.equal", "serve"),
         ("serve.replicas=[4, 1]", "range.invalid", "serve.replicas"),
         ("compile.resources={GPU: 1}", "resources.built_in", "compile.resources"),
+        ("serve.queue_limit=2000000000", "recipe.less_than_equal", "serve.queue_limit"),
+        ("serve.batching.priority_levels=1000000000", "recipe.less_than_equal", "serve.batching.priority_levels"),
         ("serve.gpus_per_replica=1e-9", "amount.small", "serve.gpus_per_replica"),
         ("serve.resources={rack: 1e305}", "recipe.less_than_equal", "serve.resources.rack"),
         ("serve.resources={rack: 0}", "recipe.greater_than", "serve.resources.rack"),
