@@ -240,9 +240,8 @@ def _refusal(model: type[Body], error: ValidationError, given: bytes | str) -> R
     reason = error.errors(include_url=False)[0]
     if reason["type"] == "json_invalid":
         required = " and ".join(name for name, field in model.model_fields.items() if field.is_required())
-        return RequestError(f"the body is not JSON ({reason['ctx']['error']}): expected an object with {required}").of(
-            "json.invalid"
-        )
+        expected = f"an object with {required}" if required else "an object"
+        return RequestError(f"the body is not JSON ({reason['ctx']['error']}): expected {expected}").of("json.invalid")
     problems = list(problems_of(error, json.loads(given)))
     # A mistyped name explains the one that is missing.
     problem = next((problem for problem in problems if problem.first["type"] == "extra_forbidden"), problems[0])

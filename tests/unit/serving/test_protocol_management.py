@@ -169,3 +169,8 @@ def test_a_configuration_is_that_of_the_version_for_every_engine(engine: str, tm
 def test_bodies_that_are_no_request_are_refused(body: bytes, rule: str, key: str | None) -> None:
     with refused(rule, key):
         parse_body(PredictRequest, body)
+
+
+def test_where_no_key_is_required_none_is_asked_for() -> None:
+    with refused("json.invalid"):
+        parse_body(management.IndexRequest, b"no JSON")
