@@ -58,7 +58,7 @@ class PairDataset(Dataset):
 
     def pairs(self, indices: Sequence[int]) -> list[Pair]:
         """Return the texts of these pairs."""
-        return [split_pair(item) for item in self.rows.read(indices)[INPUT].to_pylist()]
+        return [split_pair(item) for item in self.rows.read_arrays(indices, INPUT)[0]]
 
     def batch(self, indices: Sequence[int]) -> Batch:
         anchors, positives = zip(*self.pairs(indices), strict=True)

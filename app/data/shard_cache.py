@@ -13,15 +13,18 @@ from typing import Any
 import pyarrow as pa
 
 from app.checksums import sha256_of_file
+from app.data.open_shard import OpenShard
 from app.data.shards import Shard, require_intact
 from app.errors import StorageError
 from app.storage import cache_folder, is_local, to_path
 
 _MAX_OPEN = 256
-"""Memory-mapped shards of a process. They take address space, and pages that the kernel takes back."""
+"""Open shards of a process. Each has an open file, and is mapped into memory."""
 _MIN_READS = 8
 """Reads of each open shard, on average, before all are closed for others. A new window needs others."""
 _DOWNLOADS = 4
+_READ_AHEAD_BYTES = 2**17
+"""By default, the kernel reads no more ahead at a time."""
 _LOCK_FILE = ".lock"
 _MAX_DOWNLOAD_S = 3600
 """Age from which a temporary file is what a killed process left."""
@@ -53,14 +56,14 @@ class ShardCache:
     def _forget(self) -> None:
         self._process = os.getpid()
         self._root = to_path(self._location)
-        self._open: dict[int, pa.RecordBatch] = {}
+        self._open: dict[int, OpenShard] = {}
         self._reads = 0
         """Reads since all shards were closed."""
         self._verified: set[str] = set()
         self._downloads: ThreadPoolExecutor | None = None
 
-    def open(self, number: int) -> pa.RecordBatch:
-        """Return the rows of a shard, memory-mapped.
+    def open(self, number: int) -> OpenShard:
+        """Open a shard.
 
         Raises:
             StorageError: the shard is missing, torn or was changed.
@@ -72,8 +75,7 @@ class ShardCache:
         shard = self._shards[number]
         path = self._local_file(shard)
         try:
-            with pa.memory_map(str(path)) as mapped, pa.ipc.open_file(mapped) as file:
-                rows = file.get_batch(0)
+            opened = OpenShard.of(path)
         except FileNotFoundError:
             # Another process has made room in between, or the shard is gone.
             self._verified.discard(shard.sha256)
@@ -82,8 +84,8 @@ class ShardCache:
             raise StorageError(f"shard {str(path)!r} cannot be read ({error}): prepare the data again") from error
         self._unmap_evicted()
         self._unmap_read()
-        self._open[number] = rows
-        return rows
+        self._open[number] = opened
+        return opened
 
     def _unmap_read(self) -> None:
         """Close all shards after many reads: pages that were read stay in the memory of this process.
@@ -107,16 +109,18 @@ class ShardCache:
         return folder / f"{shard.sha256}.arrow"
 
     def prefetch(self, numbers: Sequence[int]) -> None:
-        """Download these shards in the background. An error is raised when the shard is opened."""
+        """Have these shards downloaded, or read from the disk, in the background. Opening one raises its error."""
         self._notice_fork()
         if is_local(self._root):
+            for number in numbers:
+                _read_ahead(Path((self._root / self._shards[number].name).path))
             return
         self._unmap_evicted()
         if self._downloads is None:
             self._downloads = ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="shards")
         for number in numbers:
             if number not in self._open:
-                self._downloads.submit(self._local_file, self._shards[number])
+                self._downloads.submit(lambda shard: _read_ahead(self._local_file(shard)), self._shards[number])
 
     def close(self) -> None:
         """Drop downloads that have not begun."""
@@ -204,6 +208,13 @@ def _sweep(folder: Path) -> None:
         with suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _MAX_DOWNLOAD_S:
                 path.unlink()
+
+
+def _read_ahead(path: Path) -> None:
+    """Have the kernel read a file: a disk would take long to read texts one by one, in a random order."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for start in range(0, path.stat().st_size, _READ_AHEAD_BYTES):
+            os.posix_fadvise(file.fileno(), start, _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def _missing(path: str) -> StorageError:

@@ -26,6 +26,7 @@ from app.storage import is_local, to_path, write_atomically
 _GROWN = "grown"
 _MAX_WINDOW_ROWS = 2**20
 """Small samples: a window's rows are listed in memory."""
+_ROWS_AT_ONCE = 1024
 INPUT, TOKENS = "input", "tokens"
 """Columns of shards: ``INPUT`` for labelled examples, beside ``VALUE``; ``TOKENS`` for language modelling.
 
@@ -152,7 +153,7 @@ class ShardedRows:
 
     def numbers_of(self, shard: int, column: str) -> NDArray[np.int32]:
         """Return a column of numbers of a shard."""
-        numbers: NDArray[np.int32] = self._cache.open(shard).column(column).to_numpy()
+        numbers: NDArray[np.int32] = self._cache.open(shard).rows.column(column).to_numpy()
         return numbers
 
     def lengths_at(self, rows: Indices) -> NDArray[np.int32]:
@@ -180,9 +181,8 @@ class ShardedRows:
         return self.first_rows.searchsorted(rows, side="right") - 1
 
     def prefetch(self, rows: Indices) -> None:
-        """Have the shards of these rows downloaded in the background."""
-        if not self.is_local:
-            self._cache.prefetch(np.unique(self._places(rows)).tolist())
+        """Have the shards of these rows downloaded, or read from the disk, in the background."""
+        self._cache.prefetch(np.unique(self._places(rows)).tolist())
 
     @cached_property
     def has_class_counts(self) -> bool:
@@ -194,15 +194,16 @@ class ShardedRows:
         total = np.zeros(num_classes, np.int64)
         for place, shard in enumerate(self._shards):
             if shard.class_rows is None:
-                total += np.bincount(self._cache.open(place).column(VALUE).to_numpy(), minlength=num_classes)
+                total += np.bincount(self._cache.open(place).rows.column(VALUE).to_numpy(), minlength=num_classes)
             else:
                 total[list(shard.class_rows)] += list(shard.class_rows.values())
         return total
 
     def column(self, name: str) -> Iterator[Any]:
-        """Yield a column of all rows, a shard at a time."""
-        for shard in range(len(self.shard_rows)):
-            yield from self._cache.open(shard).column(name).to_pylist()
+        """Yield a column of all rows."""
+        for start in range(0, len(self), _ROWS_AT_ONCE):
+            rows = np.arange(start, min(start + _ROWS_AT_ONCE, len(self)))
+            yield from self.read_arrays(rows, name)[0].tolist()
 
     def close(self) -> None:
         """Drop downloads that have not begun, so that a process need not wait for them when it ends."""
@@ -216,7 +217,7 @@ class ShardedRows:
         """
         numbers = np.asarray(indices, np.int64)
         order, groups = self._by_shard(numbers)
-        parts = [self._cache.open(shard).take(pa.array(rows)) for shard, rows in groups]
+        parts = [self._cache.open(shard).rows.take(pa.array(rows)) for shard, rows in groups]
         table = pa.Table.from_batches(parts)
         inverse = np.empty_like(order)
         inverse[order] = np.arange(len(order))
@@ -230,14 +231,12 @@ class ShardedRows:
         numbers = np.asarray(indices, np.int64)
         places = self._places(numbers)
         if (places == places[0]).all():
-            batch, rows = self._cache.open(int(places[0])), numbers - self.first_rows[places[0]]
-            return [_array_of(batch.column(name), rows) for name in columns]
+            opened, rows = self._cache.open(int(places[0])), numbers - self.first_rows[places[0]]
+            return [opened.take(name, rows) for name in columns]
         order, groups = self._by_shard(numbers)
-        opened = [(self._cache.open(shard), rows) for shard, rows in groups]
+        parts = [(self._cache.open(shard), rows) for shard, rows in groups]
         inverse = np.argsort(order)
-        return [
-            np.concatenate([_array_of(batch.column(name), rows) for batch, rows in opened])[inverse] for name in columns
-        ]
+        return [np.concatenate([shard.take(name, rows) for shard, rows in parts])[inverse] for name in columns]
 
     def _by_shard(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[tuple[int, NDArray[np.int64]]]]:
         """Return the order that sorts indices by row, and the rows of each shard in it."""
@@ -247,22 +246,6 @@ class ShardedRows:
         shards, starts = np.unique(places, return_index=True)
         parts = np.split(ordered, starts[1:])
         return order, [(int(shard), rows - self.first_rows[shard]) for shard, rows in zip(shards, parts, strict=True)]
-
-
-def _array_of(column: pa.Array, rows: NDArray[np.int64]) -> NDArray[Any]:
-    """Return some rows of a shard's column, as ``ShardedRows.read_arrays`` does."""
-    are_lists = pa.types.is_fixed_size_list(column.type)
-    shape = (-1, column.type.list_size) if are_lists else (-1,)
-    if pa.types.is_primitive(column.type.value_type if are_lists else column.type):
-        # Nothing is copied before rows are chosen.
-        cells = (column.values if are_lists else column).to_numpy().reshape(shape)
-        taken: NDArray[Any] = cells.take(rows, axis=0)
-        return taken
-    chosen = column.take(pa.array(rows))
-    if are_lists:
-        texts: NDArray[Any] = chosen.values.to_numpy(zero_copy_only=False).reshape(shape)
-        return texts
-    return np.fromiter(chosen.to_pylist(), object, len(rows))
 
 
 class _OfRows(Sequence[Item]):

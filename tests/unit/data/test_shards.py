@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 from upath import UPath
@@ -143,6 +144,19 @@ def test_shards_of_earlier_windows_are_closed(tmp_path: Path) -> None:
     gone.unlink()
     with refused("shard.missing"):
         rows.read(range(len(rows)))
+
+
+def test_texts_that_were_read_take_no_memory(tmp_path: Path) -> None:
+    writer = ShardWriter(ShardPlace(UPath(tmp_path), "train", 30_000_000), SCHEMA)
+    given = [f"{number} 书".ljust(10_000) for number in range(2000)] + [""]
+    columns = [given, [0] * len(given), [len(text) for text in given]]
+    writer.add(pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], SCHEMA))
+    (shard,) = writer.close()
+    rows, order = ShardedRows(str(tmp_path), [shard], ShardsConfig()), np.random.default_rng(0).permutation(len(given))
+    assert rows.read_arrays(order, "input")[0].tolist() == [given[row] for row in order]
+    assert list(ShardColumn[str](rows, "input")) == given
+    mapped = [found.rss for found in psutil.Process().memory_maps() if found.path == str(tmp_path / shard.name)]
+    assert 0 < sum(mapped) < shard.bytes / 3
 
 
 def test_the_cache_stays_within_its_size(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
