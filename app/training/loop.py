@@ -28,7 +28,7 @@ from app.training.records import EpochRecord, should_stop
 from app.training.reporting.meter import Meter
 from app.training.reporting.recorder import Recorder
 from app.training.stop_request import StopRequest
-from app.training.worker import Worker, gather
+from app.training.worker import Worker, gather, seed_step
 
 if TYPE_CHECKING:  # most runs have one source, which is no stream
     from app.training.data.micro_epochs import MicroEpochs
@@ -163,6 +163,7 @@ class Loop:
         began, seconds_in = time.monotonic(), self.activity.start_clock()
         accumulation = self.feed.layout.gradient_accumulation
         samples = self.feed.order.batch_size(self.position.epoch, number)
+        seed_step(self.config.seed, self.feed.layout.data_rank(self.worker.rank), self.position.step)
         result = self.engine.train_step(islice(stream, accumulation), self.activity)
 
         self.position.step += 1

@@ -183,29 +183,26 @@ def seed_random(seed: int) -> None:
     np.random.seed(seed % 2**32)  # it takes 32 bits
 
 
+def seed_step(seed: int, data_rank: int, step: int) -> None:
+    """Seed Python's and NumPy's generators for a step of training.
+
+    Libraries draw from them, too, as when they send a request again. No step depends on that, or on earlier draws.
+    """
+    sequence = np.random.SeedSequence(seed % 2**64, spawn_key=(data_rank, step))
+    seed = int(sequence.generate_state(1, np.uint64)[0])
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return copies of the states of torch's, Python's and NumPy's generators, as tensors."""
-    # As tensors, because a rank's part of a checkpoint holds nothing else.
-    _, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state()
-    states = {
-        "torch": torch.get_rng_state().clone(),
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([0.0, 0.0] if gauss is None else [1.0, gauss], dtype=torch.float64),
-        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
-        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
-    }
+    """Return copies of the states of torch's generators. Those of Python and NumPy are seeded for each step."""
+    states = {"torch": torch.get_rng_state().clone()}
     return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
 def restore_random_state(states: dict[str, Tensor], device: torch.device) -> None:
     """Set the generators to the states that ``random_state`` returned."""
     torch.set_rng_state(states["torch"])
-    has_python_gauss, python_gauss = states["python_gauss"].tolist()
-    random.setstate((3, tuple(states["python"].tolist()), python_gauss if has_python_gauss else None))
-    position, has_gauss, cached = states["numpy_rest"].tolist()
-    keys = states["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
 

@@ -317,7 +317,7 @@ class _Reader(TorchDataset[MicroBatch]):
     def __getitem__(self, request: BatchRequest) -> MicroBatch:
         reads_ahead = get_worker_info() is not None
         if reads_ahead:
-            # Only the loader's own processes are seeded. Checkpoints save the random state of the training process.
+            # Only the loader's own processes are seeded. The training process is seeded for each step.
             seed_random(int(np.random.SeedSequence(request.entropy).generate_state(1, np.uint64)[0]))
         began = ReadTime.now(of_process=reads_ahead)
         # An empty batch has the shape of one sample that does not count, because some ranks must compute along.

@@ -1,6 +1,7 @@
 """Parts of a checkpoint: how they are cut, exported, and read by another plan."""
 
 import errno
+import random
 import tempfile
 from collections import Counter
 from functools import partial
@@ -8,6 +9,7 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -31,7 +33,7 @@ from app.training.checkpoints.verified_file import PIECE_BYTES, VerifiedFile, wr
 from app.training.checkpoints.writer import STATE_FILE, CheckpointWriter
 from app.training.engine.deepspeed_internals import Slice
 from app.training.records import EpochRecord
-from app.training.worker import random_state, restore_random_state
+from app.training.worker import random_state, restore_random_state, seed_step
 from benchmarks.machine import peak_growth
 from tests.checkpointing import state_at
 from tests.wording import refused
@@ -63,6 +65,17 @@ def test_random_numbers_go_on() -> None:
     torch.rand(9)
     restore_random_state(state, torch.device("cpu"))
     assert torch.equal(torch.rand(5), drawn)
+
+
+def test_a_step_draws_the_same_numbers_whatever_was_drawn_before() -> None:
+    def drawn(seed: int, data_rank: int, step: int) -> tuple[float, float]:
+        seed_step(seed, data_rank, step)
+        return random.random(), np.random.random()
+
+    first = drawn(1, 0, 5)
+    others = [drawn(-1, 0, 5), drawn(1, 1, 5), drawn(1, 5, 0), drawn(1, 0, 6)]
+    assert drawn(1, 0, 5) == first
+    assert len({number for numbers in (first, *others) for number in numbers}) == 10
 
 
 def test_a_loss_that_is_not_finite_can_be_read_again() -> None:
