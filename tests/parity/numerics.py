@@ -56,16 +56,17 @@ _M_MMAP_THRESHOLD = -3
 
 
 class Classifier(nn.Module):
-    """A small network with an unused layer, and optional batch norm."""
+    """A small network with an unused layer, a scalar parameter, and optional batch norm."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
         hidden = [nn.BatchNorm1d(32)] if norm else []
         self.layers = nn.Sequential(nn.Linear(16, 32), *hidden, nn.GELU(), nn.Linear(32, 4))
         self.unused = nn.Linear(4, 4)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, features: Tensor) -> Tensor:
-        logits: Tensor = self.layers(features)
+        logits: Tensor = self.layers(features) * self.temperature
         return logits
 
 

@@ -130,12 +130,42 @@ def is_pipeline_replica(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
-def partition_like(first: Any, parameter: nn.Parameter) -> None:
-    """Keep only this rank's part of ``parameter``, as ``deepspeed.zero.Init`` did with ``first``.
+def partition_by(zero_init: Any, parameter: Any) -> None:
+    """Keep only this rank's part of ``parameter``, as a ``deepspeed.zero.Init`` does with each one of a module."""
+    if parameter.dim():
+        zero_init._convert_to_zero_parameters([parameter])
+        return
+    # As for the others, except that DeepSpeed sends bytes, and a scalar cannot be viewed as bytes.
+    parameter.data = parameter.data.to(zero_init.local_device)
+    zero_init._convert_to_deepspeed_param(parameter)
+    group = zero_init.get_partition_dp_group(parameter)
+    torch.distributed.broadcast(parameter.data, torch.distributed.get_global_rank(group, 0), group)
+    parameter.partition()
 
-    A call of ``zero.Init`` for each parameter would read the configuration and set up its groups each time.
+
+@contextmanager
+def scalars_sent() -> Iterator[None]:
+    """Let an engine that is created in the block send scalar parameters of the first rank to the others.
+
+    DeepSpeed sends bytes, and a scalar cannot be viewed as bytes.
     """
-    first.convert_to_zero_parameters(param_list=[parameter])
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    broadcast = DeepSpeedEngine._broadcast_model
+
+    def broadcast_all(engine: Any) -> None:
+        scalars = [parameter for parameter in engine.module.parameters() if not parameter.dim()]
+        for parameter in scalars:
+            parameter.data = parameter.data.view(1)
+        broadcast(engine)
+        for parameter in scalars:
+            parameter.data = parameter.data.view(())
+
+    DeepSpeedEngine._broadcast_model = broadcast_all
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._broadcast_model = broadcast
 
 
 def restore_linear() -> None:
@@ -244,8 +274,17 @@ def keep_norm_when_clipping(engine: Any) -> None:
 def _clip(engine: Any) -> None:
     from deepspeed.runtime.utils import clip_grad_norm_
 
-    parameters = list(engine.module.parameters())
+    parameters = [_with_vector_gradient(parameter) for parameter in engine.module.parameters()]
     engine._global_grad_norm = clip_grad_norm_(parameters, engine.gradient_clipping(), mpu=engine.mpu)
+
+
+def _with_vector_gradient(parameter: Tensor) -> Tensor:
+    """Return a scalar parameter as a vector with the same memory: DeepSpeed multiplies gradients by a vector."""
+    if parameter.dim() or parameter.grad is None:
+        return parameter
+    vector = parameter.detach().view(1)
+    vector.grad = parameter.grad.view(1)
+    return vector
 
 
 # Optimizer state on NVMe, which ZeRO 3 swaps group by group. Only ``step`` does so publicly.

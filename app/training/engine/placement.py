@@ -9,7 +9,7 @@ from app.config import TrainConfig
 from app.models.blueprint import Blueprint, Finish
 from app.models.precision import TORCH_DTYPES
 from app.storage import no_op
-from app.training.engine.deepspeed_internals import partition_like
+from app.training.engine.deepspeed_internals import partition_by
 from app.training.engine.nvme import parameter_swapper
 from app.training.worker import import_deepspeed
 
@@ -45,20 +45,17 @@ class _Partition:
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
         self._config, self._dtype = config, dtype
-        self._first: Any = None
+        self._zero_init: Any = None
 
     def __call__(self, parameter: Any) -> None:
-        if self._first is None:
-            # ``zero.Init`` takes modules only.
-            wrapped = nn.ParameterList([parameter])
-            import_deepspeed().zero.Init(
-                module=wrapped,
+        if self._zero_init is None:
+            # Once, because it reads the configuration and sets up its groups.
+            self._zero_init = import_deepspeed().zero.Init(
+                module=nn.Module(),
                 config_dict_or_path=self._config,
                 param_swapper=parameter_swapper(self._config, self._dtype),
             )
-            self._first = parameter
-        else:
-            partition_like(self._first, parameter)
+        partition_by(self._zero_init, parameter)
 
 
 def _share_adapted_weights(model: nn.Module) -> None:
