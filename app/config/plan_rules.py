@@ -25,6 +25,8 @@ class ModelTraits:
     checkpoints_activations: bool
     has_frozen: bool = False
     """Whether some parameters are frozen, for example beside an adapter."""
+    has_scalars: bool = False
+    """Whether some parameters are scalars, such as a learned temperature."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,8 @@ def _powersgd_takes_plain_data_parallel(plan: PlanConfig, setting: Setting) -> s
         return None
     if plan.zero_stage or plan.model_parallel > 1 or setting.precision != "fp32":
         return "powersgd replaces DeepSpeed's reduction: zero_stage 0, fp32, tensor 1, pipeline 1"
+    if setting.model and setting.model.has_scalars:
+        return f"powersgd takes parameters with dimensions, and model {setting.model.name} has scalars"
     return None
 
 

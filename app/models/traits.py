@@ -56,7 +56,8 @@ def is_hugging_face(model: nn.Module) -> bool:
 def traits_of(model: nn.Module) -> ModelTraits:
     """Return how the model can be split. Raises RecipeError if the layers of a staged model are not the whole model."""
     has_frozen = not all(parameter.requires_grad for parameter in model.parameters())
-    return replace(_split_traits(model), has_frozen=has_frozen)
+    has_scalars = any(parameter.dim() == 0 for parameter in model.parameters())
+    return replace(_split_traits(model), has_frozen=has_frozen, has_scalars=has_scalars)
 
 
 def _split_traits(model: nn.Module) -> ModelTraits:

@@ -101,6 +101,8 @@ TWO = Setting((2, 2), "fp32", "cpu", "adamw")
                 ({"zero_stage": 0}, replace(TWO, precision="bf16")),
             ]
         ),
+        ({"zero_stage": 0, "powersgd": PowerSgdConfig()}, replace(TWO, model=replace(CNN_TRAITS, has_scalars=True)),
+         "powersgd takes parameters with dimensions, and model CNN has scalars | powersgd: null"),
         ({"pipeline": 2}, replace(TWO, model=CNN_TRAITS),
          "model CNN is not staged (app.models.staged), so pipeline is 1 | pipeline: 1"),
         ({"pipeline": 8}, replace(TWO, workers=(8, 8), model=GPT_TRAITS),
@@ -227,6 +229,9 @@ def test_a_tensor_degree_divides_what_can_be_split() -> None:
     plain = torch.nn.Linear(8, 8)
     plain.heads = 4  # which tells nobody where to split it
     assert traits_of(plain).tensor_divisor is None
+    assert not traits_of(plain).has_scalars
+    plain.temperature = torch.nn.Parameter(torch.tensor(1.0))
+    assert traits_of(plain).has_scalars
 
 
 def test_a_model_that_is_cut_takes_one_input_and_is_refused_another_before_workers_start(tmp_path: Path) -> None:
