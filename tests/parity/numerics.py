@@ -56,7 +56,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 class Classifier(nn.Module):
-    """A small network with an unused layer, a scalar parameter, and optional batch norm."""
+    """A small network with an unused layer, a scalar, transposed matrices, and optional batch norm."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -64,9 +64,13 @@ class Classifier(nn.Module):
         self.layers = nn.Sequential(nn.Linear(16, 32), *hidden, nn.GELU(), nn.Linear(32, 4))
         self.unused = nn.Linear(4, 4)
         self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.columns = nn.Parameter(torch.randn(4, 5).t())
+        self.column = nn.Parameter(torch.zeros(1, 16).t())
 
     def forward(self, features: Tensor) -> Tensor:
-        logits: Tensor = self.layers(features) * self.temperature
+        logits: Tensor = (
+            self.layers(features) * self.temperature + features[:, :5] @ self.columns + features @ self.column
+        )
         return logits
 
 

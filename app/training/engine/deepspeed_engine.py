@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from app.config import Layout, PlanConfig, TrainConfig
 from app.errors import RecipeError
 from app.models.traits import ModelKind
-from app.training.engine.deepspeed_internals import continue_at_min_loss_scale, loss_scale_of, scalars_sent
+from app.training.engine.deepspeed_internals import all_parameters_sent, continue_at_min_loss_scale, loss_scale_of
 from app.training.engine.nvme import require_aligned_gradients
 from app.training.engine.optimizer import create_optimizer, create_scheduler, num_elements
 from app.training.worker import import_deepspeed
@@ -181,7 +181,7 @@ def initialize(model: Any, config: TrainConfig, deepspeed: Keys, total_steps: in
     num_parameters = sum(map(num_elements, model.parameters()))
     hook = optimizer.register_step_pre_hook(_drop_gradients) if config.plan.zero_stage == 0 else None
     # Some of DeepSpeed's optimizers print how much memory they take.
-    with redirect_stdout(io.StringIO()), scalars_sent():
+    with redirect_stdout(io.StringIO()), all_parameters_sent():
         engine, *_ = import_deepspeed().initialize(
             model=model,
             optimizer=optimizer,

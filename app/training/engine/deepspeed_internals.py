@@ -132,10 +132,9 @@ def is_pipeline_replica(parameter: nn.Parameter) -> bool:
 
 def partition_by(zero_init: Any, parameter: Any) -> None:
     """Keep only this rank's part of ``parameter``, as a ``deepspeed.zero.Init`` does with each one of a module."""
-    if parameter.dim():
+    if _shows_bytes(parameter):
         zero_init._convert_to_zero_parameters([parameter])
         return
-    # As for the others, except that DeepSpeed sends bytes, and a scalar cannot be viewed as bytes.
     parameter.data = parameter.data.to(zero_init.local_device)
     zero_init._convert_to_deepspeed_param(parameter)
     group = zero_init.get_partition_dp_group(parameter)
@@ -143,23 +142,28 @@ def partition_by(zero_init: Any, parameter: Any) -> None:
     parameter.partition()
 
 
-@contextmanager
-def scalars_sent() -> Iterator[None]:
-    """Let an engine that is created in the block send scalar parameters of the first rank to the others.
+def _shows_bytes(parameter: Tensor) -> bool:
+    """Return whether torch can view a parameter as bytes. DeepSpeed 0.19.8 sends those of the first rank so."""
+    return parameter.dim() > 0 and parameter.stride(-1) == 1
 
-    DeepSpeed sends bytes, and a scalar cannot be viewed as bytes.
+
+@contextmanager
+def all_parameters_sent() -> Iterator[None]:
+    """Let an engine that is created in the block send any parameter of the first rank to the others.
+
+    DeepSpeed itself cannot send scalars, and columns that were rows.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     broadcast = DeepSpeedEngine._broadcast_model
 
     def broadcast_all(engine: Any) -> None:
-        scalars = [parameter for parameter in engine.module.parameters() if not parameter.dim()]
-        for parameter in scalars:
-            parameter.data = parameter.data.view(1)
+        others = [(each, each.data) for each in engine.module.parameters() if not _shows_bytes(each)]
+        for parameter, kept in others:
+            parameter.data = kept.view(-1)  # of the same memory
         broadcast(engine)
-        for parameter in scalars:
-            parameter.data = parameter.data.view(())
+        for parameter, kept in others:
+            parameter.data = kept
 
     DeepSpeedEngine._broadcast_model = broadcast_all
     try:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from app.config import TrainConfig
 from app.models.blueprint import Blueprint, Finish
@@ -20,7 +20,7 @@ def make_in_place(blueprint: Blueprint, config: TrainConfig, deepspeed: dict[str
     DeepSpeed would do the same to a whole model in float32. The values are equal to the bit.
     """
     if config.plan.powersgd:
-        return blueprint.make()  # torch's reduction needs float32
+        return blueprint.make(torch.Tensor.contiguous)  # torch's reduction needs float32
     partition = _Partition(deepspeed, TORCH_DTYPES[config.precision])
     is_split = config.plan.zero_stage == 3 and not config.plan.zero_plus_plus.hpz_partition_size > 1
     model = blueprint.make(in_precision(config), partition if is_split else no_op)
@@ -31,9 +31,17 @@ def make_in_place(blueprint: Blueprint, config: TrainConfig, deepspeed: dict[str
 
 
 def in_precision(config: TrainConfig) -> Finish:
-    """Return a function that converts floating-point values to the dtype that training computes in."""
+    """Return a function that converts floating-point values to the dtype that training computes in.
+
+    It stores all values by rows. DeepSpeed takes no others, such as matrices that a factory has transposed.
+    """
     dtype = TORCH_DTYPES[config.precision]
-    return lambda value: value.to(dtype) if dtype != torch.float32 and value.is_floating_point() else value
+
+    def convert(value: Tensor) -> Tensor:
+        is_converted = dtype != torch.float32 and value.is_floating_point()
+        return (value.to(dtype) if is_converted else value).contiguous()
+
+    return convert
 
 
 class _Partition:
