@@ -103,6 +103,7 @@ def state_of_sleepy(endpoint: dict[str, Any]) -> tuple[str, str]:
 
 def test_short_requests_keep_a_pool_awake(endpoint: dict[str, Any]) -> None:
     assert ask(endpoint, "sleepy").is_success
+    wait_until(lambda: state_of_sleepy(endpoint)[0] == "READY")  # the shared pool learns it from Serve
     began_s = time.monotonic()
     while time.monotonic() - began_s < 16:  # Serve remembers ten seconds
         assert ask(endpoint, "sleepy").is_success
