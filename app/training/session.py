@@ -187,7 +187,8 @@ def _make_loop(attempt: _Attempt, watchdog: Watchdog, mirror: Mirror, events: Ev
     # One process looks for a checkpoint, so that all build the model in the same way.
     is_resumed = bool(on_first(CheckpointStore(run_folder / CHECKPOINTS).committed))
     stack.callback(restore_linear)
-    stack.callback(remove_own_folders)
+    if config.plan.uses_nvme:
+        stack.callback(remove_own_folders)
     engine, meter = _make_engine(plan, data, layout, worker, activity, is_resumed)
     # Otherwise its gradient hooks keep the model alive until the process ends.
     stack.callback(engine.deepspeed.destroy)
