@@ -13,8 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from app.checksums import sha256_of_file
-from app.data.open_shard import OpenShard
-from app.data.shards import Shard, require_intact
+from app.data.shards import OpenShard, Shard, require_intact
 from app.errors import StorageError
 from app.storage import cache_folder, is_local, to_path
 
