@@ -17,6 +17,7 @@ from upath import UPath
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported, rows
 from tests.helpers import wait_until
 from tests.jobs import run_job, serve_nothing
+from tests.launch import Cluster
 from tests.toy import LABELS, answering, asked, body, expected, is_right, publish_version
 
 NUMBERS = {"common": 0, "small": 1, "sleepy": 2}
@@ -111,20 +112,24 @@ def test_short_requests_keep_a_pool_awake(endpoint: dict[str, Any]) -> None:
         time.sleep(0.4)
 
 
-def test_a_pool_that_nobody_asks_falls_asleep_and_the_first_requests_wake_it(endpoint: dict[str, Any]) -> None:
+def test_a_pool_that_nobody_asks_falls_asleep_and_the_first_requests_wake_it(
+    endpoint: dict[str, Any], ray: Cluster
+) -> None:
     def state() -> tuple[str, str]:
         return state_of_sleepy(endpoint)
 
-    wait_until(lambda: state() == ("UNAVAILABLE", "pool rare has no replica: a request starts one"))
+    wait_until(lambda: not ray.processes("ServeReplica:rayloom-rare:ModelServer"))
     for _ in range(5):
         httpx.get(f"{endpoint['http']}/v1/predict")
         httpx.get(f"{endpoint['http']}/v2/models/stats")
-    assert state()[0] == "UNAVAILABLE", "lists do not wake it"
+    time.sleep(2)  # a request would start a replica sooner
+    assert not ray.processes("ServeReplica:rayloom-rare:ModelServer"), "lists do not wake it"
+    assert state() == ("UNAVAILABLE", "pool rare has no replica: a request starts one")
     with ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(lambda _: ask(endpoint, "sleepy"), range(8)))
     assert [answer.status_code for answer in answers] == [200] * 8
     assert all(is_right(answer.json(), expected(rows(2), 2)) for answer in answers)
-    assert state()[0] == "READY"
+    wait_until(lambda: state()[0] == "READY")
 
 
 @pytest.mark.parametrize(
