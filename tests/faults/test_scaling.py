@@ -79,6 +79,7 @@ def test_replicas_follow_a_target_of_latency(cluster: dict[str, str], ray: Clust
 def wake(url: str, ray: Cluster) -> tuple[float, float]:
     """Ask a pool without replicas. Return when its answer came, and how long its replica took to start, in seconds."""
     wait_until(lambda: not cold_replicas(ray), timeout_s=120)
+    time.sleep(3)  # Serve notices later that the process has ended
     with ThreadPoolExecutor() as client:
         asked_s = time.time()
         answer = client.submit(httpx.post, url, json=BODY, timeout=60)
