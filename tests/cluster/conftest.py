@@ -132,6 +132,13 @@ class RayCluster:
         assert done.returncode == 0, done.stdout + done.stderr
         return result_line(done.stdout)
 
+    def upload(self, folder: Path, name: str) -> str:
+        """Copy a folder's files to the bucket, and return the URI of the copy."""
+        with self.network.entered():
+            for file in folder.iterdir():
+                self._bucket().upload_file(str(file), f"{name}/{file.name}")
+        return f"s3://{BUCKET}/{name}"
+
     def copy(self, uri: str, folder: Path) -> Path:
         """Copy a folder of the bucket, and return the copy."""
         prefix = uri.removeprefix(f"s3://{BUCKET}/")

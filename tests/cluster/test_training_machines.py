@@ -2,12 +2,14 @@
 
 import shlex
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.conftest import RayCluster
 from tests.cluster.training import FIRST_EPOCH, Training
+from tests.helpers import SGD, train_alone, write_sums
 from tests.launch import Trained
 from tests.tables import Faults
 
@@ -102,6 +104,24 @@ def test_a_distant_machine_changes_no_bit(
         assert Training(cluster, "distant", tmp_path).trained() == uninterrupted
         fault.saw(f"ended after {time.monotonic() - began_s:.1f} s")
         cluster.lose(distant)
+
+
+def test_a_pipeline_crosses_machines_and_a_split_matrix_does_not(
+    cluster: RayCluster, tmp_path: Path, faults: Faults
+) -> None:
+    keys = ["data.block_length=32", "data.tokenizer={kind: bytes}", "train.precision=fp32", *SGD]
+    keys.append("model.args={layers: 2, width: 32, heads: 2}")
+    corpus = write_sums(tmp_path / "sums")
+    with faults("N16", "pipeline 2 x tensor 2 on 2 machines", "the loss of one process within 1e-4") as fault:
+        alone = train_alone(f"data.source={corpus}", *keys, f"storage={tmp_path}", recipe="recipes/stdlib_gpt.yaml")
+        source, split = cluster.upload(corpus, "sums"), ["train.workers=4", "train.plan={pipeline: 2, tensor: 2}"]
+        result = cluster.submit("train", "recipes/stdlib_gpt.yaml", f"data.source={source}", *keys, *split)
+        actors = cluster.listed("actors", "class_name=RayTrainWorker")
+        last = max(actor["job_id"] for actor in actors)
+        nodes = Counter(actor["node_id"] for actor in actors if actor["job_id"] == last)
+        fault.saw(f"{result['val_loss']} with {[*nodes.values()]} workers, {alone['metrics']['val_loss']:.5f} alone")
+        assert [*nodes.values()] == [2, 2]
+        assert result["val_loss"] == pytest.approx(alone["metrics"]["val_loss"], abs=1e-4)
 
 
 AHEAD = """
