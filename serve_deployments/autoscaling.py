@@ -59,8 +59,9 @@ def decide(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
         latency_to_target, replicas = min(latency_to_target, 1.0), max(replicas, context.target_num_replicas)
     target = context.config.get_target_ongoing_requests()
     wanted = desired_replicas(replicas, ongoing, target, latency_to_target)
-    # The requests of a moment are reported. Between two moments many short ones may come and end.
-    was_asked = any(reported.get(ENDED, {}).values())
+    # The requests of a moment are reported. Between two moments many short ones may come and end. A replica that has
+    # just started has reported nothing, and was started for a request.
+    was_asked = ENDED not in reported or any(reported[ENDED].values())
     return max(wanted, float(was_asked)), {}
 
 

@@ -71,8 +71,9 @@ def test_requests_that_serve_sees_and_those_that_it_does_not_ask_for_replicas_to
 def test_the_last_replica_stays_while_short_requests_come_between_two_reports() -> None:
     idle = context({ENDED: {"one": 0.0, "other": 0.0}})
     asked = context({ENDED: {"one": 0.0, "other": 0.2}})
-    idle.total_num_requests = asked.total_num_requests = 0.0
-    assert (decide(idle)[0], decide(asked)[0]) == (0.0, 1.0)
+    new = context({})
+    idle.total_num_requests = asked.total_num_requests = new.total_num_requests = 0.0
+    assert [decide(each)[0] for each in (idle, asked, new)] == [0.0, 1.0, 1.0]
 
 
 def test_a_full_call_of_the_smallest_engine_is_what_a_replica_should_hold() -> None:
