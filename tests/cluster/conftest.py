@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -211,19 +212,26 @@ def _credentials(environment: dict[str, str]) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[RayCluster]:
-    """A head without CPUs, and two machines that work."""
+@contextmanager
+def made_cluster() -> Iterator[RayCluster]:
+    """Make a cluster that has not started, and end it after the block."""
     if not is_possible():
         pytest.skip("this user may not make network namespaces")
     folder = Path(tempfile.mkdtemp(prefix="rlm-", dir="/tmp"))
-    started = RayCluster(folder)
+    made = RayCluster(folder)
     try:
-        started.start()
-        yield started
+        yield made
     finally:
-        started.stop()
+        made.stop()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[RayCluster]:
+    """A head without CPUs, and two machines that work."""
+    with made_cluster() as made:
+        made.start()
+        yield made
 
 
 @pytest.fixture

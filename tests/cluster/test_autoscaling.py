@@ -1,16 +1,14 @@
 """Machines that Ray's autoscaler starts and ends: a floor that stays, and more of another kind above it."""
 
 import json
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import RayCluster
-from tests.cluster.machines import Machine, is_possible
+from tests.cluster.conftest import RayCluster, made_cluster
+from tests.cluster.machines import Machine
 from tests.cluster.training import Training
 from tests.engine_contract import rows
 from tests.helpers import ROOT, wait_until
@@ -68,15 +66,8 @@ class Cloud:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
     """A head without CPUs."""
-    if not is_possible():
-        pytest.skip("this user may not make network namespaces")
-    folder = Path(tempfile.mkdtemp(prefix="rla-", dir="/tmp"))
-    made = RayCluster(folder)
-    try:
+    with made_cluster() as made:
         yield made
-    finally:
-        made.stop()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def kind(market: str, min_workers: int) -> dict[str, object]:
