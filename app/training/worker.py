@@ -179,6 +179,10 @@ def leave_process_group() -> None:
 def seed_random(seed: int) -> None:
     """Seed the generators of torch, Python and NumPy, which a model or its data may draw from."""
     torch.manual_seed(seed)
+    _seed_libraries(seed)
+
+
+def _seed_libraries(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # it takes 32 bits
 
@@ -189,9 +193,7 @@ def seed_step(seed: int, data_rank: int, step: int) -> None:
     Libraries draw from them, too, as when they send a request again. No step depends on that, or on earlier draws.
     """
     sequence = np.random.SeedSequence(seed % 2**64, spawn_key=(data_rank, step))
-    seed = int(sequence.generate_state(1, np.uint64)[0])
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    _seed_libraries(int(sequence.generate_state(1, np.uint64)[0]))
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -158,12 +158,13 @@ def all_parameters_sent() -> Iterator[None]:
     broadcast = DeepSpeedEngine._broadcast_model
 
     def broadcast_all(engine: Any) -> None:
-        others = [(each, each.data) for each in engine.module.parameters() if not _shows_bytes(each)]
-        for parameter, kept in others:
-            parameter.data = kept.view(-1)  # of the same memory
+        others = [parameter for parameter in engine.module.parameters() if not _shows_bytes(parameter)]
+        kept = [parameter.data for parameter in others]
+        for parameter in others:
+            parameter.data = parameter.data.view(-1)  # of the same memory
         broadcast(engine)
-        for parameter, kept in others:
-            parameter.data = kept
+        for parameter, value in zip(others, kept, strict=True):
+            parameter.data = value
 
     DeepSpeedEngine._broadcast_model = broadcast_all
     try:

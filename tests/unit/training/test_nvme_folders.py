@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from app.training.engine.nvme import remove_own_folders, with_own_folder
+from tests.wording import refused
 
 SCRIPT = """
 import os, signal, sys
@@ -49,3 +50,13 @@ def test_a_killed_process_leaves_its_folder_only_until_the_next_one_starts(disk:
     assert {first, second, disk / "rayloom-notes"} == set(disk.iterdir())
     remove_own_folders()
     assert list(disk.iterdir()) == [disk / "rayloom-notes"]
+
+
+@pytest.mark.parametrize(
+    "place", ["file", "file/within", "dangling", "nul\0"], ids=["file", "within", "dangling", "nul"]
+)
+def test_a_place_that_can_hold_no_folder_is_refused(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    with refused("nvme.folder", "train.plan.nvme_path"):
+        folder_in(tmp_path / place)
