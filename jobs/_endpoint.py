@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from typing import Any
 
 import httpx
 import ray
@@ -22,7 +23,7 @@ from app.serving.pool_configs import PoolConfigs
 from app.serving.pools import APPLICATION, Pool, application_of, named, pool_of, prefix_of
 from jobs._claim import keep_claim
 from jobs._cluster import require, require_node
-from jobs._serve_internals import await_proxies, deployed_in
+from jobs._serve_internals import Deployed, await_proxies, deployed_in
 from serve_deployments.autoscaling import autoscaling_of
 from serve_deployments.model_server import ModelServer
 
@@ -93,25 +94,25 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
     """Serve ``after``, and wait until every replica of each pool that changes has loaded every model of its pool.
 
     Args:
-        pool: it is deployed even if it does not change: a killed job may have left it without its models.
+        pool: it gets new replicas even if it does not change: a killed job may have left it without its models. The
+            replicas of other pools only learn where its models are.
 
     Raises:
         ClusterError: a replica cannot load a model, or not in time. Then ``before`` is deployed again. Otherwise Serve
             would keep trying the failed configuration, and not replace dead replicas. If ``before`` fails, too, for
             example after a killed job, deploy the model in the error again, or undeploy it.
     """
+    after, standing = after.on_new_replicas(pool), deployed_in(DEPLOYMENT)
     changed = after.changed_from(before)
-    if pool not in changed:
-        changed = [pool, *changed]
     # An empty configuration has no tokens. A rollback to it must not open the endpoint to everybody.
     if not before.deployed:
         before = before.with_access(after.shared.access)
     try:
         for one in changed:
-            _run(one, after, timeout_s)
+            _run(one, after, standing, timeout_s)
     except Exception as error:  # whatever Serve raises, no pool may stay half changed
         cause = f"{error} (serve.ready_timeout_s)" if isinstance(error, TimeoutError) else str(error)
-        if again := [failed for one in reversed(changed) if (failed := _failed(one, before))]:
+        if again := [failed for one in reversed(changed) if (failed := _failed(one, before, standing))]:
             raise ClusterError(
                 f"{cause}; and what was served before does not start either: {again[0]}; deploy that model again, or "
                 "undeploy it"
@@ -119,10 +120,10 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
         raise ClusterError(f"the endpoint goes on with what it served before: {cause}") from error
 
 
-def _failed(pool: Pool, before: PoolConfigs) -> Exception | None:
+def _failed(pool: Pool, before: PoolConfigs, standing: Mapping[str, Deployed]) -> Exception | None:
     """Deploy a pool as it was before. Return why it does not start; None if it does."""
     try:
-        _run(pool, before, _ROLLBACK_TIMEOUT_S)
+        _run(pool, before, standing, _ROLLBACK_TIMEOUT_S)
     except Exception as error:
         return error
     return None
@@ -233,8 +234,11 @@ def require_calibration_room(before: PoolConfigs, reserved: Mapping[str, float])
     require(needed, "the calibration of serve.cascade" + (" and the running replicas" if before.deployed else ""))
 
 
-def _run(pool: Pool, pools: PoolConfigs, timeout_s: float) -> None:
+def _run(pool: Pool, pools: PoolConfigs, standing: Mapping[str, Deployed], timeout_s: float) -> None:
     """Deploy a pool's configuration and wait for its replicas, or delete a pool that has none.
+
+    Args:
+        standing: what was deployed before the change, by application. Serve keeps the replicas of the same revision.
 
     Raises RuntimeError or TimeoutError as ``_await_running``.
     """
@@ -246,6 +250,8 @@ def _run(pool: Pool, pools: PoolConfigs, timeout_s: float) -> None:
         return
     scaling = config.scaling
     server = ModelServer.options(  # type: ignore[attr-defined] # from the decorator
+        version=config.revision,
+        _internal=True,  # Ray 2.60 has no public way to name the version; without it, every deploy replaces replicas
         max_ongoing_requests=config.max_requests,
         max_queued_requests=_QUEUED_REQUESTS,
         backpressure_config=_BACKPRESSURE,
@@ -256,6 +262,7 @@ def _run(pool: Pool, pools: PoolConfigs, timeout_s: float) -> None:
             "num_gpus": scaling.gpus,
             "resources": scaling.resources,
             **config.demand.placement.options,
+            **_environment_of(standing.get(application), config),
         },
         **(
             {"num_replicas": scaling.max_replicas}
@@ -268,6 +275,13 @@ def _run(pool: Pool, pools: PoolConfigs, timeout_s: float) -> None:
     if scaling.above_training:
         keep_claim(DEPLOYMENT)
     _await_running(application, timeout_s)
+
+
+def _environment_of(standing: Deployed | None, config: EndpointConfig) -> dict[str, Any]:
+    """Return Ray's option with the runtime environment of replicas to keep. New ones take that of this job."""
+    if standing is None or standing.user_config.get("revision") != config.revision or not standing.runtime_env:
+        return {}
+    return {"runtime_env": standing.runtime_env}
 
 
 def _await_running(name: str, timeout_s: float) -> None:

@@ -18,6 +18,8 @@ class Deployed:
     """A deployment as it was last given to Serve."""
 
     user_config: dict[str, Any]
+    runtime_env: dict[str, Any]
+    """Ray's runtime environment of its replicas, which is that of the job that deployed it."""
     addresses: list[str]
     """Addresses of the nodes of its replicas, including replicas that start or stop."""
     waiting: int
@@ -32,7 +34,14 @@ class Deployed:
         addresses = [replica["node_ip"] for replica in placed]
         waiting = max(0, details["target_num_replicas"] - len(addresses), len(details["replicas"]) - len(addresses))
         loading = sum(replica["state"] in _LOADING for replica in placed)
-        return cls(details["deployment_config"]["user_config"], addresses, waiting, loading)
+        config = details["deployment_config"]
+        return cls(
+            config["user_config"],
+            config.get("ray_actor_options", {}).get("runtime_env") or {},
+            addresses,
+            waiting,
+            loading,
+        )
 
 
 def deployed_in(deployment: str) -> dict[str, Deployed]:

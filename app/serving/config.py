@@ -1,6 +1,7 @@
 """The configuration of an endpoint: its models, their versions and replicas, and the access to them."""
 
 import math
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -349,6 +350,9 @@ class EndpointConfig(FrozenConfig):
     elsewhere: dict[str, str] = Field(default_factory=dict)
     """The pools of the models that other replicas hold, by the models' names."""
 
+    revision: str = ""
+    """Names the replicas. While it stays the same, they are told a new configuration and not replaced."""
+
     @property
     def deployed(self) -> dict[str, AnyDeployed]:
         """All models by name."""
@@ -377,6 +381,10 @@ class EndpointConfig(FrozenConfig):
     def with_access(self, access: Access) -> Self:
         """Return the configuration with another access."""
         return self._with(access=access)
+
+    def on_new_replicas(self) -> Self:
+        """Return the configuration for replicas in place of those that run."""
+        return self._with(revision=secrets.token_hex(4))
 
     def _with(self, **fields: Any) -> Self:
         # Not by model_copy, which would copy cached properties, too.

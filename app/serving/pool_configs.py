@@ -50,6 +50,15 @@ class PoolConfigs:
         by_pool = {pool: config.with_access(access) for pool, config in self.by_pool.items()}
         return type(self)({**by_pool, SHARED: self.shared.with_access(access)})
 
+    def on_new_replicas(self, pool: Pool) -> Self:
+        """Return the pools with new replicas in one of them, and in those without a revision. Others keep theirs."""
+        return type(self)(
+            {
+                name: config.on_new_replicas() if name == pool or not config.revision else config
+                for name, config in self.by_pool.items()
+            }
+        )
+
     def without(self, name: str) -> Self:
         """Return the pools that do not serve a name. A pool is removed with its last model, but not the shared one."""
         left = {pool: config.without(name) for pool, config in self.by_pool.items()}

@@ -96,6 +96,19 @@ def test_haproxy_learns_where_a_model_is_and_then_leaves_out_the_shared_pool(
     assert straight() == before + 10
 
 
+def test_a_model_in_another_pool_leaves_the_replicas_of_the_shared_one_alone(
+    cluster: dict[str, str], endpoint: dict[str, Any], ray: Cluster
+) -> None:
+    before = {process.pid for process in ray.replicas()}
+    publish_version(UPath(cluster["RAYLOOM_STORAGE"]), "late", answering(3), SIGNATURE, PROCESSOR, LABELS)
+    deploy(cluster, "late", "serve.pool=late")
+    assert is_right(ask(endpoint, "late").json(), expected(rows(2), 3))
+    run_job(cluster, "undeploy", "recipes/reviews.yaml", "name=late")
+    assert ask(endpoint, "late").status_code == 404
+    assert is_right(ask(endpoint, "common").json(), expected(rows(2), 0))
+    assert {process.pid for process in ray.replicas()} == before
+
+
 def state_of_sleepy(endpoint: dict[str, Any]) -> tuple[str, str]:
     listed = httpx.post(f"{endpoint['http']}/v2/repository/index").json()
     (found,) = (model for model in listed if model["name"] == "sleepy")

@@ -111,7 +111,7 @@ def test_models_that_share_replicas_get_what_each_asked_for() -> None:
 def test_an_endpoint_of_another_release_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     version = {"storage": "s", "name": "old", "version": 1, "threads": 1, "policy": {"max_batch_size": 8}}
     deployed = {"models": {"old": {"production": version}}}
-    monkeypatch.setattr("jobs._endpoint.deployed_in", lambda *_: {"rayloom": Deployed(deployed, [], 1, 0)})
+    monkeypatch.setattr("jobs._endpoint.deployed_in", lambda *_: {"rayloom": Deployed(deployed, {}, [], 1, 0)})
     with refused("endpoint.other_release"):
         desired_pools()
 
