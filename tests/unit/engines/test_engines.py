@@ -95,6 +95,7 @@ def test_pytorch_computes_float32_in_float32_whatever_the_process_did_before() -
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+@pytest.mark.slow
 def test_compiled_pytorch_answers_for_every_size() -> None:
     engine = CompiledTorchEngine(encoder(), SIGNATURE, EngineSettings())
     for batch in (rows(3), rows(2, 8)):  # a single row would be compiled again
