@@ -94,25 +94,25 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
     """Serve ``after``, and wait until every replica of each pool that changes has loaded every model of its pool.
 
     Args:
-        pool: it gets new replicas even if it does not change: a killed job may have left it without its models. The
-            replicas of other pools only learn where its models are.
+        pool: it gets new replicas even if its configuration is unchanged, because a killed job may have left it
+            without its models. Replicas of other pools are only reconfigured.
 
     Raises:
         ClusterError: a replica cannot load a model, or not in time. Then ``before`` is deployed again. Otherwise Serve
             would keep trying the failed configuration, and not replace dead replicas. If ``before`` fails, too, for
             example after a killed job, deploy the model in the error again, or undeploy it.
     """
-    after, standing = after.on_new_replicas(pool), deployed_in(DEPLOYMENT)
+    after, previous = after.on_new_replicas(pool), deployed_in(DEPLOYMENT)
     changed = after.changed_from(before)
     # An empty configuration has no tokens. A rollback to it must not open the endpoint to everybody.
     if not before.deployed:
         before = before.with_access(after.shared.access)
     try:
         for one in changed:
-            _run(one, after, standing, timeout_s)
+            _run(one, after, previous, timeout_s)
     except Exception as error:  # whatever Serve raises, no pool may stay half changed
         cause = f"{error} (serve.ready_timeout_s)" if isinstance(error, TimeoutError) else str(error)
-        if again := [failed for one in reversed(changed) if (failed := _failed(one, before, standing))]:
+        if again := [failed for one in reversed(changed) if (failed := _failed(one, before, previous))]:
             raise ClusterError(
                 f"{cause}; and what was served before does not start either: {again[0]}; deploy that model again, or "
                 "undeploy it"
@@ -120,10 +120,10 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
         raise ClusterError(f"the endpoint goes on with what it served before: {cause}") from error
 
 
-def _failed(pool: Pool, before: PoolConfigs, standing: Mapping[str, Deployed]) -> Exception | None:
+def _failed(pool: Pool, before: PoolConfigs, previous: Mapping[str, Deployed]) -> Exception | None:
     """Deploy a pool as it was before. Return why it does not start; None if it does."""
     try:
-        _run(pool, before, standing, _ROLLBACK_TIMEOUT_S)
+        _run(pool, before, previous, _ROLLBACK_TIMEOUT_S)
     except Exception as error:
         return error
     return None
@@ -234,11 +234,11 @@ def require_calibration_room(before: PoolConfigs, reserved: Mapping[str, float])
     require(needed, "the calibration of serve.cascade" + (" and the running replicas" if before.deployed else ""))
 
 
-def _run(pool: Pool, pools: PoolConfigs, standing: Mapping[str, Deployed], timeout_s: float) -> None:
+def _run(pool: Pool, pools: PoolConfigs, previous: Mapping[str, Deployed], timeout_s: float) -> None:
     """Deploy a pool's configuration and wait for its replicas, or delete a pool that has none.
 
     Args:
-        standing: what was deployed before the change, by application. Serve keeps the replicas of the same revision.
+        previous: the deployments before the change, by application. Serve keeps replicas whose revision is unchanged.
 
     Raises RuntimeError or TimeoutError as ``_await_running``.
     """
@@ -251,7 +251,8 @@ def _run(pool: Pool, pools: PoolConfigs, standing: Mapping[str, Deployed], timeo
     scaling = config.scaling
     server = ModelServer.options(  # type: ignore[attr-defined] # from the decorator
         version=config.revision,
-        _internal=True,  # Ray 2.60 has no public way to name the version; without it, every deploy replaces replicas
+        # Ray 2.60 accepts a version only with this. Without a version, every deploy replaces all replicas.
+        _internal=True,
         max_ongoing_requests=config.max_requests,
         max_queued_requests=_QUEUED_REQUESTS,
         backpressure_config=_BACKPRESSURE,
@@ -262,7 +263,7 @@ def _run(pool: Pool, pools: PoolConfigs, standing: Mapping[str, Deployed], timeo
             "num_gpus": scaling.gpus,
             "resources": scaling.resources,
             **config.demand.placement.options,
-            **_environment_of(standing.get(application), config),
+            **_environment_of(previous.get(application), config),
         },
         **(
             {"num_replicas": scaling.max_replicas}
@@ -277,11 +278,11 @@ def _run(pool: Pool, pools: PoolConfigs, standing: Mapping[str, Deployed], timeo
     _await_running(application, timeout_s)
 
 
-def _environment_of(standing: Deployed | None, config: EndpointConfig) -> dict[str, Any]:
-    """Return Ray's option with the runtime environment of replicas to keep. New ones take that of this job."""
-    if standing is None or standing.user_config.get("revision") != config.revision or not standing.runtime_env:
+def _environment_of(previous: Deployed | None, config: EndpointConfig) -> dict[str, Any]:
+    """Return the runtime environment of the replicas to keep, as an option of Ray. New replicas use this job's."""
+    if previous is None or previous.user_config.get("revision") != config.revision or not previous.runtime_env:
         return {}
-    return {"runtime_env": standing.runtime_env}
+    return {"runtime_env": previous.runtime_env}
 
 
 def _await_running(name: str, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Ray Serve's client and controller: the only private parts of Ray that jobs use (Ray 2.60)."""
+"""Ray Serve's client and controller (Ray 2.60). They and ``_internal`` in ``_endpoint.py`` are private parts of Ray."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,6 +5,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from importlib.metadata import version as version_of
 from typing import Any, Generic, Self, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -329,6 +330,8 @@ class DeployedGenerator(Deployed[GeneratorConfig]):
 AnyDeployed = DeployedModel | DeployedGenerator
 
 
+_RELEASE = version_of("rayloom")
+
 _SPARE_REQUESTS = 64
 """Room for requests that wait for no model: metadata, health, and those that a full queue refuses."""
 
@@ -351,7 +354,7 @@ class EndpointConfig(FrozenConfig):
     """The pools of the models that other replicas hold, by the models' names."""
 
     revision: str = ""
-    """Names the replicas. While it stays the same, they are told a new configuration and not replaced."""
+    """The version of the replicas. Serve reconfigures replicas of the same revision, and replaces all others."""
 
     @property
     def deployed(self) -> dict[str, AnyDeployed]:
@@ -383,8 +386,13 @@ class EndpointConfig(FrozenConfig):
         return self._with(access=access)
 
     def on_new_replicas(self) -> Self:
-        """Return the configuration for replicas in place of those that run."""
-        return self._with(revision=secrets.token_hex(4))
+        """Return the configuration with a new revision, so that Serve replaces the replicas."""
+        return self._with(revision=f"{_RELEASE}-{secrets.token_hex(4)}")
+
+    @property
+    def is_of_this_release(self) -> bool:
+        """Whether the replicas run this release, which can read the configuration."""
+        return self.revision.startswith(f"{_RELEASE}-")
 
     def _with(self, **fields: Any) -> Self:
         # Not by model_copy, which would copy cached properties, too.

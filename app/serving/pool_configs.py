@@ -51,10 +51,10 @@ class PoolConfigs:
         return type(self)({**by_pool, SHARED: self.shared.with_access(access)})
 
     def on_new_replicas(self, pool: Pool) -> Self:
-        """Return the pools with new replicas in one of them, and in those without a revision. Others keep theirs."""
+        """Return the pools with new replicas in one of them, and in those of another release. Others keep theirs."""
         return type(self)(
             {
-                name: config.on_new_replicas() if name == pool or not config.revision else config
+                name: config.on_new_replicas() if name == pool or not config.is_of_this_release else config
                 for name, config in self.by_pool.items()
             }
         )

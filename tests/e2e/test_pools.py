@@ -18,6 +18,7 @@ from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported, rows
 from tests.helpers import wait_until
 from tests.jobs import run_job, serve_nothing
 from tests.launch import Cluster
+from tests.load import load
 from tests.toy import LABELS, answering, asked, body, expected, is_right, publish_version
 
 NUMBERS = {"common": 0, "small": 1, "sleepy": 2}
@@ -96,17 +97,21 @@ def test_haproxy_learns_where_a_model_is_and_then_leaves_out_the_shared_pool(
     assert straight() == before + 10
 
 
-def test_a_model_in_another_pool_leaves_the_replicas_of_the_shared_one_alone(
+def test_a_deploy_in_one_pool_replaces_no_replica_of_the_others_and_fails_no_request(
     cluster: dict[str, str], endpoint: dict[str, Any], ray: Cluster
 ) -> None:
-    before = {process.pid for process in ray.replicas()}
+    began_s = time.time()
     publish_version(UPath(cluster["RAYLOOM_STORAGE"]), "late", answering(3), SIGNATURE, PROCESSOR, LABELS)
-    deploy(cluster, "late", "serve.pool=late")
-    assert is_right(ask(endpoint, "late").json(), expected(rows(2), 3))
-    run_job(cluster, "undeploy", "recipes/reviews.yaml", "name=late")
-    assert ask(endpoint, "late").status_code == 404
-    assert is_right(ask(endpoint, "common").json(), expected(rows(2), 0))
-    assert {process.pid for process in ray.replicas()} == before
+    with load(f"{endpoint['http']}/v2/models/common/infer", body(rows(1)), per_second=100) as sent:
+        deploy(cluster, "late", "serve.pool=late")
+        assert is_right(ask(endpoint, "late").json(), expected(rows(2), 3))
+        run_job(cluster, "undeploy", "recipes/reviews.yaml", "name=late")
+        assert ask(endpoint, "late").status_code == 404
+    for pool in ("rayloom", "rayloom-tiny"):
+        replicas = ray.processes(f"{pool}:ModelServer")
+        assert replicas
+        assert all(process.create_time() < began_s for process in replicas)
+    assert not sent.failed, sent.summary
 
 
 def state_of_sleepy(endpoint: dict[str, Any]) -> tuple[str, str]:
