@@ -46,8 +46,8 @@ class Task:
 TASKS = [
     Task("diabetes", "mae", "min", 55.0),
     Task("breast_cancer", "accuracy", "max", 0.93),
-    Task("functions", "f1", "max", 0.4, ("train.epochs=4",)),
-    Task("function_lines", "mae", "min", 6.0, ("train.epochs=9",)),
+    pytest.param(Task("functions", "f1", "max", 0.4, ("train.epochs=4",)), marks=pytest.mark.slow),
+    pytest.param(Task("function_lines", "mae", "min", 6.0, ("train.epochs=9",)), marks=pytest.mark.slow),
     Task("tumour_extremes", "f1", "max", 0.88),
     Task("diabetes", "same_side", "max", 0.65, tuple(OWN)),
 ]

@@ -98,7 +98,8 @@ swapper, part = ParameterSwapper(folder, handle, torch.bfloat16), parameter(0, l
 LIMITED = "resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, 2**21))"
 
 
-@pytest.mark.debian("libaio-dev")  # DeepSpeed compiles against this package
+@pytest.mark.slow  # DeepSpeed compiles its handle for minutes
+@pytest.mark.debian("libaio-dev")  # against this package
 @pytest.mark.parametrize(
     ("prepared", "fails", "said"),
     [

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 import torch
 
@@ -32,6 +33,7 @@ def test_two_of_four_weights_along_the_input_channels_are_zero_the_smaller_ones(
     assert torch.equal(model[4].weight, sparse[4].weight)
 
 
+@pytest.mark.slow
 def test_a_pruned_model_that_is_trained_on_keeps_its_zeros_and_its_accuracy(tmp_path: Path) -> None:
     storage = f"storage={tmp_path}"
     dense = train_alone(storage, "train.epochs=8", "train.early_stopping=null")
