@@ -23,7 +23,10 @@ Infer = Callable[[Tensors], Tensors]
 Check = Callable[[Tensors], object]
 
 _MAX_ON_LOOP_S = 1e-3
-"""A call that is expected to be shorter runs on the event loop. Handing one to a thread and back takes 0.1 ms."""
+"""A call that is expected to be shorter runs on the event loop, and delays what else waits there by as much.
+
+Handing one to a thread and back takes 0.1 ms, and more on busy cores: ``benchmarks/serving/RESULTS_TRITON.md``.
+"""
 
 
 @dataclass(frozen=True, slots=True)
