@@ -73,7 +73,7 @@ test: $(INSTALLED_DEV)
 		RAYLOOM_TEST_FORKED_WORKERS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 $$tests || status=1; \
 	done; exit $$status
 
-test-slow: $(INSTALLED_DEV)
+test-slow: $(INSTALLED_DEV) $(INSTALLED_BENCH)
 	@$(BIN)/python -m pytest -m "slow and not faults and not gpu" tests
 
 test-fresh:

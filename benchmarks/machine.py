@@ -59,6 +59,26 @@ def load_average() -> str:
     return ", ".join(f"{load:.1f}" for load in os.getloadavg())
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """The date of a measurement, its duration and the load of the machine. Create it before measuring.
+
+    If the load before is above 0.5, other work took part of the cores. Then single figures are worth little, and ratios
+    of measurements in turns are worth more.
+    """
+
+    began_s: float = field(default_factory=time.monotonic)
+    load_before: str = field(default_factory=load_average)
+
+    def __str__(self) -> str:
+        minutes = (time.monotonic() - self.began_s) / 60
+        duration = f"{minutes:.0f}" if minutes >= 10 else f"{minutes:.1f}"
+        return (
+            f"{today()}, {duration} minutes. "
+            f"Load average over 1, 5 and 15 minutes: {self.load_before} before, {load_average()} after."
+        )
+
+
 def busy_s() -> float:
     """CPU seconds that all processes of the machine have used since it started, on all cores."""
     times = psutil.cpu_times()

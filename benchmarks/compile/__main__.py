@@ -2,7 +2,6 @@
 
 import argparse
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from benchmarks.compile.findings import Compiled, Findings
 from benchmarks.compile.goals import ENCODER
 from benchmarks.compile.models import MODELS, Model
 from benchmarks.compile.report import report
-from benchmarks.machine import load_average
+from benchmarks.machine import Conditions
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
@@ -42,7 +41,7 @@ def measure(models: Sequence[Model], weights: dict[str, str], threads: int, num_
     Args:
         weights: URIs of weights folders by the model's name; the others are trained, or made as the model says.
     """
-    began, load_before = time.monotonic(), load_average()
+    conditions = Conditions()
     compiled: dict[str, Compiled] = {}
     left_out, starts = {}, []
     for model in models:
@@ -57,8 +56,7 @@ def measure(models: Sequence[Model], weights: dict[str, str], threads: int, num_
             except RayloomError as error:
                 left_out[name] = str(error)
                 print(f"{name}: left out: {error}", flush=True)
-    minutes = (time.monotonic() - began) / 60
-    return Findings(compiled, left_out, starts, threads, num_rounds, load_before, load_average(), minutes)
+    return Findings(compiled, left_out, starts, threads, num_rounds, conditions)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from app.config import ComputePrecision
 from benchmarks.compile.coldstart import Starts
 from benchmarks.compile.models import Model, Setting
 from benchmarks.compile.speed import Race
+from benchmarks.machine import Conditions
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,4 @@ class Findings:
     starts: Sequence[Starts]
     threads: int
     num_rounds: int
-    load_before: str
-    load_after: str
-    minutes: float
+    conditions: Conditions

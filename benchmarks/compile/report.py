@@ -7,7 +7,7 @@ from benchmarks.compile.coldstart import PHASES
 from benchmarks.compile.contenders import BASELINE
 from benchmarks.compile.findings import Compiled, Findings
 from benchmarks.compile.goals import goals
-from benchmarks.machine import cpu_features, machine, today, versions
+from benchmarks.machine import cpu_features, machine, versions
 from benchmarks.markdown import table
 
 _PACKAGES = ("rayloom", "openvino", "onnxruntime", "torch", "transformers")
@@ -34,12 +34,12 @@ def _title(found: Findings) -> str:
     return f"""
 # Compile: results
 
-`make bench-compile`, {today()}, {found.minutes:.1f} minutes, {found.num_rounds} rounds, {found.threads} threads for
+`make bench-compile`, {found.num_rounds} rounds, {found.threads} threads for
 every engine. {machine()}; of the instructions that matter it has
 {", ".join(cpu_features()) or "none"}.
 {versions(_PACKAGES)}.
-Load average over 1, 5 and 15 minutes: {found.load_before} before, {found.load_after} after. Anything above
-0.5 before means that other work took part of the cores, and that single numbers are worth little; ratios of calls
+{found.conditions} Anything above 0.5 before
+means that other work took part of the cores, and that single numbers are worth little; ratios of calls
 that follow each other are worth more."""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.data import preparing, reading, training
 from benchmarks.data.corpus import LARGE, SMALL, Corpora
-from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import Goal, goals_table
 
 _PACKAGES = ["pyarrow", "s3fs", "datasets", "ray", "rensa", "tokenizers", "torch"]
@@ -44,10 +44,10 @@ def main() -> None:
 
 
 def _page(part: str, title: str, head: str, measure: Measure, corpora: Corpora) -> str:
-    load = load_average()
+    conditions = Conditions()
     goals, tables = measure(corpora)
     written = f"Written by `python -m benchmarks.data {part}`.\n{head}"
-    facts = f"{machine()}.\n{versions(_PACKAGES)}.\n{today()}, load average before {load}"
+    facts = f"{machine()}.\n{versions(_PACKAGES)}.\n{conditions}"
     return "\n".join([f"# {title}\n", f"{written}\n", f"{facts}\n", goals_table(goals), "", *tables]).rstrip() + "\n"
 
 

@@ -27,7 +27,7 @@ from app.training.data.rules import Rules
 from app.training.data.samples import InMemory
 from app.training.engine import create_engine
 from app.training.worker import Worker, seed_random, start_worker
-from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import Goal, goals_table, table, verdict
 from benchmarks.rounds import turns
 from benchmarks.spread import Spread
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--results", type=Path, default=RESULTS, help="file to write")
     arguments = parser.parse_args()
+    conditions = Conditions()
     keys = ["train.workers=1", "train.plan={zero_stage: 0}", f"train.epochs={arguments.epochs}"]
     keys += ["train.linear_baseline=false", f"train.global_batch_size={_SAMPLES}"]
     recipe = load_recipe(arguments.recipe, keys)
@@ -72,7 +73,7 @@ def main() -> None:
     for number, names in enumerate(turns([*recipes], arguments.rounds)):
         for name in names:
             runs[name].append(_train(_seeded(recipes[name], number), data, worker, name))
-    text = page(runs, arguments.recipe, arguments.epochs)
+    text = page(runs, arguments.recipe, arguments.epochs, conditions)
     arguments.results.write_text(text, encoding="utf-8")
     print(text)
 
@@ -116,7 +117,7 @@ def _train(recipe: Recipe, data: PreparedData, worker: Worker, name: str) -> Tra
     return Trained(tokens, seconds, steps, values["val_loss"], values["val_accuracy"])
 
 
-def page(runs: Mapping[str, Sequence[Trained]], recipe: str, epochs: int) -> str:
+def page(runs: Mapping[str, Sequence[Trained]], recipe: str, epochs: int, conditions: Conditions) -> str:
     """Return the page of some rounds."""
     rates = {name: Spread(tuple(run.rate for run in found)) for name, found in runs.items()}
     times = rates[BUDGET].over(rates[RANDOM])
@@ -152,7 +153,7 @@ batches, seeds alone are {spread:.4f} of accuracy apart.
 
 {machine()}.
 {versions(["torch", "deepspeed"])}.
-{today()}, load average {load_average()}
+{conditions}
 
 {goals_table(goals)}
 

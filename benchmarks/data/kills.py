@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.data.counted import CountedRun, kill_one, write_digits
-from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import Goal, goals_table, table, verdict
 
 RESULTS = Path(__file__).with_name("KILLS.md")
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random times and ranks")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file to write")
     arguments = parser.parse_args()
+    conditions = Conditions()
     with tempfile.TemporaryDirectory(prefix="bench-kills-") as temporary:
         folder = Path(temporary)
         write_digits(folder / "digits.parquet")
@@ -55,7 +56,7 @@ def main() -> None:
         counts, expected = run.counts(), run.expected_counts()
     lost = sum((expected - counts).values())
     twice = sum((counts - expected).values())
-    text = _page(phases, int(sum(expected.values())), int(lost), int(twice), arguments.seed)
+    text = _page(phases, int(sum(expected.values())), int(lost), int(twice), arguments.seed, conditions)
     arguments.results.write_text(text, encoding="utf-8")
     print(text)
 
@@ -84,7 +85,7 @@ def _phase(run: CountedRun, world: int, kills: int, choose: np.random.Generator,
     return Phase(world, first, last, tuple(killed), is_equal)
 
 
-def _page(phases: list[Phase], total: int, lost: int, twice: int, seed: int) -> str:
+def _page(phases: list[Phase], total: int, lost: int, twice: int, seed: int, conditions: Conditions) -> str:
     kills, equal = sum(len(phase.kills) for phase in phases), sum(phase.is_equal for phase in phases)
     goals = [
         Goal(f"samples lost in {kills} kills", "0", f"{lost} of {total:,}", verdict(lost == 0)),
@@ -115,7 +116,7 @@ processes. Losses and gradient norms of all steps are compared.
 
 {machine()}.
 {versions(["torch", "deepspeed", "pyarrow"])}.
-{today()}, load average {load_average()}
+{conditions}
 
 {goals_table(goals)}
 

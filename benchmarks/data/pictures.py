@@ -34,7 +34,7 @@ from app.training.data.feed import Feed
 from app.training.data.recipe_order import order_of
 from app.training.worker import Worker
 from benchmarks.data.corpus import s3_of
-from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import Goal, goals_table, table, verdict
 from benchmarks.rounds import turns
 
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--results", type=Path, default=RESULTS, help="file to write")
     arguments = parser.parse_args()
+    conditions = Conditions()
     cores = usable_cores()
     with tempfile.TemporaryDirectory(prefix="bench-pictures-") as temporary:
         folder = Path(temporary)
@@ -74,7 +75,7 @@ def main() -> None:
             for order in turns([*ways], arguments.rounds):
                 for name in order:
                     rates[name].append(ways[name]())
-    text = page(rates, arguments.pictures, steps * _BATCH, num_bytes, cores)
+    text = page(rates, arguments.pictures, steps * _BATCH, num_bytes, cores, conditions)
     arguments.results.write_text(text, encoding="utf-8")
     print(text)
 
@@ -185,7 +186,9 @@ def _decode_batch(number: int) -> int:
     return len(augmentation.batch(dataset, rows, (), 1, number).targets)
 
 
-def page(rates: Mapping[str, Sequence[float]], count: int, read: int, num_bytes: int, cores: int) -> str:
+def page(
+    rates: Mapping[str, Sequence[float]], count: int, read: int, num_bytes: int, cores: int, conditions: Conditions
+) -> str:
     """Return the page of some rounds, in pictures a second."""
     shares = [one / other for one, other in zip(rates[_FROM_S3], rates[_FROM_MEMORY], strict=True)]
     share = statistics.median(shares)
@@ -212,7 +215,7 @@ the first batch. The ways take turns.
 
 {machine()}.
 {versions(["torch", "pillow", "s3fs"])}.
-{today()}, load average {load_average()}
+{conditions}
 
 {goals_table(goals)}
 

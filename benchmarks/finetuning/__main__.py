@@ -3,7 +3,6 @@
 import argparse
 import os
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -22,7 +21,7 @@ from benchmarks.finetuning.contenders import (
     run,
 )
 from benchmarks.finetuning.material import write_all
-from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import Goal, table, verdict
 from benchmarks.rounds import turns
 from benchmarks.spread import Spread
@@ -85,7 +84,7 @@ def goals(found: Measured) -> list[Goal]:
     ]
 
 
-def report(found: Measured, num_rounds: int, minutes: float, load_before: str) -> str:
+def report(found: Measured, num_rounds: int, conditions: Conditions) -> str:
     """The whole of RESULTS.md."""
     rows = [(goal.what, goal.goal, goal.reached, goal.verdict) for goal in goals(found)]
     figures = [
@@ -99,9 +98,9 @@ def report(found: Measured, num_rounds: int, minutes: float, load_before: str) -
     ]
     return f"""# Fine-tuning: results
 
-`python -m benchmarks.finetuning --rounds {num_rounds}`, {today()}, {minutes:.1f} minutes.
+`python -m benchmarks.finetuning --rounds {num_rounds}`.
 {machine()}. {versions(("torch", "transformers", "peft", "deepspeed"))}.
-Load average over 1, 5 and 15 minutes before: {load_before}.
+{conditions}
 
 {table(("what", "goal", "reached", ""), rows)}
 
@@ -131,12 +130,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    began, before = time.monotonic(), load_average()
+    conditions = Conditions()
     with tempfile.TemporaryDirectory() as temporary:
         write_all(Path(temporary))
         found = measure(Path(temporary), arguments.rounds)
-    minutes = (time.monotonic() - began) / 60
-    arguments.results.write_text(report(found, arguments.rounds, minutes, before), encoding="utf-8")
+    arguments.results.write_text(report(found, arguments.rounds, conditions), encoding="utf-8")
 
 
 if __name__ == "__main__":

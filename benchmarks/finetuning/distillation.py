@@ -28,7 +28,7 @@ from app.repository.repository import Repository
 from app.runs import CONFIG_FILE, latest_result
 from app.storage import to_path
 from benchmarks.compile.models import Model, train
-from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import Goal, table, verdict
 
 RESULTS = Path(__file__).with_name("DISTILLATION.md")
@@ -92,10 +92,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="file to write")
     parser.add_argument("--models", type=Path, help="folder of trained models, of which those that exist are kept")
     arguments = parser.parse_args(argv)
-    load = load_average()
+    conditions = Conditions()
     with tempfile.TemporaryDirectory(prefix="bench-distillation-") as temporary:
         found = measure((arguments.models or Path(temporary)).absolute())
-    text = report(found, f"Load average: {load} before, {load_average()} after.")
+    text = report(found, conditions)
     arguments.output.write_text(text, encoding="utf-8")
     print(text)
 
@@ -153,7 +153,7 @@ def _parameters(weights: UPath) -> int:
     return sum(parameter.numel() for parameter in load_weights(weights).model.parameters())
 
 
-def report(found: Findings, load: str) -> str:
+def report(found: Findings, conditions: Conditions) -> str:
     """Return the page."""
     plain, taught = (mean(getattr(student, name) for student in found.students) for name in ("plain", "taught"))
     goals = [
@@ -173,8 +173,9 @@ def report(found: Findings, load: str) -> str:
     error = (found.large * (1 - found.large) / found.rows) ** 0.5
     return f"""# Distillation of the reviews
 
-`python -m benchmarks.finetuning.distillation` wrote this on {today()}. {machine()}.
-{versions(("rayloom", "onnxruntime", "torch"))}. {load}
+`python -m benchmarks.finetuning.distillation` wrote this. {machine()}.
+{versions(("rayloom", "onnxruntime", "torch"))}.
+{conditions}
 
 {table(("what", "goal", "reached", ""), [(goal.what, goal.goal, goal.reached, goal.verdict) for goal in goals])}
 

@@ -19,7 +19,7 @@ from app.engines.architecture import usable_cores
 from app.models.sparsity import prunable_weights
 from app.runs import CONFIG_FILE
 from benchmarks.compile.models import Model, train
-from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import table, verdict
 
 RESULTS = Path(__file__).with_name("PRUNING.md")
@@ -47,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.finetuning.pruning", description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS, help="file to write")
     arguments = parser.parse_args(argv)
-    load = load_average()
+    conditions = Conditions()
     with tempfile.TemporaryDirectory(prefix="bench-pruning-") as temporary:
         found = [measure(Path(temporary), seed) for seed in SEEDS]
-    text = report(found, f"Load average: {load} before, {load_average()} after.")
+    text = report(found, conditions)
     arguments.output.write_text(text, encoding="utf-8")
     print(text)
 
@@ -81,7 +81,7 @@ def _accuracy(reference: Reference) -> float:
     return reference.score.value
 
 
-def report(found: Sequence[Accuracies], load: str) -> str:
+def report(found: Sequence[Accuracies], conditions: Conditions) -> str:
     """Return the page."""
     lost = mean(accuracies.whole - accuracies.trained_on for accuracies in found)
     worst = max(accuracies.whole - accuracies.trained_on for accuracies in found)
@@ -101,8 +101,9 @@ def report(found: Sequence[Accuracies], load: str) -> str:
     ]
     return f"""# Training on after 2:4 pruning
 
-`python -m benchmarks.finetuning.pruning` wrote this on {today()}. {machine()}.
-{versions(("rayloom", "torch", "deepspeed"))}. {load}
+`python -m benchmarks.finetuning.pruning` wrote this. {machine()}.
+{versions(("rayloom", "torch", "deepspeed"))}.
+{conditions}
 
 {table(("what", "goal", "reached", ""), goals)}
 

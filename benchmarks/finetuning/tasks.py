@@ -7,7 +7,6 @@ import argparse
 import math
 import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from benchmarks.cluster import Cluster, local_cluster
 from benchmarks.finetuning.builtin_tasks import ASKED, Case, cases
 from benchmarks.finetuning.imports import ROWS, Imported, foreign_models, measure_import
 from benchmarks.launch import python, torchrun
-from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import Goal, table, verdict
 
 RESULTS = Path(__file__).with_name("TASKS.md")
@@ -100,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="file to write")
     parser.add_argument("--measured", type=Path, help="folder of measurements; existing ones are kept")
     arguments = parser.parse_args(argv)
-    began, load = time.monotonic(), load_average()
+    conditions = Conditions()
     with tempfile.TemporaryDirectory(prefix="bench-tasks-") as temporary, local_cluster() as cluster:
         folder, kept = Path(temporary), arguments.measured or Path(temporary) / "measured"
         earlier = len(list(kept.glob("*.json")))
@@ -110,9 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             keep(kept / f"{model.name}.json", Imported, partial(measure_import, model, cluster, folder / "storage"))
             for model in foreign_models(folder)
         ]
-    minutes = (time.monotonic() - began) / 60
     note = f" {earlier} rows are of earlier runs." if earlier else ""
-    text = report(found, imported, minutes, f"Load average: {load} before, {load_average()} after.{note}")
+    text = report(found, imported, f"{conditions}{note}")
     arguments.output.write_text(text, encoding="utf-8")
     print(text)
 
@@ -268,7 +266,7 @@ _COLUMNS = (
 )
 
 
-def report(found: Sequence[Measured], imported: Sequence[Imported], minutes: float, load: str) -> str:
+def report(found: Sequence[Measured], imported: Sequence[Imported], conditions: str) -> str:
     """Return the page."""
     reached = [(goal.what, goal.goal, goal.reached, goal.verdict) for goal in goals(found, imported)]
     tasks = [(task.task, f"{task.losses_apart:.1e}", f"{task.metrics_apart:.1e}", *_cells(task)) for task in found]
@@ -280,8 +278,9 @@ def report(found: Sequence[Measured], imported: Sequence[Imported], minutes: flo
     left_out = f"\n- Not measured in this run: {', '.join(unmeasured)}." if unmeasured else ""
     return f"""# Built-in tasks and imported models
 
-`python -m benchmarks.finetuning.tasks` wrote this on {today()}, in {minutes:.1f} minutes. {machine()}.
-{versions(("rayloom", "deepspeed", "onnxruntime", "openvino", "torch"))}. {load}
+`python -m benchmarks.finetuning.tasks` wrote this. {machine()}.
+{versions(("rayloom", "deepspeed", "onnxruntime", "openvino", "torch"))}.
+{conditions}
 
 {table(("what", "goal", "reached", ""), reached)}
 

@@ -24,7 +24,7 @@ from benchmarks.generation.kills import kill_engine
 from benchmarks.generation.material import NEW_TOKENS, PROMPT_TOKENS, Material, make_material
 from benchmarks.generation.prefix import time_prefix
 from benchmarks.generation.worker import CONTENDERS, VLLM
-from benchmarks.machine import cpu_features, load_average, machine, today, versions
+from benchmarks.machine import Conditions, cpu_features, machine, versions
 from benchmarks.markdown import Goal, goals_table, table, verdict
 from benchmarks.rounds import turns
 from benchmarks.spread import Spread
@@ -88,10 +88,10 @@ def main() -> None:
     arguments = _arguments()
     with ExitStack() as until_end:
         folder = arguments.folder or Path(until_end.enter_context(tempfile.TemporaryDirectory(prefix="generation-")))
-        material, load = make_material(folder), load_average()
+        conditions, material = Conditions(), make_material(folder)
         parts = [measure(material) for name, measure in _PARTS.items() if name in arguments.parts]
         speeds, firsts = _race(material, arguments) if _RACE in arguments.parts else ({}, {})
-    page = _page(speeds, firsts, parts, f"{load}; {arguments.rounds} rounds")
+    page = _page(speeds, firsts, parts, f"{arguments.rounds} rounds; {conditions}")
     if {*arguments.parts} == {_RACE, *_PARTS}:
         arguments.results.write_text(page, encoding="utf-8")
     print(page)
@@ -168,7 +168,7 @@ def _page(speeds: Speeds, firsts: Mapping[tuple[str, int], float], parts: Sequen
     return f"""# Language models beside their peers
 
 Written by `python -m benchmarks.generation`. {machine()}, {", ".join(cpu_features())}; {versions(_PACKAGES)};
-{today()}, load average {run}.
+{run}
 
 A Llama of 31.6 million random weights, {PROMPT_TOKENS} tokens of a prompt and {NEW_TOKENS} of an answer, greedy. Each
 contender computes with 1 thread. All take turns in each round. Rayloom, llama.cpp and vLLM answer over HTTP with

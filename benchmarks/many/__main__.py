@@ -17,7 +17,7 @@ from upath import UPath
 
 from app import ports
 from app.storage import open_storage, to_path
-from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.many.deploys import of_deploys
 from benchmarks.many.measures import Cost, of_endpoint, of_runs, of_versions
 from benchmarks.many.nodes import nodes_table
@@ -53,10 +53,10 @@ def main() -> None:
     page = _sections_of(arguments.results)
     with _s3():
         for title in arguments.sections:
-            load = load_average()
+            conditions = Conditions()
             rows = _SECTIONS[title]()
             packages = versions(["s3fs", "moto", "ray", "optuna", "sqlalchemy"])
-            page[title] = f"{machine()}; {packages}; {today()}, load average {load}\n\n{rows}\n"
+            page[title] = f"{machine()}; {packages}; {conditions}\n\n{rows}\n"
     text = "\n".join([_HEAD, *(f"## {title}\n\n{page[title]}" for title in _SECTIONS if title in page)])
     arguments.results.write_text(text, encoding="utf-8")
     print(text)

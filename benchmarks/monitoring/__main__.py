@@ -18,7 +18,7 @@ import psutil
 from app.cluster.state import ClusterState
 from app.telemetry.tracing import ENDPOINTS
 from benchmarks.cluster import Cluster, local_cluster
-from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import table, verdict
 from benchmarks.monitoring.switched import FOLDER, TURN_S, Mark, State
 from benchmarks.serving import wrk
@@ -62,7 +62,7 @@ Costs = Mapping[tuple[str, State], Spread]
 def main() -> None:
     """Measure, and write the page."""
     arguments = _arguments()
-    load = load_average()
+    conditions = Conditions()
     with tempfile.TemporaryDirectory(prefix="bench-monitoring-") as folder, _collector() as collector:
         os.environ |= {FOLDER: folder, ENDPOINTS[1]: collector}
         with local_cluster("--monitoring") as cluster:
@@ -73,7 +73,7 @@ def main() -> None:
             cluster.run("benchmarks.monitoring.switched", "train", _RECIPE, *_LONG, f"train.max_steps={steps}")
         costs = costs_of(Path(folder), arguments.rounds)
     packages = versions(["ray", "torch", "onnxruntime", "openvino", "opentelemetry-sdk"])
-    about = f"{machine()}; {packages}; {today()}, load average {load}"
+    about = f"{machine()}; {packages}; {conditions}"
     text = f"{_HEAD}\n{about}\n\n{report(costs, shares[0])}\n"
     arguments.results.write_text(text, encoding="utf-8")
     print(text)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.network.cases import CASES, LOSS_CASES, RATES
 from benchmarks.network.machines import Measured, measure, two_machines
 from benchmarks.network.plot import lines
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     kept = json.loads(arguments.measured.read_text()) if arguments.measured and arguments.measured.exists() else {}
     found: Found = {part: [[Measured(**one) for one in round_] for round_ in kept[part]] for part in kept}
-    load = load_average()
+    conditions = Conditions()
     for _ in range(arguments.rounds if arguments.parts else 0):
         for part in arguments.parts:
             if part not in (LOSS, REDUCTIONS) or part not in found:
@@ -38,9 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     text = json.dumps({part: [[asdict(one) for one in r] for r in found[part]] for part in found})
                     arguments.measured.write_text(text, encoding="utf-8")
     if set(found) == set(_PARTS):
-        header = (
-            f"{machine()}; {versions(['torch', 'deepspeed'])}; revision {_revision()}; {today()}, load average {load}"
-        )
+        header = f"{machine()}; {versions(['torch', 'deepspeed'])}; revision {_revision()}; {conditions}"
         findings = Findings(found, header)
         RESULTS.write_text(report(findings), encoding="utf-8")
         PLOT.write_text(lines([rate.name for rate in RATES], findings.steps_per_s()), encoding="utf-8")

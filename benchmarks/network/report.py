@@ -62,7 +62,7 @@ def report(findings: Findings) -> str:
     return f"""# Training over slow networks
 
 `python -m benchmarks.network`. Rounds: {rounds}.
-{findings.header}.
+{findings.header}
 
 {goals_table(_goals(findings))}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from app.config.plan_rules import Setting
 from app.planner.cluster import cluster_of
 from app.planner.search import Problem, search
-from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import Goal, table, verdict
 from benchmarks.planning.accuracy import accuracy_goals, choice_section, later_section, memory_section, time_section
 from benchmarks.planning.fake_check import fake_world_section
@@ -102,8 +102,8 @@ def _scaling() -> str:
 
 
 def _this_machine() -> str:
-    packages = versions(["torch", "deepspeed"])
-    return f"{machine()}; {packages}; {today()}, load average {load_average()}\n\n{machine_section()}"
+    conditions, section = Conditions(), machine_section()
+    return f"{machine()}; {versions(['torch', 'deepspeed'])}; {conditions}\n\n{section}"
 
 
 _SECTIONS: dict[str, Callable[[], str]] = {

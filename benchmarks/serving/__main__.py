@@ -3,11 +3,10 @@
 import argparse
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.machine import load_average
+from benchmarks.machine import Conditions
 from benchmarks.serving.cases import CASES, STEADY_CASES, Case, Field
 from benchmarks.serving.environments import DEFAULT_FOLDER, InstallationError, version_of
 from benchmarks.serving.findings import Findings, Raced
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _measure(arguments: argparse.Namespace, folder: Path) -> Findings:
     """Every case that is asked for, with the peers that are asked for."""
-    began, load_before = time.monotonic(), load_average()
+    conditions = Conditions()
     field = Field([SERVERS[name] for name in arguments.peers], arguments.environments)
     versions = sorted(
         {version_of(server, field.environments) for server in field.servers}
@@ -64,10 +63,7 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> Findings:
         if name in STEADY_CASES
     ]
     swept = _sweep(models, arguments.seconds) if _SWEEP in arguments.cases else None
-    minutes = (time.monotonic() - began) / 60
-    return Findings(
-        races, swept, steadily, versions, arguments.rounds, arguments.seconds, load_before, load_average(), minutes
-    )
+    return Findings(races, swept, steadily, versions, arguments.rounds, arguments.seconds, conditions)
 
 
 def _race(case: Case, num_rounds: int, seconds: int) -> Raced:

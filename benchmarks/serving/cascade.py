@@ -35,7 +35,7 @@ from app.storage import to_path
 from app.telemetry.mfu import flops_per_sample
 from app.tensors import OUTPUT, Tensors, select_rows
 from benchmarks.compile.models import Model, train
-from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import table, verdict
 from benchmarks.rounds import turns
 from benchmarks.serving.tradeoff import Tradeoff, picture
@@ -103,12 +103,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="file to write")
     parser.add_argument("--models", type=Path, help="folder of trained models; an interrupted training resumes")
     arguments = parser.parse_args(argv)
-    load = load_average()
+    conditions = Conditions()
     with tempfile.TemporaryDirectory(prefix="bench-cascade-") as temporary:
         found = measure((arguments.models or Path(temporary)).absolute())
     curve = arguments.output.with_suffix(".svg")
     curve.write_text(picture(found.tradeoff, {f"floor {FLOOR:g}": found.rules[FLOOR]}), encoding="utf-8")
-    text = report(found, f"Load average: {load} before, {load_average()} after.", curve.name)
+    text = report(found, conditions, curve.name)
     arguments.output.write_text(text, encoding="utf-8")
     print(text)
 
@@ -207,7 +207,7 @@ def _num_rows(batch: Tensors) -> int:
     return len(next(iter(batch.values())))
 
 
-def report(found: Findings, circumstances: str, curve: str) -> str:
+def report(found: Findings, conditions: Conditions, curve: str) -> str:
     """Return the report: the measurements and the goals."""
     tradeoff, rule = found.tradeoff, found.rules[FLOOR]
     small, large = tradeoff.small_alone, tradeoff.large_alone
@@ -221,8 +221,9 @@ def report(found: Findings, circumstances: str, curve: str) -> str:
     ]  # fmt: skip
     return f"""# A cascade of two models
 
-`python -m benchmarks.serving.cascade` wrote this on {today()}. {machine()}.
-{versions(_PACKAGES)}. {circumstances}
+`python -m benchmarks.serving.cascade` wrote this. {machine()}.
+{versions(_PACKAGES)}.
+{conditions}
 
 {table(("what", "goal", "reached", ""), list(_goals(found)))}
 

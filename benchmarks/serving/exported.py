@@ -33,7 +33,7 @@ from app.storage import to_path
 from app.tensors import Tensors
 from benchmarks.compile.models import Model, train
 from benchmarks.launch import python
-from benchmarks.machine import machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import table, verdict
 from benchmarks.serving.environments import DEFAULT_FOLDER, PEERS, interpreter, version_of
 from benchmarks.serving.processes import running
@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="file to write")
     parser.add_argument("--environments", type=Path, default=DEFAULT_FOLDER, help="folder of the peers' environments")
     arguments = parser.parse_args(argv)
+    conditions = Conditions()
     with tempfile.TemporaryDirectory(prefix="bench-exported-") as temporary:
         folder = Path(temporary)
         kinds = publish(folder)
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             Repository(storage).export_to_triton(name, 1, to_path(folder / "triton"))
         with triton(folder, arguments.environments, list(kinds)) as url:
             answers = [ask(url, storage, name, kind) for name, kind in kinds.items()]
-    text = report(answers, version_of(SERVERS["triton"], arguments.environments))
+    text = report(answers, version_of(SERVERS["triton"], arguments.environments), conditions)
     arguments.output.write_text(text, encoding="utf-8")
     print(text)
 
@@ -203,7 +204,7 @@ def _plain(array: NDArray[Any]) -> list[Any]:
     return [item.decode() if isinstance(item, bytes) else item for item in array.ravel().tolist()]
 
 
-def report(answers: Sequence[Answer], server: str) -> str:
+def report(answers: Sequence[Answer], server: str, conditions: Conditions) -> str:
     """Return the page."""
     rows = [
         (
@@ -218,8 +219,9 @@ def report(answers: Sequence[Answer], server: str) -> str:
     ]
     return f"""# Exported versions in a real Triton
 
-`python -m benchmarks.serving.exported` wrote this on {today()}. {machine()}.
+`python -m benchmarks.serving.exported` wrote this. {machine()}.
 {versions(("rayloom", "onnxruntime", "openvino", "tritonclient"))}, {server}.
+{conditions}
 
 Each version was published, exported by `rayloom models export` and loaded from that folder as it is. Goal: floats
 within {TOLERANCE:.0e} of the version's own engine, all else equal.

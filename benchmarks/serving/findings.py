@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.machine import Conditions
 from benchmarks.serving.race import Race
 from benchmarks.serving.steady import Steady
 from benchmarks.serving.sweep import Swept
@@ -42,6 +43,4 @@ class Findings:
     seconds: int
     """Seconds of load at each number of connections; twice as many at 64."""
 
-    load_before: str
-    load_after: str
-    minutes: float
+    conditions: Conditions

@@ -22,7 +22,7 @@ import httpx
 from app.ports import unused
 from app.serving.ingress.haproxy import TLS_FILE, local_settings
 from benchmarks.cluster import Cluster, local_cluster
-from benchmarks.machine import load_average, machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import Goal, goals_table, table, verdict
 from benchmarks.rounds import turns
 from benchmarks.serving.load import GeneratorMissingError, Load
@@ -60,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     try:
         WRK.require()
-        before = load_average()
+        conditions = Conditions()
         with tempfile.TemporaryDirectory(prefix="bench-nodes-") as folder:
             loads = measure((arguments.models or Path(folder)).absolute(), arguments.rounds, arguments.seconds)
     except GeneratorMissingError as error:
         sys.exit(f"error: {error}")
-    text = report(loads, arguments.rounds, arguments.seconds, before)
+    text = report(loads, arguments.rounds, arguments.seconds, conditions)
     RESULTS.write_text(text, encoding="utf-8")
     print(text)
 
@@ -147,7 +147,7 @@ def _settings_of_node(environment: Mapping[str, str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def report(loads: Loads, num_rounds: int, seconds: int, load_before: str) -> str:
+def report(loads: Loads, num_rounds: int, seconds: int, conditions: Conditions) -> str:
     """The page."""
 
     def rate(name: str, connections: int) -> Spread:
@@ -170,8 +170,8 @@ def report(loads: Loads, num_rounds: int, seconds: int, load_before: str) -> str
     return "\n\n".join(
         [
             "# The endpoint of a cluster that 'ray start' has started",
-            f"`python -m benchmarks.serving.nodes --rounds {num_rounds} --seconds {seconds}`, {today()}, {machine()}.\n"
-            f"{versions(['rayloom', 'ray', 'onnxruntime'])}. Load average before: {load_before}.",
+            f"`python -m benchmarks.serving.nodes --rounds {num_rounds} --seconds {seconds}`. {machine()}.\n"
+            f"{versions(['rayloom', 'ray', 'onnxruntime'])}.\n{conditions}",
             goals_table(goals),
             table(header, rows),
             _HOW,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.machine import machine, today, versions
+from benchmarks.machine import machine, versions
 from benchmarks.markdown import table
 from benchmarks.serving.findings import Findings, Raced
 from benchmarks.serving.goals import goals
@@ -71,11 +71,11 @@ def _title(found: Findings) -> str:
     return f"""
 # Serving: results
 
-`make bench-serving`, {today()}, {found.minutes:.0f} minutes, {found.num_rounds} rounds, {found.seconds} s of load with
+`make bench-serving`, {found.num_rounds} rounds, {found.seconds} s of load with
 1 and 16 connections, {2 * found.seconds} with 64. {machine()}, shared between the server and the load generator.
 {versions(_PACKAGES)}; {", ".join(found.versions)}.
-Load average over 1, 5 and 15 minutes: {found.load_before} before, {found.load_after} after. Anything above
-0.5 before means that other work took part of the cores, and that single numbers are worth little."""
+{found.conditions} Anything above 0.5 before
+means that other work took part of the cores, and that single numbers are worth little."""
 
 
 def _goals(found: Findings) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.machine import machine, today
+from benchmarks.machine import Conditions, machine
 from benchmarks.markdown import table, verdict
 from benchmarks.spread import Spread
 from benchmarks.training.contenders import CONTENDERS, OURS, OURS_ON_RAY, WARM_UP_STEPS
@@ -24,9 +24,7 @@ class Findings:
     comparisons: Sequence[Comparison]
     holdings: Sequence[Holding]
     versions: str
-    load_before: str
-    load_after: str
-    minutes: float
+    conditions: Conditions
 
 
 def report(found: Findings) -> str:
@@ -40,10 +38,10 @@ def _title(found: Findings) -> str:
     return f"""
 # Training: results
 
-`python -m benchmarks.training --rounds {rounds}`, {today()}, {found.minutes:.1f} minutes.
+`python -m benchmarks.training --rounds {rounds}`.
 {machine()}. {found.versions}.
-Load average over 1, 5 and 15 minutes: {found.load_before} before, {found.load_after} after. Anything above
-0.5 before means that other work took part of the cores, and that single numbers are worth little; ratios of runs
+{found.conditions} Anything above 0.5 before
+means that other work took part of the cores, and that single numbers are worth little; ratios of runs
 that follow each other are worth more."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from benchmarks.machine import load_average
+from benchmarks.machine import Conditions
 from benchmarks.tuning.cases import CASES, Case
 from benchmarks.tuning.overhead import measure_overhead
 from benchmarks.tuning.race import Race
@@ -23,12 +23,12 @@ _NAMES = [case.name for case in CASES]
 def main() -> None:
     """Run what was asked for, print what came out and keep it."""
     arguments = _arguments()
-    began, load = time.monotonic(), load_average()
+    conditions = Conditions()
     overhead = None if arguments.no_overhead else measure_overhead()
     with tempfile.TemporaryDirectory(prefix="bench-tuning-") as temporary:
         cases = [case for case in CASES if case.name in arguments.cases]
         comparisons = _compare(cases, arguments.repeats, arguments.curves or Path(temporary))
-    text = report(Findings(comparisons, overhead, load, (time.monotonic() - began) / 60))
+    text = report(Findings(comparisons, overhead, conditions))
     arguments.results.write_text(text, encoding="utf-8")
     print(text)
 

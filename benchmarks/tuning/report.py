@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.machine import machine, today, versions
+from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import table, verdict
 from benchmarks.tuning.cases import Case
 from benchmarks.tuning.contenders import CONTENDERS, RANDOM, RAYLOOM
@@ -46,15 +46,14 @@ class Findings:
 
     comparisons: Sequence[Comparison]
     overhead: Overhead | None
-    load_before: str
-    minutes: float
+    conditions: Conditions
 
 
 def report(found: Findings) -> str:
     """The whole of RESULTS.md."""
     sections = [_head(found), _goals(found), *map(_details, found.comparisons)]
     if found.overhead:
-        sections.append(_overhead(found.overhead, found.load_before))
+        sections.append(_overhead(found.overhead))
     return "\n\n".join(sections) + "\n"
 
 
@@ -62,7 +61,8 @@ def _head(found: Findings) -> str:
     repeats = len(found.comparisons[0].repeats)
     return f"""# Tuning: results
 
-`make bench-tuning`, {today()}, {found.minutes:.0f} minutes, {repeats} seeds. {machine()}. {versions(_PACKAGES)}.
+`make bench-tuning`, {repeats} seeds. {machine()}. {versions(_PACKAGES)}.
+{found.conditions}
 
 Counted in epochs, which do not depend on the machine. Every epoch is real training; a configuration that several
 searches propose is trained once, for training is deterministic. One trial runs at a time, so that searches can be
@@ -86,7 +86,7 @@ def _goals(found: Findings) -> str:
     return "## Goals\n\n" + table(["case", "what", "goal", "reached", ""], rows) + "\n\nMedians over seeds."
 
 
-def _overhead(found: Overhead, load: str) -> str:
+def _overhead(found: Overhead) -> str:
     turns, epochs = (sum(getattr(window, name) for window in found.windows) for name in ("turns", "epochs"))
     rows = [["a turn, beside its training", str(found.per_turn)], ["an epoch", str(found.per_epoch)]]
     return f"""## Overhead of a trial
@@ -94,7 +94,6 @@ def _overhead(found: Overhead, load: str) -> str:
 A search by `rayloom submit tune` as it is by default, on a local cluster, one trial at a time in one actor. After the
 first trial: {len(found.windows)} more, in {turns} turns of {epochs} epochs; a trial that is promoted has a second turn.
 The time from a trial's start to the next one's, as a sum of turns and epochs, by least squares.
-Load average over 1, 5 and 15 minutes before: {load}; anything above 0.5 means that other work took part of the cores.
 
 {table(["seconds", "with 95 % confidence"], rows)}
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from app.serving.cascade.rule import CascadeRule
+from benchmarks.machine import Conditions
 from benchmarks.serving.cascade import FLOOR, FLOORS, Findings, report
 from benchmarks.serving.tradeoff import Point, Tradeoff, picture
 from benchmarks.spread import Spread
@@ -63,7 +64,9 @@ def test_the_picture_marks_both_models_and_the_rule() -> None:
 
 def test_goals_that_are_missed_are_said() -> None:
     rules = {floor: rule(0.9) for floor in FLOORS}
-    text = report(Findings(TRADEOFF, rules, {1: Spread((0.4, 0.5, 0.6)), 32: Spread((0.3,))}), "", "CASCADE.svg")
+    text = report(
+        Findings(TRADEOFF, rules, {1: Spread((0.4, 0.5, 0.6)), 32: Spread((0.3,))}), Conditions(), "CASCADE.svg"
+    )
     verdicts = re.findall(r"\| (reached|\*\*missed\*\*) \|$", text, re.MULTILINE)
     assert verdicts == ["**missed**", "reached", "**missed**", "reached", "reached"]
     assert "| cascade, floor 0.995 | 0.9000 | 50.0% | 50.0% | 0.7500 | 1.5000 ± 0.5000 | 0.600 |" in text

@@ -21,6 +21,7 @@ from benchmarks.compile.findings import Compiled, Findings
 from benchmarks.compile.models import MODELS, Model, Setting, leave_fresh, write_weights
 from benchmarks.compile.report import report
 from benchmarks.compile.speed import Race
+from benchmarks.machine import Conditions
 from benchmarks.rounds import turns
 from benchmarks.spread import Spread
 
@@ -134,7 +135,7 @@ def _found(
     records = {"fp32": _record("fp32", 1.0), "bf16": _record("bf16", 1.0), "int8": _record("int8", cosine)}
     compiled = Compiled(MODELS["minilm"], records, {}, Variant(engine="openvino", precision=chosen, device="cpu"), race)
     starts = [Starts("warm", [Start(interpreter=0.1, imports=0.2, load=0.2, answer=0.05)])]
-    return Findings({"minilm": compiled}, {}, starts, 2, 2, "0.1", "0.2", 1.0)
+    return Findings({"minilm": compiled}, {}, starts, 2, 2, Conditions())
 
 
 def _record(precision: ComputePrecision, cosine: float) -> VariantRecord:

@@ -10,6 +10,7 @@ from benchmarks.data import pictures
 from benchmarks.data.batches import BUDGET, RANDOM, Trained, page
 from benchmarks.data.corpus import write_corpus
 from benchmarks.data.readers import Reading, Share
+from benchmarks.machine import Conditions
 
 
 def test_texts_are_as_large_as_asked_the_same_each_time_and_all_different(tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_batches_are_compared_by_useful_tokens_and_validation() -> None:
         return [Trained(int(rate * 10), 10.0, 5, 0.5, accuracy) for accuracy in accuracies]
 
     runs = {RANDOM: ran(100, (0.9, 0.91)), BUDGET: ran(160, (0.88, 0.89))}
-    text = page(runs, "recipes/reviews.yaml", 1)
+    text = page(runs, "recipes/reviews.yaml", 1, Conditions())
     assert "| useful tokens a second, relative to random batches | ≥ 1.5 | 1.600 (1.600 to 1.600) | reached |" in text
     assert "| loss of val_accuracy | ≤ 0.01 | +0.0200 (+0.0200 to +0.0200) | **missed** |" in text
 

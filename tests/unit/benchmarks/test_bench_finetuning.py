@@ -11,6 +11,7 @@ from benchmarks.finetuning import pruning, tasks
 from benchmarks.finetuning.__main__ import goals, report
 from benchmarks.finetuning.contenders import CONTENDERS, Figures
 from benchmarks.finetuning.imports import Imported
+from benchmarks.machine import Conditions
 
 
 def measured(**changes: Figures) -> dict[str, list[Figures]]:
@@ -29,14 +30,14 @@ def test_a_goal_that_is_missed_says_so() -> None:
 
 
 def test_the_report_has_every_contender() -> None:
-    text = report(measured(), 2, 3.0, "0.1, 0.1, 0.1")
+    text = report(measured(), 2, Conditions())
     assert all(f"| {name} |" in text for name in CONTENDERS)
 
 
 def test_one_seed_that_loses_too_much_misses_the_goal_of_pruning() -> None:
     kept, lost = pruning.Accuracies(0.99, 0.80, 0.985, 0.5), pruning.Accuracies(0.99, 0.80, 0.978, 0.5)
     for found, words in (([kept] * 3, "0.50 at most | reached"), ([kept, kept, lost], "1.20 at most | **missed**")):
-        text = pruning.report(found, "Load average: 0.1.")
+        text = pruning.report(found, Conditions())
         assert words in text
         assert "| 2 | 0.9900 | 0.8000 | " in text
 
@@ -68,7 +69,7 @@ def test_each_goal_of_the_tasks_is_missed_by_one_task_that_misses_it() -> None:
 
 
 def test_the_page_of_the_tasks_has_a_row_for_each_task_and_model() -> None:
-    text = tasks.report([MEASURED, CHAT], [IMPORTED], 1.0, "Load average: 0.1.")
+    text = tasks.report([MEASURED, CHAT], [IMPORTED], "")
     assert "| text-classification | 1.0e-06 | 1.0e-05 | accuracy | 0.9000 | 0.8950 | openvino int8 | 5, 1 |" in text
     assert "| chat | 1.0e-06 | 1.0e-05 | – |" in text
     assert "| a model | skl2onnx 1.20 | 2 and 3 | yes |" in text

@@ -4,6 +4,7 @@ import xml.etree.ElementTree as ET
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.machine import Conditions
 from benchmarks.serving import goals
 from benchmarks.serving.cases import (
     BATCHING_OFF,
@@ -125,7 +126,7 @@ def _found(
     swept = Swept({SETTINGS[0]: Outcome(100.0, 1.5, 3)}, {SETTINGS[1]: "no such key"})
     times = {CHOSEN: [Times(3.0, 9.0, 0)] * 2, EAGER.name: [Times(20.0, 90.0, 1)] * 2}
     steady = Steady("Texts of every length", CHOSEN, EAGER.name, 0.8, 40.0, times, {})
-    return Findings({case: raced}, swept, [steady] if case == "texts" else [], ["a 1.0"], 2, 1, "0.1", "0.2", 1.0)
+    return Findings({case: raced}, swept, [steady] if case == "texts" else [], ["a 1.0"], 2, 1, Conditions())
 
 
 def _loads(rates: tuple[float, float, float]) -> dict[int, Load]:

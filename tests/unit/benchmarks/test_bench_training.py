@@ -11,7 +11,7 @@ from app.telemetry.mirror import Mirror
 from app.telemetry.record import MemoryRecord
 from app.telemetry.tensorboard import TensorBoardLog
 from app.training.records import StepRecord
-from benchmarks.machine import CpuUse
+from benchmarks.machine import Conditions, CpuUse
 from benchmarks.training.cases import CASES
 from benchmarks.training.contenders import Trial, read_run
 from benchmarks.training.memory import Bytes, Holding, paper
@@ -58,7 +58,7 @@ def test_contenders_are_compared_round_by_round() -> None:
         Holding(stage=3, workers=2, accumulation=1, held=Bytes(1.0, 1.0, 6.0), other_bytes=0),
         Holding(stage=1, workers=2, accumulation=2, held=Bytes(2.0, 6.0, 6.0), other_bytes=0),
     ]
-    text = report(Findings([found], holdings, "torch 2.13", load_before="0.1", load_after="0.1", minutes=1.0))
+    text = report(Findings([found], holdings, "torch 2.13", Conditions()))
     assert "| steps/s / the best peer's | ≥ 0.99 | 0.750 | **missed** |" in text
     assert "| steps/s as a job on Ray / the best peer's | ≥ 0.97 | 1.000 | reached |" in text
     assert "| CPU seconds a step / the best peer's | ≤ 0.97 | 1.500 | **missed** |" in text

@@ -9,6 +9,7 @@ import pytest
 from app.errors import TuningError
 from app.tuning.outcome import TuneMetrics
 from app.tuning.space import load_space
+from benchmarks.machine import Conditions
 from benchmarks.tuning.cases import CASES
 from benchmarks.tuning.contenders import CONTENDERS, RANDOM, RAYLOOM
 from benchmarks.tuning.overhead import Window, fit, timed, turns_in
@@ -62,7 +63,7 @@ def test_the_report_counts_epochs_to_the_random_value() -> None:
     comparison = Comparison(CASE, [races])
     assert comparison.shares(RAYLOOM) == [1 / CASE.budget]
     assert comparison.shares(RANDOM) == [4 / CASE.budget]
-    text = report(Findings([comparison], None, load_before="0.1, 0.1, 0.1", minutes=1.0))
+    text = report(Findings([comparison], None, Conditions()))
     assert "| digits | final value, beside the best peer's | ≥ 0.9000 | 0.9500 | reached |" in text
     assert "Overhead" not in text
 
@@ -81,7 +82,7 @@ def test_the_overhead_is_what_a_turn_takes_beside_its_epochs() -> None:
     assert overhead.per_turn.margin == pytest.approx(2.7764 * (0.015 * 36 / (12 * 36 - 20**2)) ** 0.5, rel=1e-4)
     assert overhead.per_epoch.margin == pytest.approx(2.7764 * (0.015 * 12 / (12 * 36 - 20**2)) ** 0.5, rel=1e-4)
     races = {name: Race([0.5], trials=1) for name in CONTENDERS}
-    text = report(Findings([Comparison(CASE, [races])], overhead, load_before="0.1, 0.1, 0.1", minutes=1.0))
+    text = report(Findings([Comparison(CASE, [races])], overhead, Conditions()))
     assert "| digits, on Ray | overhead of a trial | ≤ 1.5 s | 0.70 ± 0.36 s | reached |" in text
     assert "6 more, in 8 turns of 12 epochs" in text
 
