@@ -1,5 +1,6 @@
 """Unit tests start no Ray."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,14 @@ def _process_group() -> None:
     """A process group of this process only. It is not destroyed, because DeepSpeed caches groups created with it."""
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT as in a terminal, here and in processes that start. Shells have background processes ignore it."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.fixture(scope="session")

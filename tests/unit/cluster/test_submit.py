@@ -351,16 +351,12 @@ def test_a_recipe_too_long_for_a_command_is_refused(tmp_path: Path, sent: Sent) 
         submit("train", str(tmp_path / "long.yaml"), [])
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_log_and_says_how_to_go_on(
     sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ray.job_submission.JobSubmissionClient", InterruptedClient)
-    # A shell lets its background processes ignore SIGINT.
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert submit("train", "recipes/digits.yaml", []) == 130
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    assert submit("train", "recipes/digits.yaml", []) == 130
     shown = capsys.readouterr()
     (submission_id,) = re.findall(r"Job '(\S+)' submitted\. To stop it: rayloom stop \1", shown.out)
     assert f"job {submission_id} keeps running: 'rayloom follow {submission_id}'" in shown.err
