@@ -9,7 +9,6 @@ of DeepSpeed's Muon, which recipes cannot choose, stay uncompiled.
 """
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,9 +18,7 @@ from io import IOBase
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -39,17 +36,6 @@ _Function = Callable[..., Any]
 
 BatchNorm = _BatchNorm
 """The base class of every batch norm. torch has no public one."""
-
-
-def shared_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return an array in shared memory. Its ``base`` is a tensor, which can be sent to processes without a copy.
-
-    The public ``share_memory_`` copies an existing tensor.
-    """
-    memory = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
-    empty = torch.from_numpy(np.empty(0, dtype)).new_empty(0)
-    array: NDArray[Any] = empty.set_(memory).view(shape).numpy()
-    return array
 
 
 def is_profiling() -> bool:

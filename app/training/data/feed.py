@@ -4,11 +4,10 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
@@ -21,8 +20,8 @@ from app.data.prepared import IGNORED, Batch, Dataset, Indices, PreparedData
 from app.models.precision import TORCH_DTYPES
 from app.telemetry.record import NO_TIME, Medium, ReadAhead, ReadingRecord, ReadTime
 from app.telemetry.step_time import Phase
-from app.torch_internals import shared_array
 from app.training.activity import Activity
+from app.training.data.lending import Lender
 from app.training.data.order import SampleOrder
 from app.training.data.ranks import DataRank, validation_share
 from app.training.data.reading import ReadingControl
@@ -229,7 +228,7 @@ class Loader:
             num_workers=processes,
             persistent_workers=processes > 0,
             prefetch_factor=prefetch if processes else None,
-            worker_init_fn=_share_batches,
+            worker_init_fn=_lend_memory,
             pin_memory=self._worker.device.type == "cuda",
             # Its own generator: a draw from torch's default one would change what a resumed run computes.
             generator=torch.Generator().manual_seed(self._config.seed),
@@ -313,9 +312,11 @@ class _Reader(TorchDataset[MicroBatch]):
     def __init__(self, data: PreparedData, augmentation: Augmentation | None, drops_absent: bool) -> None:
         self._splits: Mapping[Split, Dataset] = {"train": data.train, "validation": data.validation}
         self._augmentation, self._drops_absent = augmentation, drops_absent
+        self.lender: Lender | None = None
+        """Lends memory to the micro-batches of a loader process. None in the training process."""
 
     def __getitem__(self, request: BatchRequest) -> MicroBatch:
-        reads_ahead = get_worker_info() is not None
+        reads_ahead = self.lender is not None
         if reads_ahead:
             # Only the loader's own processes are seeded. The training process is seeded for each step.
             seed_random(int(np.random.SeedSequence(request.entropy).generate_state(1, np.uint64)[0]))
@@ -323,11 +324,14 @@ class _Reader(TorchDataset[MicroBatch]):
         # An empty batch has the shape of one sample that does not count, because some ranks must compute along.
         batch = self._read(request)
         absent = batch.absent if self._drops_absent else ()
-        inputs = {name: _tensor_of(given) for name, given in batch.inputs.items() if name not in absent}
+        to_tensor = self.lender.tensor if self.lender else torch.from_numpy
+        inputs = {name: to_tensor(given) for name, given in batch.inputs.items() if name not in absent}
         targets = torch.from_numpy(batch.targets)
         taught = None if batch.taught is None else torch.from_numpy(batch.taught)
         if not request.indices:
             targets = torch.full_like(targets, math.nan if targets.is_floating_point() else IGNORED)
+        if self.lender:
+            self.lender.take_back()
         return MicroBatch(inputs, targets, taught, request.weight, ReadTime.now(of_process=reads_ahead) - began)
 
     def _read(self, request: BatchRequest) -> Batch:
@@ -338,11 +342,10 @@ class _Reader(TorchDataset[MicroBatch]):
         return self._augmentation.batch(samples, request.indices, request.partners, request.epoch, request.batch)
 
 
-def _share_batches(process: int) -> None:  # noqa: ARG001
-    """Make a loader process build batches in memory shared with training, so that they are not copied."""
-    allocate_with(shared_array)
-
-
-def _tensor_of(array: NDArray[Any]) -> Tensor:
-    """Return an array as a tensor that uses the same memory."""
-    return array.base if isinstance(array.base, Tensor) else torch.from_numpy(array)
+def _lend_memory(process: int) -> None:  # noqa: ARG001
+    """Make a loader process build batches in memory that it shares with training."""
+    info = get_worker_info()
+    assert info is not None
+    reader = cast(_Reader, info.dataset)
+    reader.lender = Lender()
+    allocate_with(reader.lender.array)

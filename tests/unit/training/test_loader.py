@@ -5,6 +5,8 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,11 @@ from app.config import Layout, TrainConfig, load_recipe
 from app.config.layout import lay_out
 from app.config.plan import PlanConfig
 from app.config.train import LoaderConfig
+from app.data.augmentation import augmentation_of
 from app.data.prepared import Batch, Dataset
 from app.tasks import prepare
 from app.training.activity import Activity
-from app.training.data.feed import Feed
+from app.training.data.feed import Feed, MicroBatch
 from app.training.data.recipe_order import order_of
 from app.training.worker import Worker
 from tests.orders import in_memory
@@ -114,16 +117,45 @@ def test_the_training_process_reads_without_touching_its_own_sequence(rank: int)
     assert read.tolist() == pytest.approx([number for row in drawn for number in row])
 
 
-def test_pictures_that_are_read_ahead_are_the_same_in_memory_that_is_shared() -> None:
+@contextmanager
+def pictures(processes: int) -> Iterator[Iterator[MicroBatch]]:
+    """Yield the micro-batches of changed pictures of three epochs."""
     recipe = load_recipe("recipes/digits.yaml", ["train.augment={image: {crop: 0.6, color: 0.5}}"])
-    data = prepare(recipe)
-    order, worker = order_of(recipe, data), Worker(0, 1, torch.device("cpu"))
-    pictures = []
+    config = recipe.train.model_copy(update={"loader": LoaderConfig(num_workers=processes)})
+    data, worker = prepare(recipe), Worker(0, 1, torch.device("cpu"))
+    order, changes = order_of(recipe, data), augmentation_of(recipe.train, data)
+    with closing(Feed(data, config, config.layout(1), worker, Activity(), order, changes)) as opened:
+        yield chain.from_iterable(opened.train(epoch, range(order.num_batches(1))) for epoch in (1, 2, 3))
+
+
+def test_pictures_that_are_read_ahead_are_those_that_the_training_process_reads() -> None:
+    read = []
     for processes in (0, 2):
-        config = recipe.train.model_copy(update={"loader": LoaderConfig(num_workers=processes)})
-        with closing(Feed(data, config, config.layout(1), worker, Activity(), order)) as opened:
-            batches = list(opened.train(1, range(3)))
-        shared = [batch.inputs["pixel_values"].is_shared() for batch in batches]  # type: ignore[no-untyped-call]
-        assert shared == [bool(processes)] * 3
-        pictures.append([batch.inputs["pixel_values"].numpy().tobytes() for batch in batches])
-    assert pictures[0] == pictures[1]
+        with pictures(processes) as batches:
+            read.append([batch.inputs["pixel_values"].numpy().tobytes() for batch in batches])
+    assert len(read[0]) > 50
+    assert read[0] == read[1]
+
+
+def test_memory_of_pictures_is_used_again_once_their_batch_is_dropped() -> None:
+    held, memory = [], list[str]()
+    with pictures(processes=1) as batches:
+        for number, batch in enumerate(batches):
+            pixels = batch.inputs["pixel_values"]
+            memory.append(inode_at(pixels.data_ptr()))
+            if number % 20 == 0:
+                held.append((pixels[1:], pixels[1:].clone()))
+            del batch, pixels
+    assert all(torch.equal(view, copy) for view, copy in held)
+    assert len(held) > 2
+    assert len(set(memory)) < len(memory) / 4
+
+
+def inode_at(address: int) -> str:
+    """Return the inode of the file that is mapped at an address of this process."""
+    for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines():
+        span, _, _, _, inode, *_ = line.split()
+        start, end = (int(bound, 16) for bound in span.split("-"))
+        if start <= address < end:
+            return inode
+    raise AssertionError("nothing is mapped there")
