@@ -70,7 +70,7 @@ def best_point(points: Sequence[OperatingPoint], objective: ObjectiveConfig) -> 
         raise CompileError(
             f"compile.objective.latency_ms is {objective.latency_ms:g}, and the fastest setting takes "
             f"{best.latency_p95_ms:.2f} ms ({best}): allow more, or give a smaller model"
-        )
+        ).of("objective.unreachable", "compile.objective.latency_ms")
     return best
 
 

@@ -93,7 +93,7 @@ class Compilation:
             try:
                 files = self._files_of(sparse=self.config.sparsity != "none")
                 if not (file := files.get(precision)).passes:
-                    raise CompileError(f"its file: {file.verdict}")
+                    raise CompileError(f"its file: {file.verdict}").of("file.fails_gates")
                 folder = files.build_ahead(precision)
             except (CompileError, EngineError) as error:
                 self._skip([Skipped(engine=BUILT_AHEAD, precision=precision, reason=str(error))])
@@ -184,7 +184,7 @@ class Compilation:
             raise CompileError(
                 "no variant passes the gates, and nothing was published: "
                 + " | ".join([*reasons, *map(str, self.skipped)])
-            )
+            ).of("variants.none_pass")
         points = [point for point in self.points if self.record_of(point).publishable]
         # A variant's best point decides, so only its first place counts.
         best_first = dict.fromkeys(point.variant for point in ranked(points, self.config.objective))

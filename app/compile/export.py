@@ -51,7 +51,7 @@ def export_onnx(
         program = _to_onnx(_traced(model, inputs, _dynamic(specs)))
         _lower_folded_weights(program.model.graph)
         if (count := len(program.model.graph.outputs)) != 1:
-            raise CompileError(f"the model has {count} outputs: expected only logits")
+            raise CompileError(f"the model has {count} outputs: expected only logits").of("outputs.count")
         save_onnx(program.model, path, shard_mb)
 
 
@@ -108,7 +108,7 @@ def _traced(model: nn.Module, inputs: dict[str, torch.Tensor], dynamic: dict[str
         raise CompileError(
             f"{type(model).__name__} cannot be exported to ONNX: torch.export cannot trace it: "
             f"{first_line(error)}{where}"
-        ) from error
+        ).of("export.trace_fails") from error
 
 
 def _to_onnx(
@@ -130,7 +130,9 @@ def _to_onnx(
             causes.append(causes[-1].__cause__)
         # Any of the causes may name the node. The innermost one says what is wrong.
         where = _where(traced, " ".join(map(str, causes)))
-        raise CompileError(f"the model cannot be exported to ONNX: {where}{first_line(causes[-1])}") from error
+        raise CompileError(f"the model cannot be exported to ONNX: {where}{first_line(causes[-1])}").of(
+            "export.fails"
+        ) from error
     assert program is not None
     return program
 

@@ -190,7 +190,9 @@ class ModelFiles:
         fp32, calibration = self.get("fp32"), self._config.calibration
         # An int8 file of a wrong float file would only hide what is wrong.
         if fp32.failures:
-            raise CompileError(f"it is made from the fp32 file, in which {'; '.join(fp32.failures)}")
+            raise CompileError(f"it is made from the fp32 file, in which {'; '.join(fp32.failures)}").of(
+                "fp32.fails_gates"
+            )
         fp32_path, samples = self._onnx_path("fp32"), self.source_model.calibration_batches(calibration.samples)
         if precision == "fp8":
             return quantize_fp8(fp32_path, samples, path, self._log, self._config.shard_mb)

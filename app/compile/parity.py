@@ -246,4 +246,6 @@ def _drop_refused(before: Score, after: Score, gates: GatesConfig) -> str:
 def check_signature(given: Signature, expected: Signature, path: Path) -> None:
     """Raise CompileError if a file has other inputs or outputs than expected, and name them."""
     if difference := given.difference(expected):
-        raise CompileError(f"{str(path)!r} {difference}: export it with these, where -1 is a size that varies")
+        raise CompileError(f"{str(path)!r} {difference}: export it with these, where -1 is a size that varies").of(
+            "file.other_tensors"
+        )

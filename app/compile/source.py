@@ -18,7 +18,7 @@ from app.compile.reference import BATCH, Reference, chunks
 from app.config import Int8FinetuneConfig, Precision, Recipe
 from app.data.prepared import Dataset, PreparedData
 from app.engines.base import Engine, EngineSettings, ShapeProfile, Signature
-from app.errors import StorageError
+from app.errors import CompileError, StorageError
 from app.repository.manifest import Lineage, Split
 from app.repository.score import Score
 from app.tasks import Task
@@ -178,6 +178,15 @@ def _num_rows(batch: Tensors) -> int:
     return len(next(iter(batch.values())))
 
 
+def require_same_task(trained: Recipe, recipe: Recipe, weights: UPath) -> None:
+    """Raise CompileError unless the recipe of a weights folder has the task of the recipe that is compiled."""
+    if trained.task != recipe.task:
+        raise CompileError(
+            f"the weights {str(weights)!r} are of task {trained.task}, the recipe {recipe.name!r} is of {recipe.task}: "
+            "give weights of this recipe"
+        ).of("weights.other_task")
+
+
 def prepared_data(weights: UPath, recipe: Recipe, task: Task) -> PreparedData:
     """Return the data of the run that has trained a weights folder, without the test split.
 
@@ -189,7 +198,7 @@ def prepared_data(weights: UPath, recipe: Recipe, task: Task) -> PreparedData:
     if weights.name != WEIGHTS or not folder.exists():
         raise StorageError(
             f"{str(weights)!r} has no prepared data beside it: give the {WEIGHTS} folder inside a train run's folder"
-        )
+        ).of("data.missing")
     verify_checksums(folder)
     return task.load(recipe, folder)
 

@@ -13,7 +13,7 @@ from app.artifacts import ARCHITECTURE_FILE, DATA, RECIPE_FILE, WEIGHTS_FILE
 from app.compile.export import export_onnx, trace
 from app.compile.quantization.finetune import Rounding, train_rounded
 from app.compile.reference import EncodedBatches, Judge, Reference, Rows, chunks
-from app.compile.source import Source, calibration_indices, prepared_data, trained_lineage
+from app.compile.source import Source, calibration_indices, prepared_data, require_same_task, trained_lineage
 from app.config import Int8FinetuneConfig, Precision, Recipe
 from app.data.prepared import Dataset, PreparedData
 from app.engines.base import Engine, EngineSettings, Signature
@@ -116,7 +116,7 @@ class SourceModel(Source):
             raise CompileError(
                 f"compile.calibration.samples is {count}, and the training split has {available}: ask for fewer, give "
                 "more data, or leave int8 and fp8 out of compile.precisions"
-            )
+            ).of("calibration.too_many", "compile.calibration.samples")
 
     def calibration_batches(self, count: int | None) -> EncodedBatches:
         """Return ``count`` samples from all over the training split, sorted by length. Raises CompileError."""
@@ -144,11 +144,7 @@ def load_source_model(weights: UPath, recipe: Recipe, threads: int) -> SourceMod
     """
     # A large model and an engine of it would not fit into memory together.
     trained = load_weights(weights, max_bytes=recipe.compile.shard_mb * 2**20)
-    if trained.recipe.task != recipe.task:
-        raise CompileError(
-            f"the weights {str(weights)!r} are of task {trained.recipe.task}, the recipe {recipe.name!r} is of "
-            f"{recipe.task}: give weights of this recipe"
-        )
+    require_same_task(trained.recipe, recipe, weights)
     _check_inputs(trained, weights)
     data = prepared_data(weights, trained.recipe, trained.task)
     source_model = _evaluated(trained, weights, data, threads)
@@ -177,4 +173,4 @@ def _check_inputs(trained: TrainedModel, weights: UPath) -> None:
         raise CompileError(
             f"the model in {str(weights)!r}, {type(trained.model).__name__}, does not take its processor's outputs "
             f"{', '.join(given)}: {error}; change model.factory or task"
-        ) from error
+        ).of("model.other_inputs", "model.factory") from error

@@ -122,7 +122,7 @@ def requested_variants(config: CompileConfig) -> RequestedVariants:
         raise CompileError(
             f"compile.engines {config.engines} with compile.precisions {config.precisions} give no variant that runs "
             "here and can be published: name others, such as openvino and fp32, or compile where the engines run"
-        )
+        ).of("variants.none", "compile.engines")
     return requested
 
 
@@ -137,7 +137,7 @@ def _refuse_keys_of_tensorrt(config: CompileConfig) -> None:
             raise CompileError(
                 f"compile.{key}, which only {' and '.join(PLAN_ENGINES)} support, and none of them runs here: leave it "
                 f"out, or name {BUILT_AHEAD} in compile.engines with compile.targets"
-            )
+            ).of("tensorrt.missing", f"compile.{key.split()[0]}")
 
 
 def _automatic(has_gpu: bool) -> list[tuple[EngineName, Device]]:
@@ -157,12 +157,14 @@ def _named(engines: list[EngineName], ahead: bool, has_gpu: bool) -> list[tuple[
         try:
             require_installed(engine)
         except EngineError as error:
-            raise EngineError(f"compile.engines names {engine}: {error}") from error
+            raise EngineError(f"compile.engines names {engine}: {error}").of(error.rule, "compile.engines") from error
         here = [device for name, device in _FILES if name == engine and _is_here(engine, device, has_gpu)]
         if not here and not (engine == BUILT_AHEAD and ahead):
             ahead_of_time = "name the GPUs to build for in compile.targets"
             hint = ahead_of_time if engine == BUILT_AHEAD else "reserve one with compile.gpus=1, or leave it out"
-            raise CompileError(f"compile.engines names {engine}, and this machine has no GPU: {hint}")
+            raise CompileError(f"compile.engines names {engine}, and this machine has no GPU: {hint}").of(
+                "gpu.missing", "compile.engines"
+            )
         pairs += [(engine, device) for device in here]
     return pairs
 

@@ -132,7 +132,7 @@ class GenerationCompilation:
             raise CompileError(
                 "no variant passes the gates, and nothing was published: "
                 + " | ".join([*reasons, *map(str, self.skipped)])
-            )
+            ).of("variants.none_pass")
         self.points = asyncio.run(self._timed(passing))
         point = best_point(self.points, self.config.objective)
         record = next(record for record in self.records if record.variant == point.variant)
@@ -148,7 +148,9 @@ class GenerationCompilation:
 
     def _small(self, precision: ComputePrecision, baseline: Losses | None) -> GenerationRecord:
         if baseline is None:
-            raise CompileError("its gate is perplexity, which needs texts: give them with --samples")
+            raise CompileError("its gate is perplexity, which needs texts: give them with --samples").of(
+                "samples.missing", "--samples"
+            )
         told = self._export(precision)
         losses = self._kept[precision] = self._losses(precision, self.source.texts)
         return self._scored(self._compared(precision, told, self.source.texts), losses, baseline)
@@ -341,7 +343,7 @@ def best_point(points: Sequence[GenerationPoint], objective: ObjectiveConfig) ->
         raise CompileError(
             f"compile.objective.latency_ms is {limit:g}, and the fastest setting takes {nearest.token_p95_ms:.2f} ms "
             f"a token ({nearest}): allow more, or give a smaller model"
-        )
+        ).of("objective.unreachable", "compile.objective.latency_ms")
     return max(within, key=lambda point: point.tokens_per_s)
 
 

@@ -15,7 +15,7 @@ from app.artifacts import ARCHITECTURE_FILE, RECIPE_FILE
 from app.checksums import code_revision, sha256_of, sha256_of_file, verify_checksums
 from app.compile.generation.export import TOKENIZER_FILES, load_causal_lm, quiet
 from app.compile.generation.texts import passages_in, passages_of
-from app.compile.source import prepared_data, trained_lineage
+from app.compile.source import prepared_data, require_same_task, trained_lineage
 from app.config import Recipe, load_stored_recipe
 from app.data.language import LanguageData, Passage
 from app.data.tokenizer import LanguageTokenizer, num_ids
@@ -65,11 +65,7 @@ def trained_source(weights: UPath, recipe: Recipe, folder: Path, threads: int) -
     """
     verify_checksums(weights)
     trained = load_stored_recipe(str(weights / RECIPE_FILE))
-    if trained.task != recipe.task:
-        raise CompileError(
-            f"the weights {str(weights)!r} are of task {trained.task}, the recipe {recipe.name!r} is of "
-            f"{recipe.task}: give weights of this recipe"
-        )
+    require_same_task(trained, recipe, weights)
     task = find_task(trained.task)
     data = prepared_data(weights, trained, task)
     assert isinstance(data, LanguageData)

@@ -40,17 +40,17 @@ def open_model(given: Path, folder: Path) -> ImportedModel:
     """
     given = given.absolute()
     if not given.exists():
-        raise CompileError(f"{str(given)!r} does not exist: give {_EXPECTED}")
+        raise CompileError(f"{str(given)!r} does not exist: give {_EXPECTED}").of("file.missing")
     if given.is_dir():
         return _open_folder(given, folder)
     if not given.is_file():  # reading a pipe would never end
-        raise CompileError(f"{str(given)!r} is neither a file nor a folder: give {_EXPECTED}")
+        raise CompileError(f"{str(given)!r} is neither a file nor a folder: give {_EXPECTED}").of("file.wrong_kind")
     if given.suffix == ".pt2":
         from app.compile.imported.program import import_program  # imports torch
 
         return import_program(given, folder)
     if given.suffix != ".onnx":
-        raise CompileError(f"{str(given)!r} ends in {given.suffix!r}: expected {_EXPECTED}")
+        raise CompileError(f"{str(given)!r} ends in {given.suffix!r}: expected {_EXPECTED}").of("file.extension")
     return import_onnx(given, folder, ImportedFrom(kind="onnx", source=str(given), files={}))
 
 
@@ -68,9 +68,9 @@ def _open_folder(given: Path, folder: Path) -> ImportedModel:
     if len(found) > 1:
         raise CompileError(
             f"{str(given)!r} has {len(found)} models, {', '.join(path.name for path in found)}: give the path of one"
-        )
+        ).of("folder.many_models")
     if not found:
-        raise CompileError(f"{str(given)!r} has no model: expected {_EXPECTED}")
+        raise CompileError(f"{str(given)!r} has no model: expected {_EXPECTED}").of("folder.no_model")
     return open_model(found[0], folder)
 
 
@@ -116,7 +116,7 @@ def _import_triton(model: Path, folder: Path) -> ImportedModel:
         raise CompileError(
             f"{str(model)!r} is of Triton's backend {backend!r}: expected one with an ONNX file, {_ONNX_BACKENDS[0]} "
             f"or {_ONNX_BACKENDS[1]}; export the model to ONNX"
-        )
+        ).of("triton.backend")
 
     path = _triton_file(model, config)
     labels_of = {output.name: output.label_filename for output in config.output if output.label_filename}
@@ -142,7 +142,9 @@ def _read_config(model: Path) -> ModelConfig:
     try:
         return text_format.Parse(file.read_text(encoding="utf-8"), ModelConfig())
     except text_format.ParseError as error:
-        raise CompileError(f"{str(file)!r} is not a configuration that Triton reads: {error}") from error
+        raise CompileError(f"{str(file)!r} is not a configuration that Triton reads: {error}").of(
+            "triton.config_unreadable"
+        ) from error
 
 
 def _triton_file(model: Path, config: ModelConfig) -> Path:
@@ -157,7 +159,9 @@ def _triton_file(model: Path, config: ModelConfig) -> Path:
     if len(chosen := named if named or config.default_model_filename else files) != 1:
         where = versions[-1] if versions else model
         found = ", ".join(file.name for file in files) or "none"
-        raise CompileError(f"the ONNX files of {str(where)!r} are {found}: expected one, VERSION/{name}")
+        raise CompileError(f"the ONNX files of {str(where)!r} are {found}: expected one, VERSION/{name}").of(
+            "triton.file_count"
+        )
     return chosen[0]
 
 
@@ -171,4 +175,4 @@ def _check_names(config: ModelConfig, imported: ImportedModel, model: Path) -> N
             raise CompileError(
                 f"{str(model / CONFIG_FILE)!r} has the {kind} {unknown[0]!r}, and its ONNX file {', '.join(names)}: "
                 "correct one of them"
-            )
+            ).of("triton.other_tensors")

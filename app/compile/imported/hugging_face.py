@@ -108,12 +108,14 @@ def _load(given: Path) -> tuple[nn.Module, bool]:
     """Return the model, and whether the folder lacks the weights of its pooler."""
     from transformers import AutoConfig, AutoModel
 
-    with _told(given, "cannot be read by transformers", "give a folder that save_pretrained wrote"):
+    with _told(given, "model.unreadable", "cannot be read by transformers", "give a folder that save_pretrained wrote"):
         configuration: Any = AutoConfig.from_pretrained(given, local_files_only=True, trust_remote_code=False)
         # The saved class says which head the model has.
         name = next(iter(configuration.architectures or []), None)
         if name is not None and name.endswith(_GENERATORS):
-            raise CompileError(f"{str(given)!r} is a {name}, which generates text: expected a classifier or an encoder")
+            raise CompileError(
+                f"{str(given)!r} is a {name}, which generates text: expected a classifier or an encoder"
+            ).of("model.generates_text")
         kind: Any = AutoModel if name is None else _class_of(name, configuration, given)
         # Only safetensors, because other weights are pickles, which run code when they are read.
         model, found = kind.from_pretrained(
@@ -133,12 +135,12 @@ def _class_of(name: str, configuration: Any, given: Path) -> type[nn.Module]:
         raise CompileError(
             f"{str(given)!r} is a {name}, which transformers {transformers.__version__} does not have, so its head is "
             "unknown: correct architectures in config.json, or give an ONNX file"
-        )
+        ).of("model.class_unknown")
     if getattr(kind, "config_class", None) is not type(configuration):
         raise CompileError(
             f"{str(given)!r}: config.json has the architecture {name} and the model_type {configuration.model_type!r}, "
             "which are of different models: correct one of them"
-        )
+        ).of("model.type_differs")
     return kind
 
 
@@ -151,7 +153,7 @@ def _tell_of_unused(unused: Sequence[str], name: str | None, kind: str, given: P
         raise CompileError(
             f"{str(given)!r} has the weights {listed}, which a {kind} does not have, and no architectures in "
             "config.json: name the class of the model there"
-        )
+        ).of("architectures.missing")
     warn(f"{str(given)!r} has the weights {listed}, which a {name} does not have: they are left out")
 
 
@@ -163,7 +165,7 @@ def _lacks_pooler(model: Any, missing: Sequence[str], given: Path) -> bool:
         raise CompileError(
             f"{str(given)!r} lacks {len(missing)} of the weights of a {type(model).__name__}, such as {missing[0]}, "
             "which would be random: give a folder with all weights, or correct architectures in config.json"
-        )
+        ).of("weights.missing")
     warn(f"{str(given)!r} lacks the weights of the pooler, so the output {_POOLED} is left out")
     return True
 
@@ -181,7 +183,7 @@ def _head_of(model: nn.Module, given: Path) -> Head | None:
         raise CompileError(
             f"{str(given)!r}: problem_type in config.json is {configuration.problem_type!r}: expected "
             f"{', '.join(map(str, _PROBLEMS[1:]))}, or none"
-        )
+        ).of("problem_type.unknown")
     if configuration.problem_type == "multi_label_classification":
         return "multilabel"
     if configuration.num_labels == 1:
@@ -221,7 +223,7 @@ def _labels_of(model: nn.Module, given: Path) -> list[str]:
         raise CompileError(
             f"{str(given)!r}: id2label in config.json has the numbers {numbers}: expected 0 to {len(labels) - 1}, one "
             "for each output"
-        )
+        ).of("id2label.numbers")
     return [str(labels[index]) for index in range(len(labels))]
 
 
@@ -243,7 +245,10 @@ def _give_outputs(
         wanted: the outputs to keep; None keeps all.
     """
     with _told(
-        given, f"cannot be run on {' and '.join(sample)}", "expected a classifier or an encoder that takes them alone"
+        given,
+        "model.cannot_run",
+        f"cannot be run on {' and '.join(sample)}",
+        "expected a classifier or an encoder that takes them alone",
     ):
         output = model(**{name: torch.from_numpy(array) for name, array in sample.items()})
         tensors = [name for name, value in output.items() if isinstance(value, Tensor)]
@@ -266,19 +271,19 @@ def _inputs(model: nn.Module, given: Path, natural: Natural | None) -> tuple[Ten
         raise CompileError(
             f"{str(given)!r} is a {type(model).__name__}, which {both}: give a model of texts or one of images, such "
             "as one tower that was saved alone"
-        )
+        ).of("modality.unsupported")
     if "pixel_values" in takes:
         return (TensorSpec("pixel_values", np.dtype(np.float32), _image_shape(configuration, natural)),)
     if other := next((name for name, taken in takes.items() if not _is_given(name, taken, configuration)), None):
         raise CompileError(
             f"{str(given)!r} is a {type(model).__name__}, which also takes {other}, and Rayloom "
             "cannot make that from a text: export it to ONNX with all its inputs, and import that file"
-        )
+        ).of("input.unsupported")
     if "attention_mask" not in takes:
         raise CompileError(
             f"{str(given)!r} is a {type(model).__name__}, which takes no attention_mask, so the padding of a text "
             "would change its answer: give a model that takes one"
-        )
+        ).of("attention_mask.missing")
     limits = {"input_ids": configuration.get_text_config().vocab_size, "attention_mask": 2}
     # A tokenizer makes single texts, whose segment is 0.
     if natural is None and (segments := _segments(model)):
@@ -338,7 +343,7 @@ def _image_shape(configuration: Any, natural: Natural | None) -> tuple[int, ...]
 
 
 @contextmanager
-def _told(given: Path, what: str, advice: str) -> Iterator[None]:
+def _told(given: Path, rule: str, what: str, advice: str) -> Iterator[None]:
     """Turn any error of transformers, which raises many kinds, into a CompileError. Hold back its log."""
     from transformers.utils import logging
 
@@ -350,6 +355,6 @@ def _told(given: Path, what: str, advice: str) -> Iterator[None]:
     except RayloomError:
         raise
     except Exception as error:
-        raise CompileError(f"{str(given)!r} {what} ({first_line(error)}): {advice}") from error
+        raise CompileError(f"{str(given)!r} {what} ({first_line(error)}): {advice}").of(rule) from error
     finally:
         logging.set_verbosity(verbosity)

@@ -100,14 +100,16 @@ class ImportedModel:
             raise CompileError(
                 f"output {self.scores!r} is made by {maker}, and predict makes probabilities "
                 "of logits itself: export the model without it, or name its logits with --scores"
-            )
+            ).of("scores.probabilities", "--scores")
         if self.processor is not None:
             require_same_inputs(self.processor, processor, folder)
         if isinstance(processor, TextProcessor) and any(spec.name == SEGMENTS for spec in self.signature.inputs):
             processor = processor.changed(has_segments=True)
         # Outputs are left out: only what the processor makes has to fit.
         if difference := Signature(self.signature.inputs, ()).difference(Signature(processor.inputs, ())):
-            raise CompileError(f"the model {difference}, which the processor of {folder!r} makes: give its own")
+            raise CompileError(f"the model {difference}, which the processor of {folder!r} makes: give its own").of(
+                "processor.other_tensors"
+            )
         if (name := f"{processor.modality}-{self.head}") not in BUILT_IN_TASKS:
             warn(f"there is no task {name}, so the model will not answer {processor.modality}s: send it tensors")
             return self
@@ -123,7 +125,7 @@ class ImportedModel:
             raise CompileError(
                 f"the tokenizer of {folder!r} has ids up to {count - 1}, and the model has embeddings for "
                 f"{known.values_below}: give the model's own tokenizer"
-            )
+            ).of("tokenizer.too_large")
         if known.values_below is not None and count < _MIN_SHARE_OF_IDS * known.values_below:
             warn(
                 f"the tokenizer of {folder!r} has {count} ids, and the model has embeddings for {known.values_below}: "
@@ -133,7 +135,7 @@ class ImportedModel:
             raise CompileError(
                 f"the tokenizer of {folder!r} makes up to {processor.facts['max_length']} tokens, and the model has "
                 f"positions for {known.max_length}: give the model's own tokenizer, or lower its model_max_length"
-            )
+            ).of("tokenizer.too_long")
         limit = MAX_INFLUENCE if self.is_rounded else _MAX_INFLUENCE_OF_PADDING
         assert self.scores is not None  # a model that answers texts has them
         return choose_padding_side(processor, self.open_reference(usable_cores()), self.scores, folder, limit)
@@ -150,7 +152,7 @@ class ImportedModel:
                 fault = f"is {label!r}, as number {labels.index(label) + 1}" if label.strip() else "is blank"
                 raise CompileError(
                     f"label {number} of {len(labels)} {fault}: expected a name of its own for each column of the scores"
-                )
+                ).of("labels.blank_or_twice")
         # Scores are floats with the rows first. Only sets of labels may have a single one.
         columns = {
             spec.name: spec.shape[1]
@@ -165,14 +167,14 @@ class ImportedModel:
                 raise CompileError(
                     f"{len(fitting)} of the outputs {outputs} can have a score for each of {len(labels) or 'the'} "
                     f"labels: {advice}"
-                )
+                ).of("scores.undecided", "--scores" if fitting else "--labels")
             (scores,) = fitting
         if scores not in fitting:
             columns_of = f", which has {columns[scores]} columns," if scores in columns else ""
             raise CompileError(
                 f"output {scores!r}{columns_of} cannot have the scores: expected a float output with a column for each "
                 f"of {len(labels) or 'the'} labels; name another with --scores, or give all labels with --labels"
-            )
+            ).of("scores.unfit", "--scores")
         return replace(self, labels=tuple(labels), scores=scores)
 
 
@@ -206,7 +208,8 @@ def import_onnx(
     try:
         engine = open_oracle(target, 1)
     except EngineError as error:
-        raise EngineError(str(error).replace(str(target), str(path))) from error  # the file that the user knows
+        message = str(error).replace(str(target), str(path))  # the file that the user knows
+        raise EngineError(message).of(error.rule, error.key) from error
     named, limits = with_sizes(engine.signature, model, path), values_below(model)
     engine.close()
     inputs = (

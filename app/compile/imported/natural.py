@@ -40,7 +40,8 @@ def read_processor(folder: Path) -> Natural:
     try:
         return _read(PretrainedFolder(str(folder), folder))
     except RecipeError as error:
-        raise CompileError(str(error).replace("model.pretrained", "--processor")) from error
+        message = str(error).replace("model.pretrained", "--processor")
+        raise CompileError(message).of(error.rule, "--processor") from error
 
 
 def _read(folder: PretrainedFolder) -> Natural:
@@ -66,9 +67,13 @@ def read_natural(path: Path, processor: Processor, targets: Targets) -> Labelled
         labels = rows.cells[LABEL].to_pylist()
         for number, (item, label) in enumerate(zip(inputs_of(rows, columns, config.columns), labels, strict=True)):
             if item is None:
-                raise DataError(f"--samples: {rows.place(number)} is no readable {processor.modality}: correct it")
+                raise DataError(f"--samples: {rows.place(number)} is no readable {processor.modality}: correct it").of(
+                    "rows.unreadable", "--samples"
+                )
             if not label:
-                raise DataError(f"--samples: {rows.place(number)} has no label: add it, or leave out the row")
+                raise DataError(f"--samples: {rows.place(number)} has no label: add it, or leave out the row").of(
+                    "label.missing", "--samples"
+                )
             split.inputs.append(item)
             split.classes.append(_value_of(label, targets, config, path))
     if not split.inputs:
@@ -81,7 +86,7 @@ def _value_of(label: str, targets: Targets, config: DataConfig, path: Path) -> A
         (value,) = targets.read([label], config)
     except DataError as error:
         expected = f"the labels are {', '.join(targets.labels)}" if targets.labels else "the model answers a number"
-        raise DataError(f"{str(path)!r} has the label {label!r}, and {expected}") from error
+        raise DataError(f"{str(path)!r} has the label {label!r}, and {expected}").of(error.rule) from error
     return value
 
 

@@ -40,9 +40,13 @@ def read_onnx(path: Path) -> onnx.ModelProto:
         # The graph is small. Its weights may take gigabytes.
         model = onnx.load(path, load_external_data=False)
     except (DecodeError, OSError) as error:
-        raise CompileError(f"{str(path)!r} is not an ONNX file ({error}): give one that an exporter wrote") from error
+        raise CompileError(f"{str(path)!r} is not an ONNX file ({error}): give one that an exporter wrote").of(
+            "file.not_onnx"
+        ) from error
     if not model.graph.output:
-        raise CompileError(f"{str(path)!r} is not an ONNX file, or has no outputs: give one that an exporter wrote")
+        raise CompileError(f"{str(path)!r} is not an ONNX file, or has no outputs: give one that an exporter wrote").of(
+            "file.not_onnx"
+        )
     _check_operators(model, path)
     _check_types(model, path)
     external_files(model, path)
@@ -73,13 +77,15 @@ def external_files(model: onnx.ModelProto, path: Path) -> list[Path]:
 def _unreadable(path: Path, reason: str) -> CompileError:
     return CompileError(
         f"{str(path)!r} has weights that cannot be read ({reason}): copy the file and those beside it again"
-    )
+    ).of("weights.unreadable")
 
 
 def _unlinked(file: Path, purpose: str) -> Path:
     """Return the file. Raise CompileError if it has other names, which may be those of a file outside the folder."""
     if (links := file.stat().st_nlink) > 1:
-        raise CompileError(f"{purpose} in {file.name!r}, a hard link, as one of {links}: put a copy in its place")
+        raise CompileError(f"{purpose} in {file.name!r}, a hard link, as one of {links}: put a copy in its place").of(
+            "link.hard"
+        )
     return file
 
 
@@ -89,11 +95,15 @@ def file_in(folder: Path, name: str, purpose: str) -> Path:
     # The name comes from the model, so it may point anywhere.
     file = Path(os.path.normpath(folder / name))
     if not file.is_relative_to(folder):
-        raise CompileError(f"{purpose} in {name!r}, outside its folder: put that file beside it")
+        raise CompileError(f"{purpose} in {name!r}, outside its folder: put that file beside it").of("path.outside")
     if not file.resolve().is_relative_to(folder):
-        raise CompileError(f"{purpose} in {name!r}, a link that leads outside its folder: put the file in its place")
+        raise CompileError(
+            f"{purpose} in {name!r}, a link that leads outside its folder: put the file in its place"
+        ).of("link.outside")
     if not file.is_file():
-        raise CompileError(f"{purpose} in {name!r}, which is missing: put that file into {str(folder)!r}")
+        raise CompileError(f"{purpose} in {name!r}, which is missing: put that file into {str(folder)!r}").of(
+            "file.missing"
+        )
     return file
 
 
@@ -125,7 +135,7 @@ def _require_initializers(model: ir.Model, path: Path) -> None:
                 raise CompileError(
                     f"{str(path)!r} has weights of node {node.name!r}, {node.op_type}, in another file: export them as "
                     "initializers of the graph"
-                )
+                ).of("weights.no_initializers")
 
 
 def with_sizes(signature: Signature, model: onnx.ModelProto, path: Path) -> Signature:
@@ -140,7 +150,7 @@ def with_sizes(signature: Signature, model: onnx.ModelProto, path: Path) -> Sign
             kind = "a rank that varies" if not infos[spec.name].HasField("shape") else "no axes"
             raise CompileError(
                 f"{str(path)!r}: {spec.name!r} has {kind}: export it with a fixed rank, and the rows first"
-            )
+            ).of("rank.unsupported")
     _check_rows(signature, path)
 
     def named(spec: TensorSpec) -> TensorSpec:
@@ -161,7 +171,7 @@ def _check_rows(signature: Signature, path: Path) -> None:
     """Raise CompileError unless the first size varies everywhere, or is 1 in every input and 1 or varies in outputs."""
     first = signature.inputs[0] if signature.inputs else None
     if first is None:
-        raise CompileError(f"{str(path)!r} has no inputs: give a model that takes some")
+        raise CompileError(f"{str(path)!r} has no inputs: give a model that takes some").of("inputs.none")
     allowed = {-1: (-1,), 1: (1, -1)}.get(first.shape[0], ())
     odd = [spec for spec in signature.inputs if spec.shape[0] != first.shape[0] or not allowed]
     odd += [spec for spec in signature.outputs if spec.shape[0] not in allowed]
@@ -169,7 +179,7 @@ def _check_rows(signature: Signature, path: Path) -> None:
         raise CompileError(
             f"{str(path)!r}: {Tensor.of(odd[0])}: expected the number of rows as the first size of every input and "
             "output, either as a size that varies or as 1; export it with a dynamic batch"
-        )
+        ).of("rows.not_first")
 
 
 def _check_operators(model: onnx.ModelProto, path: Path) -> None:
@@ -186,7 +196,7 @@ def _check_operators(model: onnx.ModelProto, path: Path) -> None:
             raise CompileError(
                 f"{str(path)!r} has the operator {node.op_type!r}{domain} at node {node.name!r}, which is unknown: "
                 "expected operators of ONNX or of ONNX Runtime; replace it, or export it as a function of the model"
-            )
+            ).of("operator.unknown")
 
 
 def _check_types(model: onnx.ModelProto, path: Path) -> None:
@@ -199,7 +209,7 @@ def _check_types(model: onnx.ModelProto, path: Path) -> None:
             raise CompileError(
                 f"{str(path)!r}: {info.name!r} is a {str(kind).removesuffix('_type')}, and engines take and give "
                 f"tensors: export it {_WITHOUT_ZIPMAP if is_zipped else 'as a tensor'}"
-            )
+            ).of("value.not_a_tensor")
 
 
 def values_below(model: onnx.ModelProto) -> dict[str, int]:

@@ -39,7 +39,7 @@ def choose_padding_side(
                 raise CompileError(
                     f"the model cannot run texts of {longest['input_ids'].shape[1]} tokens, which the tokenizer of "
                     f"{folder!r} makes ({first_line(error)}): give the model's own, or lower its model_max_length"
-                ) from error
+                ).of("tokenizer.too_long") from error
             # The score of one text may be 0 by chance.
             if _rms(given - expected) <= max_difference * max(_rms(expected), _rms(others)):
                 return candidate
@@ -47,7 +47,7 @@ def choose_padding_side(
         "the model reads the padding of a text, whichever side it is on, so longer texts beside it would change its "
         "answer: export it so that attention_mask hides padding everywhere, or import it without a tokenizer and send "
         "tensors without padding"
-    )
+    ).of("padding.read")
 
 
 def require_same_inputs(own: Processor, given: Processor, folder: str) -> None:
@@ -60,7 +60,7 @@ def require_same_inputs(own: Processor, given: Processor, folder: str) -> None:
             raise CompileError(
                 f"the tokenizer of {folder!r} makes {_tokens(ours)} of {text!r}, and the model's own "
                 f"{_tokens(theirs)}: leave out --processor, or remove the model's own tokenizer from its folder"
-            )
+            ).of("tokenizer.different", "--processor")
 
 
 def _rms(scores: NDArray[np.float64]) -> float:

@@ -36,7 +36,7 @@ def import_program(path: Path, folder: Path) -> ImportedModel:
         raise CompileError(
             f"{str(path)!r} cannot be read as a program of torch.export by torch {torch.__version__} "
             f"({first_line(error)}): export it again"
-        ) from error
+        ).of("program.unreadable") from error
     arguments = [spec.arg for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
     inputs = [argument.name for argument in arguments if not isinstance(argument, ConstantArgument)]
     outputs = _output_names(program)

@@ -62,7 +62,7 @@ def _refusal(path: Path, given: str, expected: str) -> CompileError:
     return CompileError(
         f"{str(path)!r} has {given}, which can run code when it is read: expected {expected}; export it again with "
         "torch.export.save, or import an ONNX file"
-    )
+    ).of("program.unsafe")
 
 
 def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -94,7 +94,7 @@ def _refuse_for_tokens(given: Given) -> None:
         raise CompileError(
             f"{str(given.model)!r} is a language model, which has no {named[0]}: leave it out, and give texts with "
             "--samples"
-        )
+        ).of("option.unsupported", named[0])
 
 
 def _labelled(model: ImportedModel, given: Given) -> ImportedModel:
@@ -108,11 +108,13 @@ def _read_labels(path: Path) -> list[str]:
         text = path.read_text(encoding="utf-8-sig")
         labels = json.loads(text) if path.suffix == ".json" else lines_of(text)
     except (OSError, ValueError) as error:
-        raise CompileError(
-            f"--labels {str(path)!r} cannot be read ({error}): give one label a line, or JSON"
+        raise CompileError(f"--labels {str(path)!r} cannot be read ({error}): give one label a line, or JSON").of(
+            "file.unreadable", "--labels"
         ) from error
     if not (isinstance(labels, list) and labels and all(isinstance(label, str) for label in labels)):
-        raise CompileError(f"--labels {str(path)!r} is no list of texts: give one label a line, or a list in JSON")
+        raise CompileError(f"--labels {str(path)!r} is no list of texts: give one label a line, or a list in JSON").of(
+            "labels.not_a_list", "--labels"
+        )
     return labels
 
 
@@ -126,7 +128,9 @@ def _config(config: CompileConfig, signature: Signature, rows: ImportRows, log: 
         kept = [name for name in config.precisions if name not in _CALIBRATED]
         reason = f"{', '.join(left_out)} needs real rows, 64 or more: give them with --samples"
         if not kept:
-            raise CompileError(f"compile.precisions is {config.precisions}, and {reason}")
+            raise CompileError(f"compile.precisions is {config.precisions}, and {reason}").of(
+                "samples.missing", "--samples"
+            )
         log(f"not made: {reason}")
         changes["precisions"] = kept
     return config.model_copy(update=changes)
@@ -136,5 +140,7 @@ def _without_module(requested: RequestedVariants) -> RequestedVariants:
     """Leave PyTorch out, which needs the code of the model."""
     variants = [variant for variant in requested.variants if not variant.runs_module]
     if not variants:
-        raise CompileError("compile.engines names only torch, which needs the code of the model: name another engine")
+        raise CompileError(
+            "compile.engines names only torch, which needs the code of the model: name another engine"
+        ).of("torch.no_code", "compile.engines")
     return replace(requested, variants=variants)

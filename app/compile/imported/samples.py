@@ -86,11 +86,13 @@ def read_rows(path: Path, signature: Signature, labels: Sequence[str]) -> Tensor
             raise DataError(
                 f"{str(path)!r} has no {spec.name!r}: expected {', '.join(spec.name for spec in signature.inputs)}, "
                 f"and {key!r} for an accuracy; it has {', '.join(found)}"
-            )
+            ).of("columns.missing")
     rows = {spec.name: [_row(spec, row, path) for row in found[spec.name]] for spec in signature.inputs}
     counts = {name: len(found[name]) for name in (*rows, *([key] if key in found else []))}
     if len(set(counts.values())) > 1 or not min(counts.values()):
-        raise DataError(f"{str(path)!r} has {counts}: expected the same number of rows in each, and some")
+        raise DataError(f"{str(path)!r} has {counts}: expected the same number of rows in each, and some").of(
+            "rows.differ"
+        )
     classes = _classes(found[key], labels, path) if key in found else None
     return TensorRows(rows, _lengths(rows, signature, str(path)), classes)
 
@@ -101,17 +103,21 @@ def _read_npz(path: Path) -> Mapping[str, Any]:
             return {name: np.atleast_1d(arrays[name]) for name in arrays.files}
     # TypeError: it holds a single array. The others: it was cut off.
     except (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error) as error:
-        raise DataError(f"{str(path)!r} cannot be read as npz ({error}): write it with numpy.savez") from error
+        raise DataError(f"{str(path)!r} cannot be read as npz ({error}): write it with numpy.savez").of(
+            "file.unreadable"
+        ) from error
 
 
 def _read_table(path: Path) -> Mapping[str, Sequence[Any]]:
     readers = {".csv": _read_csv, ".parquet": _read_parquet, ".jsonl": _read_json_lines}
     if path.suffix not in readers:
-        raise DataError(f"--samples {str(path)!r} ends in {path.suffix!r}: expected .npz, {', '.join(readers)}")
+        raise DataError(f"--samples {str(path)!r} ends in {path.suffix!r}: expected .npz, {', '.join(readers)}").of(
+            "file.extension", "--samples"
+        )
     try:
         return readers[path.suffix](path)
     except (OSError, ValueError, csv.Error) as error:
-        raise DataError(f"{str(path)!r} is not a {path.suffix[1:]} table ({error})") from error
+        raise DataError(f"{str(path)!r} is not a {path.suffix[1:]} table ({error})").of("file.unreadable") from error
 
 
 def _read_csv(path: Path) -> Mapping[str, Sequence[str]]:
@@ -157,7 +163,9 @@ def _row(spec: TensorSpec, given: Any, path: Path) -> NDArray[Any]:
         raw = np.asarray(given.tolist() if isinstance(given, np.ndarray) and given.dtype == object else given)
         row = _cast(raw, spec.dtype)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{str(path)!r}: a row of {Tensor.of(spec)} cannot be read: {error}") from error
+        raise DataError(f"{str(path)!r}: a row of {Tensor.of(spec)} cannot be read: {error}").of(
+            "rows.unreadable"
+        ) from error
     # A table has plain numbers for an input with one column.
     if raw.ndim == 0 and spec.shape[1:] == (1,):
         row = row.reshape(1)
@@ -166,7 +174,7 @@ def _row(spec: TensorSpec, given: Any, path: Path) -> NDArray[Any]:
     ):
         raise DataError(
             f"{str(path)!r}: a row of {spec.name!r} has shape {list(row.shape)}: expected {list(spec.shape[1:])}"
-        )
+        ).of("row.shape")
     return row
 
 
@@ -210,7 +218,9 @@ def _classes(given: Sequence[Any], labels: Sequence[str], path: Path) -> NDArray
         try:
             classes.append(_class(label.decode() if isinstance(label, bytes) else label, labels))
         except ValueError as error:
-            raise DataError(f"{str(path)!r} has the label {label!r}: {error}, and {known}") from error
+            raise DataError(f"{str(path)!r} has the label {label!r}: {error}, and {known}").of(
+                "labels.unknown"
+            ) from error
     return np.array(classes, np.int64)
 
 
@@ -288,7 +298,7 @@ def _lengths(rows: Mapping[str, Sequence[NDArray[Any]]], signature: Signature, s
         raise DataError(
             f"{source!r} has rows of {len(found)} lengths (axis {axis} of {name!r}): pad them to {_MAX_LENGTHS} "
             "lengths at most, as requests should be"
-        )
+        ).of("lengths.too_many")
     shapes: dict[int, tuple[tuple[int, ...], ...]] = {}
     for index, length in enumerate(lengths):
         shape = tuple(row[index].shape for row in rows.values())
@@ -297,5 +307,5 @@ def _lengths(rows: Mapping[str, Sequence[NDArray[Any]]], signature: Signature, s
             raise DataError(
                 f"{source!r} has rows of length {length} whose other sizes differ ({shapes[length]} and {shape}): pad "
                 "them to the same"
-            )
+            ).of("shapes.differ")
     return lengths

@@ -96,7 +96,7 @@ class ImportedSource(Source):
             raise CompileError(
                 f"an imported model keeps the types of its file, so there is no {precision} file: leave it out of "
                 "compile.precisions, or import a file in it"
-            )
+            ).of("precision.unsupported", "compile.precisions")
         if self.size_bytes > shard_mb * 2**20:
             save_onnx(ir.load(self.model.onnx), path, shard_mb)
         else:
@@ -104,7 +104,9 @@ class ImportedSource(Source):
             copy_onnx(self.model.onnx, path)
 
     def open_module(self, settings: EngineSettings) -> Engine:  # noqa: ARG002
-        raise EngineError("an imported model has no recipe from which PyTorch could build it: name another engine")
+        raise EngineError("an imported model has no recipe from which PyTorch could build it: name another engine").of(
+            "torch.no_code"
+        )
 
     def module_files(self) -> dict[str, UPath]:
         return {}
@@ -112,7 +114,7 @@ class ImportedSource(Source):
     def pruned(self) -> "ImportedSource":
         raise CompileError(
             "compile.sparsity prunes models that Rayloom has trained: leave it out, or prune before export"
-        )
+        ).of("sparsity.unsupported", "compile.sparsity")
 
     def write_finetuned(
         self,
@@ -121,7 +123,9 @@ class ImportedSource(Source):
         config: Int8FinetuneConfig,  # noqa: ARG002
         log: Callable[[str], None],  # noqa: ARG002
     ) -> None:
-        raise CompileError("compile.int8.finetune trains models that Rayloom has trained: leave it out")
+        raise CompileError("compile.int8.finetune trains models that Rayloom has trained: leave it out").of(
+            "finetune.unsupported", "compile.int8.finetune"
+        )
 
     def load_test(self) -> Dataset | None:
         return None
@@ -133,7 +137,7 @@ class ImportedSource(Source):
             raise CompileError(
                 f"compile.calibration.samples is {count}, and a quarter of --samples are {len(rows)} rows: ask for "
                 "fewer, or give more rows"
-            )
+            ).of("calibration.too_many", "compile.calibration.samples")
         # Tensors are not padded, so a batch has rows of one length.
         by_length, chosen = Rows.of(rows, self.signature), set(spread(len(rows), count or CALIBRATION_SAMPLES))
         parts = ([index for index in group if index in chosen] for group in by_length.groups)
@@ -171,7 +175,7 @@ def own_rows(path: Path, model: ImportedModel) -> ImportRows:
         raise DataError(
             f"{str(path)!r} has a class for each row, and the model answers {_ANSWERS[model.head]}: leave them out, or "
             "give texts or images with --processor"
-        )
+        ).of("classes.unexpected")
     return _split(rows, rows.select, rows.fingerprint, None if rows.classes is None else Accuracy(), path)
 
 
@@ -197,7 +201,7 @@ def made_up_rows(model: ImportedModel, sizes: Mapping[str, Sequence[int]]) -> Im
     if unknown := [name for name in sizes if name not in names]:
         raise RecipeError(
             f"--size names {unknown[0]!r}: the sizes that vary are {', '.join(names) or 'none but the rows'}"
-        )
+        ).of("size.unknown", "--size")
     chosen = {name: sizes.get(name, model.lengths or [_DEFAULT_SIZE]) for name in names}
     rows = random_rows(model.signature, chosen, _RANDOM_ROWS)
     return ImportRows(rows, None, rows.fingerprint, None, None)
@@ -222,7 +226,7 @@ def imported_source(model: ImportedModel, rows: ImportRows, recipe: Recipe, thre
             raise CompileError(
                 f"the model cannot run {rows.source or 'random rows'}: {error}; give rows of your own with --samples, "
                 "or the sizes that it takes with --size NAME=N"
-            ) from error
+            ).of("rows.cannot_run") from error
     return ImportedSource(threads, reference.score, reference, model, recipe, rows)
 
 
@@ -236,7 +240,7 @@ def _check_classes(reference: Reference, rows: ImportRows) -> None:
         raise CompileError(
             f"{rows.source!r} has the class {highest}, and the output {output!r} has {columns} columns: "
             f"expected classes from 0 to {columns - 1}"
-        )
+        ).of("class.range")
 
 
 def _check_outputs(engine: Engine, rows: ImportRows) -> None:
@@ -251,16 +255,18 @@ def _check_outputs(engine: Engine, rows: ImportRows) -> None:
             raise CompileError(
                 f"output {name!r} has shape {list(output.shape)} for {len(indices)} rows: expected the rows first; "
                 "export it that way"
-            )
+            ).of("rows.not_first")
         if not is_finite(output):
-            raise CompileError(f"output {name!r} is not finite on the first rows: give others with --samples")
+            raise CompileError(f"output {name!r} is not finite on the first rows: give others with --samples").of(
+                "output.not_finite"
+            )
     alone = concat_rows([engine.run(slice_rows(inputs, row, row + 1)) for row in range(len(indices))])
     for name, output in outputs.items():
         if not _is_same(alone[name], output):
             raise CompileError(
                 f"output {name!r} of a row depends on the other rows of its batch, so clients would change each "
                 "other's answers: rows influence each other; put the batch first"
-            )
+            ).of("rows.dependent")
 
 
 def _is_same(alone: NDArray[Any], together: NDArray[Any]) -> bool:

@@ -34,7 +34,7 @@ def observe(source: Path, layers: Sequence[Layer], samples: Iterable[Tensors]) -
             raise CompileError(
                 f"the input {name!r} of node {readers[name]!r} is {histogram.largest} on a calibration sample: no "
                 "int8 range holds it; look for samples or weights that are not finite"
-            )
+            ).of("activations.not_finite")
     return histograms
 
 
@@ -58,7 +58,7 @@ def with_range(source: Path, layers: Sequence[Layer], histograms: Mapping[str, H
             f"the input {values[0]!r} of node {node!r} is 0 in all calibration samples, so its range is unknown, and "
             "no other layer has one: give samples in which it is not 0, give more of them "
             "(compile.calibration.samples), or leave int8 out of compile.precisions"
-        )
+        ).of("activations.all_zero", "compile.calibration.samples")
     return alive
 
 

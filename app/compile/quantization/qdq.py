@@ -120,7 +120,9 @@ class _QdqWriter:
             name = f"{value.name}_by_{weight.axis}"
             scale = _scales(array, weight.axis, self._kind)
             if not np.isfinite(scale).all():
-                raise CompileError(f"the weights {value.name!r} of node {weight.port.node!r} are not all finite")
+                raise CompileError(f"the weights {value.name!r} of node {weight.port.node!r} are not all finite").of(
+                    "weights.not_finite"
+                )
             broadcast = [-1 if axis == weight.axis else 1 for axis in range(array.ndim)]
             rounded = self._kind.round_weight(array / scale.reshape(broadcast))
             quantized = add_initializer(graph, f"{name}_quantized", rounded)

@@ -73,7 +73,7 @@ def load_model(source: Path) -> ir.Model:
     if opset < MIN_OPSET:
         raise CompileError(
             f"the model has operators of opset {opset}: int8 and fp8 need {MIN_OPSET} or later; export it again"
-        )
+        ).of("opset.too_old")
     taken: set[str] = set()
     for index, node in enumerate(model.graph):
         # Layers are found by name in each copy of the file.

@@ -157,7 +157,7 @@ def _prepared(
             raise CompileError(
                 "the model has no Conv, Gemm or MatMul with constant weights in float32, so nothing can be quantized: "
                 "leave int8 and fp8 out of compile.precisions"
-            )
+            ).of("layers.none", "compile.precisions")
         factors = find_factors(folded, samples)
         smooth(folded, factors, file, shard_mb)
         # Smoothing renames weights, so the layers are found anew.
@@ -185,7 +185,7 @@ def _check_samples(samples: Iterable[Tensors]) -> None:
     raise CompileError(
         f"{rows} samples are too few to find int8's ranges: expected {_MIN_ROWS} or more; see "
         "compile.calibration.samples, and the size of the training split"
-    )
+    ).of("calibration.too_few", "compile.calibration.samples")
 
 
 @dataclass(frozen=True)
