@@ -31,7 +31,9 @@ def architecture_of(device: Device, precision: ComputePrecision) -> str:
     """
     if device == "gpu":
         if (capability := compute_capability()) is None:
-            raise EngineError("this machine has no GPU that PyTorch finds: choose the device cpu, or another machine")
+            raise EngineError(
+                "this machine has no GPU that PyTorch finds: choose the device cpu, or another machine"
+            ).of("gpu.missing")
         return capability
     machine = platform.machine()
     if precision in ("int8", "int4") and machine in _X86:

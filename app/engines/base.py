@@ -90,7 +90,9 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         if self.streams < 1 or self.threads < 1:
-            raise EngineError(f"{self.threads} threads and {self.streams} streams: expected 1 or more of each")
+            raise EngineError(f"{self.threads} threads and {self.streams} streams: expected 1 or more of each").of(
+                "threads.none"
+            )
 
 
 class Engine(Protocol):
@@ -143,7 +145,7 @@ def spec_of(path: Path, name: str, kind: str, dtypes: Mapping[str, str], shape: 
         raise EngineError(
             f"{str(path)!r}: {name!r} is of type {kind}, which engines do not take: expected {', '.join(dtypes)}; "
             "cast it in the model"
-        )
+        ).of("dtype.unsupported")
     return TensorSpec(name, np.dtype(dtypes[kind]), tuple(shape))
 
 
@@ -155,7 +157,7 @@ def library_errors(what: str) -> Iterator[None]:
     except RayloomError:
         raise
     except Exception as error:
-        raise EngineError(f"{what}: {error}") from error
+        raise EngineError(f"{what}: {error}").of("engine.not_opened") from error
 
 
 class PooledEngine(ABC, Generic[Member]):
@@ -189,7 +191,7 @@ class PooledEngine(ABC, Generic[Member]):
         except RayloomError:
             raise
         except Exception as error:
-            raise EngineError(f"the engine failed on a batch: {error}") from error
+            raise EngineError(f"the engine failed on a batch: {error}").of("engine.fails") from error
         finally:
             self._pool.give_back(member)
 
@@ -214,7 +216,7 @@ class _Pool(Generic[Member]):
         with self._changed:
             self._changed.wait_for(lambda: self._free or self._closed)
             if self._closed:
-                raise EngineError("the engine is closed: open it again")
+                raise EngineError("the engine is closed: open it again").of("engine.closed")
             return self._free.pop()
 
     def give_back(self, member: Member) -> None:
@@ -251,10 +253,14 @@ class ShapeProfile(BaseModel):
     @model_validator(mode="after")
     def _sizes_ascend(self) -> Self:
         if not self.batch_sizes:
-            raise CompileError("compile.batch_sizes is empty: give one number of rows at least")
+            raise CompileError("compile.batch_sizes is empty: give one number of rows at least").of(
+                "sizes.empty", "compile.batch_sizes"
+            )
         for key, sizes in (("compile.batch_sizes", self.batch_sizes), ("data.buckets", self.lengths)):
             if any(smaller >= larger for smaller, larger in pairwise((0, *sizes))):
-                raise CompileError(f"{key} is {list(sizes)}: expected sizes that ascend from 1 or more")
+                raise CompileError(f"{key} is {list(sizes)}: expected sizes that ascend from 1 or more").of(
+                    "sizes.order", key
+                )
         return self
 
 

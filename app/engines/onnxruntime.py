@@ -70,7 +70,9 @@ def _as_texts(name: str, strings: NDArray[Any]) -> NDArray[Any]:
     try:
         texts[:] = [item.decode() if isinstance(item, bytes) else item for item in strings.flat]
     except UnicodeDecodeError as error:
-        raise RequestError(f"input {name!r} has a string that is not UTF-8 ({error}): encode it in UTF-8") from error
+        raise RequestError(f"input {name!r} has a string that is not UTF-8 ({error}): encode it in UTF-8").of(
+            "text.encoding", name
+        ) from error
     return texts.reshape(strings.shape)
 
 
@@ -90,17 +92,17 @@ def _open(path: Path, options: onnxruntime.SessionOptions, provider: str) -> onn
         raise EngineError(
             f"this ONNX Runtime has no {provider}, only {', '.join(available)}: install the package onnxruntime-gpu "
             "in place of onnxruntime, or choose the device cpu"
-        )
+        ).of("provider.missing")
     try:
         session = onnxruntime.InferenceSession(path, options, providers=[(provider, _OPTIONS.get(provider, {}))])
     except Exception as error:  # ONNX Runtime's error classes are not public
-        raise EngineError(f"ONNX Runtime cannot load {str(path)!r}: {error}") from error
+        raise EngineError(f"ONNX Runtime cannot load {str(path)!r}: {error}").of("engine.not_loaded") from error
     if (given := session.get_providers()[0]) != provider:
         # ONNX Runtime falls back silently, or with a line on stderr.
         raise EngineError(
             f"ONNX Runtime runs {str(path)!r} with {given} where {provider} was asked for: its libraries cannot be "
             "loaded; see the lines above"
-        )
+        ).of("provider.not_loaded")
     return session
 
 

@@ -45,7 +45,9 @@ class OpenVinoEngine(PooledEngine[openvino.InferRequest]):
                 precision, for which OpenVINO would silently use float32.
         """
         if settings.device != "cpu":
-            raise EngineError("OpenVINO runs on the CPU here: choose the device cpu, or another engine")
+            raise EngineError("OpenVINO runs on the CPU here: choose the device cpu, or another engine").of(
+                "device.unsupported"
+            )
         # On a CPU with AMX, OpenVINO gives the thread that loads a model a signal stack. It frees that stack with the
         # model, on whatever thread: the next signal would then kill the process. So the loading thread ends first.
         with ThreadPoolExecutor(1, "openvino") as loading:
@@ -73,7 +75,7 @@ def _load(path: Path, settings: EngineSettings) -> openvino.CompiledModel:
     try:
         return _compile(core, path, properties, settings)
     except RuntimeError as error:
-        raise EngineError(f"OpenVINO cannot load {str(path)!r}: {error}") from error
+        raise EngineError(f"OpenVINO cannot load {str(path)!r}: {error}").of("engine.not_loaded") from error
 
 
 def _check_precision(core: openvino.Core, precision: ComputePrecision) -> None:
@@ -82,7 +84,7 @@ def _check_precision(core: openvino.Core, precision: ComputePrecision) -> None:
         raise EngineError(
             f"this CPU, {core.get_property(_DEVICE, 'FULL_DEVICE_NAME').strip()}, does not compute in {precision}: "
             f"OpenVINO finds {', '.join(capabilities)}; choose a precision among them"
-        )
+        ).of("precision.unsupported")
 
 
 def _compile(
@@ -109,7 +111,9 @@ def _specs(path: Path, ports: list[openvino.ConstOutput]) -> tuple[TensorSpec, .
     specs = []
     for port in ports:
         if (sizes := port.get_partial_shape()).rank.is_dynamic:
-            raise EngineError(f"{str(path)!r}: the rank of {_name_of(port)!r} varies: export it with a fixed one")
+            raise EngineError(f"{str(path)!r}: the rank of {_name_of(port)!r} varies: export it with a fixed one").of(
+                "rank.unsupported"
+            )
         shape = tuple(size.get_length() if size.is_static else -1 for size in sizes)
         specs.append(spec_of(path, _name_of(port), port.get_element_type().get_type_name(), _DTYPES, shape))
     return tuple(specs)

@@ -71,13 +71,13 @@ def devices_of(engine: EngineName) -> tuple[Device, ...]:
 def require_installed(name: str) -> None:
     """Raise EngineError, with the command to install it, if the library of an engine is missing."""
     if name not in _ENGINES:
-        raise EngineError(f"no engine is called {name!r}; {did_you_mean(name, list(_ENGINES))}")
+        raise EngineError(f"no engine is called {name!r}; {did_you_mean(name, list(_ENGINES))}").of("engine.unknown")
     if not (entry := _ENGINES[name]).installed:
         package = f".[{entry.extra}]" if entry.extra else "."
         raise EngineError(
             f"the engine {name} is not installed, only {', '.join(installed_engines())}: "
             f"pip install '{package}' in the checkout"
-        )
+        ).of("engine.not_installed")
 
 
 def open_engine(name: str, path: Path, settings: EngineSettings | None = None) -> Engine:
@@ -88,5 +88,7 @@ def open_engine(name: str, path: Path, settings: EngineSettings | None = None) -
     """
     require_installed(name)
     if name == "torch":
-        raise EngineError("the engine torch runs a module, not a file: make an app.engines.torch.TorchEngine of it")
+        raise EngineError("the engine torch runs a module, not a file: make an app.engines.torch.TorchEngine of it").of(
+            "torch.no_file"
+        )
     return _ENGINES[name].open(path, settings or EngineSettings())

@@ -38,7 +38,9 @@ class TorchEngine(PooledEngine[nn.Module]):
             EngineError: PyTorch does not compute in the precision, or the device is missing or too small.
         """
         if settings.precision not in TORCH_DTYPES:
-            raise EngineError(f"PyTorch runs in {', '.join(TORCH_DTYPES)}: not in {settings.precision}")
+            raise EngineError(f"PyTorch runs in {', '.join(TORCH_DTYPES)}: not in {settings.precision}").of(
+                "precision.unsupported"
+            )
         require_device(settings.device)
         self._device = torch.device("cuda" if settings.device == "gpu" else "cpu")
         self._dtype = TORCH_DTYPES[settings.precision]
@@ -62,7 +64,9 @@ class TorchEngine(PooledEngine[nn.Module]):
 def require_device(device: Device) -> None:
     """Raise EngineError if PyTorch does not find a device."""
     if device == "gpu" and not torch.cuda.is_available():
-        raise EngineError("PyTorch finds no GPU: choose the device cpu, or install a torch for this GPU")
+        raise EngineError("PyTorch finds no GPU: choose the device cpu, or install a torch for this GPU").of(
+            "gpu.missing"
+        )
 
 
 class CompiledTorchEngine(TorchEngine):

@@ -42,18 +42,24 @@ class Child:
                 async with asyncio.timeout(timeout_s):
                     message = await child.receive()
             except EngineError as error:
-                raise EngineError(f"{error} before it had loaded {str(folder)!r}{program.remedy}") from error
+                raise EngineError(f"{error} before it had loaded {str(folder)!r}{program.remedy}").of(
+                    error.rule, error.key
+                ) from error
             match message:
                 case Ready(version):
                     child.version = version
                     return child
                 case Failed(reason):
-                    raise EngineError(f"{program.title} cannot load {str(folder)!r}: {reason}")
+                    raise EngineError(f"{program.title} cannot load {str(folder)!r}: {reason}").of("engine.not_loaded")
                 case other:
-                    raise EngineError(f"the engine's process answered {other!r} instead of loading the model")
+                    raise EngineError(f"the engine's process answered {other!r} instead of loading the model").of(
+                        "process.answer"
+                    )
         except TimeoutError:
             await child.end()
-            raise EngineError(f"{str(folder)!r} was not loaded within {timeout_s:g} s") from None
+            raise EngineError(f"{str(folder)!r} was not loaded within {timeout_s:g} s").of(
+                "engine.load_timeout"
+            ) from None
         except BaseException:
             await child.end()
             raise
@@ -72,7 +78,7 @@ class Child:
                 start_new_session=True,
             )
         except OSError as error:  # no memory, processes or files are left
-            raise EngineError(f"the engine's process cannot be started: {error}") from error
+            raise EngineError(f"the engine's process cannot be started: {error}").of("process.not_started") from error
         return cls(process)
 
     @property
@@ -95,9 +101,11 @@ class Child:
         try:
             return await receive(self._results)
         except asyncio.IncompleteReadError:
-            raise EngineError(f"the engine's process {self.pid} died") from None
+            raise EngineError(f"the engine's process {self.pid} died").of("process.died") from None
         except Exception as error:  # reading a pickle may raise anything
-            raise EngineError(f"the engine's process {self.pid} sent what cannot be read: {error}") from error
+            raise EngineError(f"the engine's process {self.pid} sent what cannot be read: {error}").of(
+                "process.unreadable"
+            ) from error
 
     def kill(self) -> None:
         """Kill the process and those that it started. ``receive`` then reports its death."""

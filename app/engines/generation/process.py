@@ -65,7 +65,7 @@ class SupervisedGeneration:
         self._requests = itertools.count()
         self._child: Child | None = None
         self._supervision: asyncio.Task[None] | None = None
-        self._failure: EngineError | None = EngineError("the engine has not been started")
+        self._failure: EngineError | None = EngineError("the engine has not been started").of("engine.not_started")
         self._fruitless_deaths = 0
         self._last_message = 0.0
         self._counts = _Counts()
@@ -129,7 +129,7 @@ class SupervisedGeneration:
 
     async def close(self) -> None:
         """End all answers and the process."""
-        self._give_up(EngineError("the engine is closed"))
+        self._give_up(EngineError("the engine is closed").of("engine.closed"))
         if self._supervision:
             self._supervision.cancel()
             with suppress(asyncio.CancelledError):
@@ -276,7 +276,7 @@ class SupervisedGeneration:
                 stream.is_suspect = not stream.is_repeating
             suspects = likely
         if len(suspects) != 1 or not self._blame(suspects[0]):
-            self._note_death(EngineError("the engine's process died"))
+            self._note_death(EngineError("the engine's process died").of("process.died"))
 
     def _blame(self, stream: Stream) -> bool:
         """Blame one answer for a death. Return whether the request, rather than the engine, is the likely cause.
@@ -292,7 +292,11 @@ class SupervisedGeneration:
     def _note_death(self, error: EngineError) -> None:
         self._fruitless_deaths += 1
         if self._fruitless_deaths >= _MAX_DEATHS:
-            self._give_up(EngineError(f"{error}; it died {self._fruitless_deaths} times without a token"))
+            self._give_up(
+                EngineError(f"{error}; it died {self._fruitless_deaths} times without a token").of(
+                    error.rule, error.key
+                )
+            )
 
     @property
     def _backoff_s(self) -> float:

@@ -24,7 +24,9 @@ def open_generation(name: str, folder: Path, settings: GenerationSettings | None
         return SupervisedGeneration(program(), folder, given)
     if name != "transformers":
         names = [*_PROGRAMS, "transformers"]
-        raise EngineError(f"no engine that generates is called {name!r}; {did_you_mean(name, names)}")
+        raise EngineError(f"no engine that generates is called {name!r}; {did_you_mean(name, names)}").of(
+            "engine.unknown"
+        )
     from app.engines.generation.transformers import TransformersGeneration
 
     return TransformersGeneration(folder, given)

@@ -48,7 +48,9 @@ class TransformersGeneration:
         try:
             self._model = await asyncio.to_thread(_load, self._folder)
         except (OSError, ValueError) as error:
-            raise EngineError(f"transformers cannot load {str(self._folder)!r}: {error}") from error
+            raise EngineError(f"transformers cannot load {str(self._folder)!r}: {error}").of(
+                "engine.not_loaded"
+            ) from error
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Piece, None]:
         """Generate an answer, a token in each piece."""
@@ -70,7 +72,7 @@ class TransformersGeneration:
     async def check(self) -> None:
         """Raise EngineError unless the model is loaded."""
         if self._model is None:
-            raise EngineError("the engine has not been started, or is closed")
+            raise EngineError("the engine has not been started, or is closed").of("engine.not_started")
 
     async def close(self) -> None:
         """Free the model."""

@@ -40,7 +40,7 @@ def build_plan(
         if serialized is None:
             raise CompileError(
                 f"{flavour} cannot build {str(onnx)!r} for {', '.join(machine.architectures)}: {'; '.join(errors)}"
-            )
+            ).of("tensorrt.build_fails")
 
     content = bytes(serialized)
     manifest = PlanManifest(
@@ -57,17 +57,21 @@ def build_plan(
 def _architectures(library: Library, targets: tuple[str, ...]) -> tuple[str, ...]:
     """Return the compute capabilities to build for: the targets, else this machine's GPU."""
     if targets and not library.targets:
-        raise CompileError(f"{library.flavour} builds for the GPU present alone: leave out {', '.join(targets)}")
+        raise CompileError(f"{library.flavour} builds for the GPU present alone: leave out {', '.join(targets)}").of(
+            "target.unsupported"
+        )
     present = compute_capability()
     architectures = targets or ((present,) if present else ())
     if not architectures:
         remedy = f"name one or more of {', '.join(library.targets)}" if library.targets else "build where it will run"
-        raise CompileError(f"{library.flavour} has no target, and this machine has no GPU: {remedy}")
+        raise CompileError(f"{library.flavour} has no target, and this machine has no GPU: {remedy}").of(
+            "target.missing"
+        )
     if library.targets and (unknown := [name for name in architectures if name not in library.targets]):
         raise CompileError(
             f"{library.flavour} {library.version} does not build for {unknown[0]}, only for "
             f"{', '.join(library.targets)}: build with tensorrt on a machine with that GPU"
-        )
+        ).of("target.unknown")
     return architectures
 
 
@@ -75,16 +79,22 @@ def _builder(library: Library, errors: Collection[str]) -> Any:
     try:
         return library.trt.Builder(library.logger)
     except TypeError as error:  # the bindings' error for a null pointer
-        raise CompileError(f"{library.flavour} cannot start to build: {'; '.join(errors)}") from error
+        raise CompileError(f"{library.flavour} cannot start to build: {'; '.join(errors)}").of(
+            "tensorrt.no_builder"
+        ) from error
 
 
 def _profiles(inputs: tuple[Tensor, ...], profile: ShapeProfile) -> tuple[Bounds, ...]:
     """Return the bounds of each input in each optimization profile."""
     varies = any(-1 in tensor.shape[1:] for tensor in inputs)
     if varies and not profile.lengths:
-        raise CompileError("the model has a length that varies: give the lengths that the plan is built for")
+        raise CompileError("the model has a length that varies: give the lengths that the plan is built for").of(
+            "lengths.missing"
+        )
     if profile.lengths and not varies:
-        raise CompileError(f"the model has no length that varies: leave out the lengths {list(profile.lengths)}")
+        raise CompileError(f"the model has no length that varies: leave out the lengths {list(profile.lengths)}").of(
+            "lengths.unexpected"
+        )
     return tuple(
         {tensor.name: ranges.bounds(tensor.shape) for tensor in inputs} for ranges in optimization_profiles(profile)
     )
@@ -105,7 +115,7 @@ def builder_config(library: Library, builder: Any, settings: BuildSettings, prof
         for name, shapes in bounds.items():
             profile.set_shape(name, *shapes)
         if config.add_optimization_profile(profile) < 0:
-            raise CompileError(f"{library.flavour} refuses the profile {bounds}")
+            raise CompileError(f"{library.flavour} refuses the profile {bounds}").of("tensorrt.profile_refused")
     return config
 
 
@@ -116,4 +126,6 @@ def _set_targets(library: Library, config: Any, architectures: tuple[str, ...]) 
     config.num_compute_capabilities = len(architectures)
     for index, architecture in enumerate(architectures):
         if not config.set_compute_capability(library.trt.ComputeCapability.__members__[architecture], index):
-            raise CompileError(f"{library.flavour} {library.version} refuses the target {architecture}")
+            raise CompileError(f"{library.flavour} {library.version} refuses the target {architecture}").of(
+                "tensorrt.target_refused"
+            )

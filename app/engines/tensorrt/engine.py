@@ -40,7 +40,7 @@ class TensorRtEngine(PooledEngine[Lane]):
             raise EngineError(
                 f"the plan {str(path)!r} was built for {manifest.key.machine}; this is {machine}: "
                 "build it here from its ONNX file"
-            )
+            ).of("tensorrt.other_machine")
         with library_errors(f"{self.name} cannot load the plan {str(path)!r}"):
             torch.cuda.set_device(0)  # creates the CUDA context that the library uses
             engine = _deserialize(library, content, path)
@@ -69,7 +69,9 @@ def _deserialize(library: Library, content: bytes, path: Path) -> Any:
     with library.errors() as errors:
         engine = library.trt.Runtime(library.logger).deserialize_cuda_engine(content)
         if engine is None:
-            raise EngineError(f"{library.flavour} refuses the plan {str(path)!r}: {'; '.join(errors)}")
+            raise EngineError(f"{library.flavour} refuses the plan {str(path)!r}: {'; '.join(errors)}").of(
+                "tensorrt.plan_refused"
+            )
     return engine
 
 

@@ -29,7 +29,9 @@ class LoadedPlan:
     def check(self, done: bool, what: str) -> None:
         """Raise EngineError unless ``done``, the return value of a context's call."""
         if not done:
-            raise EngineError(f"TensorRT refuses {what}: {'; '.join(self.messages) or 'it does not say why'}")
+            raise EngineError(f"TensorRT refuses {what}: {'; '.join(self.messages) or 'it does not say why'}").of(
+                "tensorrt.call_refused"
+            )
 
 
 class Lane:
@@ -76,7 +78,7 @@ class Lane:
                 return rows
         raise RequestError(
             f"the batch has {given} rows: this engine was built for {self._profile.batch_sizes[-1]} at most"
-        )
+        ).of("batch.too_large")
 
     def _length_of(self, inputs: Tensors) -> int:
         """Return the dynamic length, which all tensors that have one share; 1 if none has one."""
@@ -124,7 +126,9 @@ class _Bound:
             plan.check(context.set_input_shape(tensor.name, shape), f"the shape {shape} of {tensor.name!r}")
             self._inputs[tensor.name] = self._address(tensor, shape)
         if missing := context.infer_shapes():
-            raise EngineError(f"TensorRT cannot tell the shapes that follow from {', '.join(missing)}")
+            raise EngineError(f"TensorRT cannot tell the shapes that follow from {', '.join(missing)}").of(
+                "tensorrt.shapes_unknown"
+            )
         self._outputs = {
             tensor.name: self._address(tensor, tuple(context.get_tensor_shape(tensor.name)))
             for tensor in plan.manifest.outputs
@@ -132,7 +136,9 @@ class _Bound:
 
     def _address(self, tensor: Tensor, shape: Shape) -> _Buffer:
         if min(shape) < 0:
-            raise EngineError(f"the shape {list(shape)} of {tensor.name!r} depends on values: give it a fixed one")
+            raise EngineError(f"the shape {list(shape)} of {tensor.name!r} depends on values: give it a fixed one").of(
+                "shape.depends_on_values"
+            )
         buffer = _Buffer.allocate(self._gpu, shape, tensor.dtype)
         placed = self._context.set_tensor_address(tensor.name, buffer.device.data_ptr())
         self._plan.check(placed, f"the buffer of {tensor.name!r}")

@@ -69,7 +69,7 @@ def load_library(flavour: Flavour) -> Library:
             reasons.append(str(error))
     raise EngineError(
         f"{flavour} cannot be loaded ({'; '.join(reasons)}): pip install '.[{EXTRAS[flavour]}]' in the checkout"
-    )
+    ).of("engine.not_installed")
 
 
 def _logger(trt: Any, errors: deque[str]) -> Any:

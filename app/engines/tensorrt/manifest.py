@@ -105,9 +105,13 @@ def read_plan(path: Path) -> tuple[bytes, PlanManifest]:
         manifest = PlanManifest.model_validate_json(manifest_file.read_bytes())
         return read_verified(to_path(path), manifest.plan_sha256), manifest
     except FileNotFoundError as error:
-        raise EngineError(f"the plan {str(path)!r} has no {manifest_file.name} beside it: build it again") from error
+        raise EngineError(f"the plan {str(path)!r} has no {manifest_file.name} beside it: build it again").of(
+            "manifest.missing"
+        ) from error
     except (ValidationError, CompileError) as error:
         # ``ShapeProfile`` raises CompileError for invalid sizes.
-        raise EngineError(f"{str(manifest_file)!r} is not a plan's manifest ({error}): build the plan again") from error
+        raise EngineError(f"{str(manifest_file)!r} is not a plan's manifest ({error}): build the plan again").of(
+            "manifest.damaged"
+        ) from error
     except StorageError as error:
-        raise EngineError(f"the plan {error}") from error
+        raise EngineError(f"the plan {error}").of(error.rule, error.key) from error

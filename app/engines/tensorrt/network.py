@@ -38,7 +38,9 @@ def parse_network(library: Library, builder: Any, onnx: Path) -> Network:
     definition = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(definition, library.logger)
     if not parser.parse_from_file(str(onnx)):
-        raise CompileError(f"{library.flavour} cannot parse {str(onnx)!r}: {_problems(parser)}")
+        raise CompileError(f"{library.flavour} cannot parse {str(onnx)!r}: {_problems(parser)}").of(
+            "tensorrt.parse_fails"
+        )
     return Network(
         definition,
         tuple(_tensor(definition.get_input(index)) for index in range(definition.num_inputs)),
@@ -59,10 +61,10 @@ def _tensor(tensor: Any) -> Tensor:
     if tensor.dtype.name not in _DTYPES:
         raise CompileError(
             f"{tensor.name!r} is {tensor.dtype.name}, which numpy lacks: cast it to float32 in the ONNX file"
-        )
+        ).of("dtype.unsupported")
     if shape[:1] != (-1,) or tensor.is_shape_tensor:
         raise CompileError(
             f"{tensor.name!r} has shape {list(shape)}: expected rows that vary, -1, in front; "
             "export the model with a dynamic batch"
-        )
+        ).of("rows.not_first")
     return Tensor(name=tensor.name, dtype=_DTYPES[tensor.dtype.name], shape=shape)
