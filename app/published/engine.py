@@ -52,7 +52,7 @@ def open_published(manifest: Manifest, folder: Path, threads: int) -> Engine:
         else:
             engine = open_engine(key.engine, folder / key.file, settings)
     except EngineError as error:
-        raise EngineError(f"{title} was compiled for {key}: {error}") from error
+        raise EngineError(f"{title} was compiled for {key}: {error}").of(error.rule, error.key) from error
     # Before the known answers, which have the inputs of the manifest.
     if difference := engine.signature.difference(manifest.signature):
         engine.close()
@@ -96,7 +96,7 @@ def require_known_answers(engine: Engine, manifest: Manifest, folder: Path) -> N
             f"model {manifest.name!r}, version {manifest.version}, was checked with {manifest.engine_key}: with "
             f"{engine.version} {changed}; run "
             f"jobs.compile with {engine.version}, or install the version that it was checked with"
-        )
+        ).of("engine.other_numbers")
 
 
 def _device_for(key: EngineKey) -> Device:
@@ -115,6 +115,6 @@ def _device_for(key: EngineKey) -> Device:
         raise EngineError(
             f"this machine is {device} {architecture}, where {key.precision} gives other numbers than those that were "
             "checked: run jobs.compile on a machine like this one"
-        )
+        ).of("machine.other_numbers")
     LOG.warning("compiled for %s; compiled again for this machine, %s %s", key, device, architecture)
     return device

@@ -99,7 +99,9 @@ class LoadedModel:
         """
         processor = self.natural_processor
         if not inputs:
-            raise RequestError("inputs is an empty list: give at least one text, image, row or record")
+            raise RequestError("inputs is an empty list: give at least one text, image, row or record").of(
+                "inputs.none"
+            )
         read = [_read(item, processor) for item in inputs]
         _require_light(read, processor, go_on)
         rows = []
@@ -120,7 +122,7 @@ class LoadedModel:
             raise RequestError(
                 f"model {name!r} was imported without a tokenizer or image transform, or without labels: send tensors "
                 f"to /v2/models/{name}/infer, or import it with --processor and --labels"
-            )
+            ).of("processor.missing")
         return self.processor
 
     def decode(self, outputs: Tensors, group: ShapeGroup | None = None) -> list[Prediction]:
@@ -286,7 +288,7 @@ def _read(given: Natural, processor: Processor) -> Any:
         raise RequestError(
             f"an input is {'an object' if isinstance(given, Mapping) else 'no object'}: expected "
             f"{expected.get(processor.modality, 'a text')}, which the model takes"
-        )
+        ).of("input.type")
     if isinstance(given, Mapping):
         return given
     if processor.modality == "text" or isinstance(given, bytes):
@@ -295,4 +297,6 @@ def _read(given: Natural, processor: Processor) -> Any:
         return base64.b64decode(given, validate=True)
     except ValueError as error:  # not base64, or not even ASCII
         what, file = ("a recording", "its") if processor.modality == "audio" else ("an image", "a PNG or JPEG")
-        raise RequestError(f"{what} is not base64 ({error}): encode the content of {file} file") from error
+        raise RequestError(f"{what} is not base64 ({error}): encode the content of {file} file").of(
+            "input.not_base64"
+        ) from error

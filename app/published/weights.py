@@ -113,7 +113,9 @@ def convert_weights(weights: Path, folder: UPath) -> None:
 
     recipe = load_stored_recipe(str(weights / RECIPE_FILE))
     if not isinstance(find_task(recipe.task), LanguageModeling):
-        raise RecipeError(f"the run is of task {recipe.task}: only language models can be written for transformers")
+        raise RecipeError(f"the run is of task {recipe.task}: only language models can be written for transformers").of(
+            "task.not_exported"
+        )
     tokenizer = LanguageTokenizer.load(to_path(weights))
     tensors = safetensors.torch.load_file(weights / WEIGHTS_FILE, backend="pread")
     converted = to_transformers(blueprint_of(recipe.model, tokenizer.facts).load(tensors))

@@ -326,7 +326,7 @@ class ModelCard(Scored):
             raise RecipeError(
                 f"serve.batching.max_batch_size is {serving.max_batch_size}: the model takes one row a call; leave it "
                 "out, or export the model with a batch size that varies and import it again"
-            )
+            ).of("batching.sizes", "serve.batching.max_batch_size")
         if runs_plans(self.engine_key.engine) and serving.max_batch_size > built:
             raise RecipeError(
                 f"serve.batching.max_batch_size is {serving.max_batch_size}: the plan was built for {built} rows at "

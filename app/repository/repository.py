@@ -138,7 +138,9 @@ class Repository:
         def promoted(aliases: Aliases) -> Aliases:
             # A deletion may have begun since the check above.
             if version in aliases.deleted:
-                raise StorageError(f"model {name!r}, version {version}, is being deleted: promote another")
+                raise StorageError(f"model {name!r}, version {version}, is being deleted: promote another").of(
+                    "version.being_deleted"
+                )
             return aliases.promoted(version, alias)
 
         self._change_aliases(name, promoted)
@@ -299,7 +301,9 @@ class Repository:
             return Aliases.model_validate_json(content or b"{}")
         except ValidationError as error:
             path = self._folder_of(name) / ALIASES_FILE
-            raise StorageError(f"{str(path)!r} was changed: remove it, and promote a version again") from error
+            raise StorageError(f"{str(path)!r} was changed: remove it, and promote a version again").of(
+                "file.changed"
+            ) from error
 
     def _change_aliases(self, name: str, changed: Callable[[Aliases], Aliases]) -> None:
         def change_content(content: bytes) -> bytes:
