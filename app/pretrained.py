@@ -62,9 +62,13 @@ class PretrainedFolder:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise RecipeError(f"{self}: {name} is not JSON ({error}): download the folder again") from error
+            raise RecipeError(f"{self}: {name} is not JSON ({error}): download the folder again").of(
+                "json.invalid", "model.pretrained"
+            ) from error
         if not isinstance(content, dict):
-            raise RecipeError(f"{self}: {name} holds a {type(content).__name__}, expected an object: download it again")
+            raise RecipeError(
+                f"{self}: {name} holds a {type(content).__name__}, expected an object: download it again"
+            ).of("file.not_an_object", "model.pretrained")
         return content
 
     @property
@@ -88,7 +92,9 @@ class PretrainedFolder:
         except FileNotFoundError:
             return []
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RecipeError(f"{self}: modules.json cannot be read ({error}): download the folder again") from error
+            raise RecipeError(f"{self}: modules.json cannot be read ({error}): download the folder again").of(
+                "file.unreadable", "model.pretrained"
+            ) from error
 
     def _pooling(self, module: str) -> str | None:
         """Return how a module pools the vectors of tokens, such as ``mean``; None if it does not."""
@@ -232,7 +238,9 @@ def _in_package(location: str) -> Path:
             "import.fails", "model.pretrained"
         ) from error
     if not folder.is_dir():
-        raise RecipeError(f"model.pretrained {location!r}: the package {package} has no folder {inside!r}")
+        raise RecipeError(f"model.pretrained {location!r}: the package {package} has no folder {inside!r}").of(
+            "file.missing", "model.pretrained"
+        )
     return folder
 
 
@@ -241,12 +249,14 @@ def _copied(location: str, source: UPath) -> Path:
     try:
         listing = sorted((entry["name"], entry["size"], version_of(entry)) for entry in source.fs.ls(source.path))
     except Exception as error:  # each protocol's driver has errors of its own
-        raise RecipeError(f"model.pretrained {location!r} cannot be read ({error}): check the URI") from error
+        raise RecipeError(f"model.pretrained {location!r} cannot be read ({error}): check the URI").of(
+            "file.unreadable", "model.pretrained"
+        ) from error
     if unversioned := next((name for name, _, version in listing if version is None), None):
         raise RecipeError(
             f"model.pretrained {location!r}: the driver lists neither an ETag nor a time of the last change of "
             f"{unversioned!r}, so a changed model would not be noticed; copy the folder to a disk or to S3"
-        )
+        ).of("storage.no_versions", "model.pretrained")
     folder = HOME / "pretrained" / sha256_of(json.dumps([location, listing]).encode())[:16]
     with _only_one(folder) as is_there:
         if not is_there:

@@ -139,5 +139,7 @@ def logits_of(output: object) -> Tensor:
     """Return the logits of a model's output, which is a tensor or an output of Hugging Face ``transformers``."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
-        raise RecipeError(f"the model answered a {type(output).__name__}: expected logits, or an output with logits")
+        raise RecipeError(
+            f"the model answered a {type(output).__name__}: expected logits, or an output with logits"
+        ).of("model.no_logits")
     return logits

@@ -19,7 +19,7 @@ def to_transformers(model: nn.Module) -> Any:
         raise RecipeError(
             f"a {type(model).__name__} has no form in transformers: expected app.models.gpt:gpt, or a model of "
             "transformers, whose weights folder is in that layout already"
-        )
+        ).of("model.not_exported")
     return _as_neox(model) if model.start.positions is None else _as_gpt2(model)
 
 

@@ -45,7 +45,7 @@ def read_configuration(location: str) -> dict[str, Any]:
     if "quantization_config" in folder.config:
         raise RecipeError(
             f"{folder} has quantized weights, which cannot be trained: give the folder of the whole model"
-        )
+        ).of("pretrained.quantized", "model.pretrained")
     try:
         given = AutoConfig.from_pretrained(folder.path, trust_remote_code=False).to_dict()
     except Exception as error:  # of many classes
@@ -120,7 +120,7 @@ def _require_suits(location: str, keys: Mapping[str, Any], facts: Mapping[str, i
         if isinstance(expected, int) and facts.get(fact, expected) != expected:
             raise RecipeError(
                 f"model.pretrained {location!r}: images have {fact} {facts[fact]}, the model takes {key} {expected}"
-            )
+            ).of("pretrained.other_images", "model.pretrained")
 
 
 def described(config: ModelConfig) -> ModelConfig:
@@ -229,7 +229,7 @@ def _renaming(model: nn.Module, state: Mapping[str, Tensor], folder: PretrainedF
             raise RecipeError(
                 f"{folder}: transformers joins {name} with other tensors when it reads a {type(model).__name__}, which "
                 "Rayloom cannot: give another model"
-            )
+            ).of("pretrained.joined_tensors", "model.pretrained")
         return str(renamed)
 
     return rename
