@@ -139,11 +139,13 @@ def check_tensors(tensors: Tensors, specs: Sequence[TensorSpec]) -> None:
     """
     names = [spec.name for spec in specs]
     if unknown := [name for name in tensors if name not in names]:
-        raise RequestError(f"input {unknown[0]!r} is not known: expected {', '.join(names)}")
+        raise RequestError(f"input {unknown[0]!r} is not known: expected {', '.join(names)}").of("input.unknown")
     found: dict[str | int, tuple[int, str]] = {}
     for spec in specs:
         if spec.name not in tensors:
-            raise RequestError(f"input {spec.name!r} is missing: expected {', '.join(names)}")
+            raise RequestError(f"input {spec.name!r} is missing: expected {', '.join(names)}").of(
+                "input.missing", spec.name
+            )
         tensor = tensors[spec.name]
         spec.check(tensor)
         varying = [given for given, size in zip(tensor.shape, spec.shape, strict=True) if size == -1]
@@ -154,7 +156,7 @@ def check_tensors(tensors: Tensors, specs: Sequence[TensorSpec]) -> None:
                 raise RequestError(
                     f"input {spec.name!r} has shape {list(tensor.shape)}, {other!r} has "
                     f"{list(tensors[other].shape)}: expected the same {key if spec.sizes else 'rows and length'}"
-                )
+                ).of("shapes.differ", spec.name)
 
 
 def count_rows(tensors: Tensors) -> int:
@@ -167,7 +169,9 @@ def count_rows(tensors: Tensors) -> int:
     rows = {shape[0] if shape else 0 for shape in shapes.values()}
     if len(rows) != 1 or 0 in rows:
         given = ", ".join(f"{name!r} {list(shape)}" for name, shape in shapes.items()) or "no tensors"
-        raise RequestError(f"a request of {given}: expected the same rows in each tensor, one or more")
+        raise RequestError(f"a request of {given}: expected the same rows in each tensor, one or more").of(
+            "rows.differ"
+        )
     return rows.pop()
 
 

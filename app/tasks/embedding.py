@@ -125,7 +125,7 @@ def _dimensions_of(recipe: Recipe) -> int:
             raise RecipeError(
                 f"model.pretrained {model.pretrained!r} has no hidden_size in its config.json, which is the size of a "
                 "vector: name a factory that returns vectors, with model.args.dimensions"
-            )
+            ).of("hidden_size.missing", "model.pretrained")
         return given
     dimensions = model.args.get("dimensions")
     if not isinstance(dimensions, int) or dimensions < 1:

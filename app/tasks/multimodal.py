@@ -22,7 +22,7 @@ class _OfRecords(ServedTask):
             raise RecipeError(
                 f"data.columns.fields is empty: task {recipe.task} learns from samples of several fields; name each "
                 "with its kind, such as {title: {kind: text}, photo: {kind: image}}"
-            )
+            ).of("fields.empty", "data.columns.fields")
 
 
 class MultimodalClassification(_OfRecords, Classification):

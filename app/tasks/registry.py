@@ -31,7 +31,7 @@ def find_task(name: str) -> Task:
         raise RecipeError(
             f"task {name} is that of imported models, which take tensors as they are: only 'rayloom models import' "
             f"publishes one; expected {', '.join(BUILT_IN_TASKS)}, or the import string of a task"
-        )
+        ).of("task.only_imported")
     found = import_attribute(BUILT_IN_TASKS.get(name, name))
     if isinstance(found, type) and not issubclass(found, Task) and callable(getattr(found, "fit", None)):
         from app.tasks.classification import classify  # it imports every processor
