@@ -26,7 +26,6 @@ from app.compile.parity import compare, failures
 from app.compile.reference import Judge, Reference
 from app.config import BatchingConfig, GatesConfig, ServeConfig
 from app.engines.onnxruntime import open_oracle
-from app.errors import RecipeError
 from app.published.loaded import load_model
 from app.repository.known_answers import KnownAnswers
 from app.repository.repository import Repository
@@ -47,6 +46,7 @@ from tests.importing import (
     write,
 )
 from tests.serving import serving
+from tests.wording import refused
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +349,7 @@ def test_a_model_of_one_row_a_call_is_served_row_by_row(tmp_path: Path) -> None:
     imported(tmp_path, "dense", dense(tmp_path / "model.onnx", (1, WIDTH)))
     manifest = Repository(UPath(tmp_path)).manifest("dense", 1)
     assert manifest.serving.max_batch_size == 1
-    with pytest.raises(RecipeError, match="takes one row a call"):
+    with refused("batching.sizes", "serve.batching.max_batch_size"):
         manifest.served(ServeConfig(batching=BatchingConfig(max_batch_size=8)))
 
 

@@ -25,6 +25,7 @@ from app.models.precision import allow_tf32
 from app.tensors import OUTPUT, Tensors, TensorSpec
 from tests.engine_contract import SIGNATURE, EngineContract, encoder, exported, rows
 from tests.onnx_files import save_onnx
+from tests.wording import refused
 
 TWO_STREAMS = EngineSettings(streams=2)
 
@@ -147,7 +148,7 @@ def test_what_fails_inside_a_library_is_an_error_of_the_engine() -> None:
         def forward(self, **_: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("out of memory")
 
-    with pytest.raises(EngineError, match="the engine failed on a batch: out of memory"):
+    with refused("engine.fails"):
         TorchEngine(Broken(), SIGNATURE, EngineSettings()).infer(rows(2))
 
 
@@ -156,7 +157,7 @@ def test_a_model_that_its_device_does_not_hold_is_an_error_of_the_engine() -> No
         def to(self, *_: object, **__: object) -> Self:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(EngineError, match="the engine cannot be opened: CUDA out of memory"):
+    with refused("engine.not_opened"):
         TorchEngine(TooLarge(), SIGNATURE, EngineSettings())
 
 
@@ -194,7 +195,7 @@ def test_a_broken_file_is_refused(name: str, onnx: Path) -> None:
 def test_a_type_that_numpy_has_not_is_refused(name: str, tmp_path: Path) -> None:
     identity = helper.make_node("Identity", ["given"], ["answer"])
     path = save_onnx(tmp_path / "bf16.onnx", [identity], dtype=TensorProto.BFLOAT16)
-    with pytest.raises(EngineError, match="'given' is of type"):
+    with refused("dtype.unsupported"):
         open_engine(name, path)
 
 
@@ -217,16 +218,16 @@ def test_a_missing_gpu_is_refused_not_exchanged(onnx: Path) -> None:
     settings = EngineSettings(device="gpu")
     with pytest.raises(EngineError, match="CUDAExecutionProvider"):
         open_engine("onnxruntime", onnx, settings)
-    with pytest.raises(EngineError, match="no GPU"):
+    with refused("gpu.missing"):
         TorchEngine(encoder(), SIGNATURE, settings)
-    with pytest.raises(EngineError, match="OpenVINO runs on the CPU"):
+    with refused("device.unsupported"):
         open_engine("openvino", onnx, settings)
 
 
 def test_a_name_without_an_engine_is_refused(onnx: Path) -> None:
-    with pytest.raises(EngineError, match="did you mean 'openvino'"):
+    with refused("engine.unknown"):
         open_engine("openvno", onnx)
-    with pytest.raises(EngineError, match="runs a module, not a file"):
+    with refused("torch.no_file"):
         open_engine("torch", onnx)
 
 

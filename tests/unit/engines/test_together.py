@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from app.engines.base import PooledEngine, Signature, infer_many
-from app.errors import EngineError
 from app.tensors import Tensors, TensorSpec
+from tests.wording import refused
 
 
 class Doubling(PooledEngine[list[tuple[int, ...]]]):
@@ -72,5 +72,5 @@ def test_the_order_of_a_requests_tensors_does_not_matter() -> None:
 def test_an_engine_that_fails_fails_all() -> None:
     engine = Doubling()
     engine.close()
-    with pytest.raises(EngineError, match="closed"):
+    with refused("engine.closed"):
         infer_many(engine, [request(1, 4), request(2, 4)], lambda _: 5)
