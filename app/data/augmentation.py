@@ -116,7 +116,7 @@ def _change_of(config: AugmentConfig, processor: Processor) -> Callable[[Any, Ge
     if not isinstance(processor, AugmentingProcessor):
         raise RecipeError(
             f"train.augment needs a processor that changes inputs: {type(processor).__name__} has no encode_changed"
-        )
+        ).of("processor.no_encode_changed", "train.augment")
     if config.text:
         return TextAugmentation(config.text)
     assert config.image

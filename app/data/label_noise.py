@@ -56,7 +56,7 @@ class LabelJudge:
             raise DataError(
                 f"data.clean.label_noise is for {_MAX_CLASSES:,} labels at most, and the data have {len(labels):,}: "
                 "leave it out"
-            )
+            ).of("labels.too_many", "data.clean.label_noise")
         chosen = np.argsort(keys, kind="stable")[: _PROBABILITIES // len(labels)]
         texts, classes, keys = [texts[row] for row in chosen.tolist()], classes[chosen], keys[chosen]
         count = min(_FEATURES, 2 ** int(np.log2(_WEIGHTS / len(labels))))

@@ -76,7 +76,7 @@ def read_preprocessing(folder: PretrainedFolder) -> tuple[ImageConfig, Preproces
         raise RecipeError(
             f"{folder}: {_name_of(theirs)} in {IMAGE_FILE} makes images of size {_given(theirs, 'size')}, crop_size "
             f"{_given(theirs, 'crop_size')}: expected do_resize, and a square of one height and width; " + _ADVICE
-        )
+        ).of("image_processor.not_square", "model.pretrained")
     factor, mean, std = _scale(theirs, folder)
     return (
         ImageConfig(size=final[0], channels=1 if len(mean) == 1 else 3),
@@ -113,12 +113,12 @@ def require_same_pixels(
             raise RecipeError(
                 f"{folder}: {_name_of(theirs)} cannot read a picture ({first_line(error)}): correct {IMAGE_FILE}, or "
                 + _ADVICE
-            ) from error
+            ).of("image_processor.fails", "model.pretrained") from error
         if not same:
             raise RecipeError(
                 f"{folder}: {_name_of(theirs)} prepares a picture of {width} x {height} pixels in a way that Rayloom "
                 f"does not follow: {_ADVICE}"
-            )
+            ).of("image_processor.differs", "model.pretrained")
 
 
 def _theirs(folder: PretrainedFolder) -> Any:
@@ -135,7 +135,7 @@ def _theirs(folder: PretrainedFolder) -> Any:
         raise RecipeError(
             f"{folder}: {name} in {IMAGE_FILE} cannot be made by transformers with Pillow ({first_line(error)}): "
             + _ADVICE
-        ) from error
+        ).of("image_processor.not_created", "model.pretrained") from error
 
 
 def _sizes(theirs: Any) -> tuple[int | None, int | None, tuple[int, int] | None]:

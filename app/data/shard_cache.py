@@ -80,7 +80,9 @@ class ShardCache:
             self._verified.discard(shard.sha256)
             return self.open(number)
         except pa.ArrowInvalid as error:
-            raise StorageError(f"shard {str(path)!r} cannot be read ({error}): prepare the data again") from error
+            raise StorageError(f"shard {str(path)!r} cannot be read ({error}): prepare the data again").of(
+                "shard.unreadable"
+            ) from error
         self._unmap_evicted()
         self._unmap_read()
         self._open[number] = opened

@@ -111,7 +111,7 @@ class ShardIndex(BaseModel):
             raise StorageError(
                 f"{str(folder / INDEX_FILE)!r} is not an index of shards ({error.error_count()} errors): delete the "
                 "folder, and prepare the data again"
-            ) from error
+            ).of("shards.index_damaged") from error
         if index.format != FORMAT:
             raise StorageError(
                 f"{str(folder)!r} has shards in the format {index.format!r}, expected {FORMAT!r}: delete the folder, "
@@ -146,7 +146,9 @@ class ShardWriter:
     def add(self, batch: pa.RecordBatch) -> None:
         """Add rows. Raises DataError if their columns are not those of the other shards."""
         if batch.schema != self._schema:
-            raise DataError(f"rows have the columns {batch.schema.names}: expected {self._schema.names}")
+            raise DataError(f"rows have the columns {batch.schema.names}: expected {self._schema.names}").of(
+                "columns.differ"
+            )
         if self._left is not None:
             batch = batch.slice(0, self._left)
             self._left -= batch.num_rows
@@ -263,7 +265,9 @@ class OpenShard:
         # The address means nothing if all are empty.
         cells = [self._file.read_at(size, start) if size else b"" for size, start in places]
         if sum(map(len, cells)) != sizes.sum():
-            raise StorageError(f"shard {str(self.path)!r} became shorter while it was read: prepare the data again")
+            raise StorageError(f"shard {str(self.path)!r} became shorter while it was read: prepare the data again").of(
+                "shard.changed"
+            )
         return [cell.decode() for cell in cells] if column.type == pa.string() else cells
 
 

@@ -124,7 +124,9 @@ class TextProcessor:
         given = (id_of("pad_token"), folder.config.get("pad_token_id"), own, id_of("eos_token"))
         pad_id = next((number for number in given if isinstance(number, int) and number >= 0), None)
         if pad_id is None:
-            raise RecipeError(f"{folder} has no padding token: set pad_token in tokenizer_config.json")
+            raise RecipeError(f"{folder} has no padding token: set pad_token in tokenizer_config.json").of(
+                "tokenizer.no_padding", "model.pretrained"
+            )
         unknown_id = id_of("unk_token", "pad_token", "eos_token") or 0
         return cls(tokenizer, config.buckets, pad_id, unknown_id, folder.companions)
 
@@ -158,7 +160,7 @@ class TextProcessor:
         """Return ids and mask of a batch, padded to the smallest bucket that fits its longest text."""
         for item in inputs:
             if not isinstance(item, str):
-                raise DataError(f"got {type(item).__name__} as an input: expected a text")
+                raise DataError(f"got {type(item).__name__} as an input: expected a text").of("input.type")
         return self._encode_texts(cast(Sequence[str], inputs))
 
     def encode_changed(self, inputs: Sequence[Input], changes: Sequence[Callable[[str], str]]) -> Tensors:
@@ -243,7 +245,7 @@ def _require_same_ids(tokenizer: Tokenizer, folder: PretrainedFolder) -> None:
             raise RecipeError(
                 f"{folder}: {text!r} has the tokens {given} by {TOKENIZER_FILE}, and {expected} if transformers also "
                 f"reads {TRANSFORMERS_FILE}: write both with save_pretrained of the right tokenizer"
-            )
+            ).of("tokenizer.differs", "model.pretrained")
 
 
 def _first_words(text: str, limit: int) -> str:

@@ -37,7 +37,7 @@ def _identifier(expected: tuple[str, ...]) -> Any:
     except ImportError as error:
         raise RecipeError(
             "data.clean.languages needs py3langid, which is not installed: pip install 'rayloom[languages]'"
-        ) from error
+        ).of("package.not_installed", "data.clean.languages") from error
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
     if unknown := [code for code in expected if code not in identifier.labels]:
         raise RecipeError(

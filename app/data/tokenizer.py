@@ -115,7 +115,9 @@ class LanguageTokenizer:
         folder.require_length(config.block_length, "data.block_length")
         tokenizer, end = read_tokenizer(folder), folder.special_token("eos_token")
         if end is None or tokenizer.token_to_id(end) is None:
-            raise RecipeError(f"{folder} has no eos_token in tokenizer_config.json, to end a document: add it there")
+            raise RecipeError(
+                f"{folder} has no eos_token in tokenizer_config.json, to end a document: add it there"
+            ).of("tokenizer.no_end", "model.pretrained")
         own = {TEMPLATE_FILE: _read_template(config.chat.template)} if config.chat.template else {}
         return cls(tokenizer, config.block_length, end, {**folder.companions, **own})
 

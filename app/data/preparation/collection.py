@@ -76,7 +76,9 @@ def find_shards(storage: UPath, named: str) -> ShardSet:
     names = [name for name in list_names(storage / SHARDS) if name.startswith(named)]
     if len(names) != 1:
         found = f"{len(names)} data, such as {sorted(names)[0]}: give more of the name" if names else "no such data"
-        raise StorageError(f"storage {str(storage)!r} has {found} ({named!r}): 'rayloom data list' shows them")
+        raise StorageError(f"storage {str(storage)!r} has {found} ({named!r}): 'rayloom data list' shows them").of(
+            "prepared_data.ambiguous" if names else "prepared_data.unknown"
+        )
     path = storage / SHARDS / names[0]
     return ShardSet.open(path, readers(storage).get(names[0], ()))
 

@@ -71,9 +71,13 @@ def _parse_python(line: bytes, place: Callable[[], str], where: str) -> Any:
     try:
         row = json.loads(line.decode(), object_pairs_hook=lambda pairs: _distinct(pairs, place))
     except UnicodeDecodeError as error:
-        raise DataError(f"{place()} is not text in UTF-8 ({error}): write the file in UTF-8") from error
+        raise DataError(f"{place()} is not text in UTF-8 ({error}): write the file in UTF-8").of(
+            "text.encoding"
+        ) from error
     except RecursionError as error:
-        raise DataError(f"{place()} has lists or objects within more than 1,000 others: write it flat") from error
+        raise DataError(f"{place()} has lists or objects within more than 1,000 others: write it flat").of(
+            "json.too_deep"
+        ) from error
     except ValueError as error:
         raise DataError(f"{place()} is not JSON ({error}): correct it, and write one object {where}").of(
             "json.invalid"
@@ -88,7 +92,7 @@ def _distinct(pairs: Sequence[tuple[str, Any]], place: Callable[[], str]) -> dic
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"{place()} has the key {twice!r} twice in one object: rename or remove one")
+        raise DataError(f"{place()} has the key {twice!r} twice in one object: rename or remove one").of("key.repeated")
     return row
 
 
@@ -134,5 +138,5 @@ def csv_row_ends(file: BinaryIO, path: str, separator: str = ",") -> Iterator[in
             except csv.Error as error:
                 raise DataError(
                     f"{path!r} has a row at byte {begin:,} that cannot be read ({error}): is a quote left open?"
-                ) from error
+                ).of("row.unreadable") from error
         yield position

@@ -107,14 +107,18 @@ def _resolved(storage: Any, path: str, info: dict[str, Any], *above: str) -> Ite
         return
     target = os.path.realpath(path)
     if not os.path.exists(target):
-        raise DataError(f"{path!r} is a link to {info['destination']!r}, which does not exist: correct or remove it")
+        raise DataError(
+            f"{path!r} is a link to {info['destination']!r}, which does not exist: correct or remove it"
+        ).of("link.broken")
     if not os.path.isdir(target):
         yield path, storage.info(target)
         return
     if any(
         os.path.commonpath([place, target]) == target for place in (os.path.realpath(os.path.dirname(path)), *above)
     ):
-        raise DataError(f"{path!r} is a link to {info['destination']!r}, a folder that it lies in: remove it")
+        raise DataError(f"{path!r} is a link to {info['destination']!r}, a folder that it lies in: remove it").of(
+            "link.circular"
+        )
     for inside, found in _found(storage, target, target, *above).items():
         yield path + inside.removeprefix(target), found
 

@@ -93,14 +93,16 @@ def _tag_name(tag: object, where: str, config: ColumnsConfig) -> str:
     if isinstance(tag, str) and tag and not tag.endswith("-"):
         return tag
     if not isinstance(tag, int) or isinstance(tag, bool):
-        raise DataError(f"{where} has the tag {tag!r}: expected a text such as O or B-NAME")
+        raise DataError(f"{where} has the tag {tag!r}: expected a text such as O or B-NAME").of("tag.type")
     if names is None:
         raise DataError(
             f"{where} has the tag {tag}, a number: name the tags in data.columns.tag_names, in the order of their "
             "numbers, such as [O, B-PER, I-PER]"
-        )
+        ).of("tag_names.missing", "data.columns.tag_names")
     if not 0 <= tag < len(names):
-        raise DataError(f"{where} has the tag {tag}, and data.columns.tag_names has {len(names)} names: add the others")
+        raise DataError(
+            f"{where} has the tag {tag}, and data.columns.tag_names has {len(names)} names: add the others"
+        ).of("tag_names.too_few", "data.columns.tag_names")
     return names[tag]
 
 
@@ -154,5 +156,7 @@ def _list(cell: str | None, key: str, where: str) -> list[Any]:
     except ValueError as error:
         raise DataError(f"{where}: {key} is not a list: {cell!r}").of("cell.not_a_list", key) from error
     if not isinstance(value, list):
-        raise DataError(f"{where}: {key} holds {'nothing' if value is None else repr(value)}: expected a list")
+        raise DataError(f"{where}: {key} holds {'nothing' if value is None else repr(value)}: expected a list").of(
+            "cell.not_a_list", key
+        )
     return value

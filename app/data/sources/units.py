@@ -140,7 +140,7 @@ def _require_classes(
         raise DataError(
             f"{source}: the class {lacking[0].parent.name!r} has no file that can be read, but {lacking[0].name!r}: "
             f"expected {', '.join(suffixes)}; convert its files, or move the folder away"
-        )
+        ).of("class.no_file", source.key)
 
 
 def cut_sources(sources: Sequence[Sequence[SourceFile]], tests: Sequence[SourceFile], unit_bytes: int) -> list[Unit]:
@@ -219,7 +219,9 @@ def _named_in_errors(path: str, format_name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise DataError(f"{error.filename or path!r} is gone: the source changed; prepare it again") from error
+        raise DataError(f"{error.filename or path!r} is gone: the source changed; prepare it again").of(
+            "source.changed"
+        ) from error
     except PermissionError as error:
         raise DataError(f"{path!r} may not be read ({error}): check its rights and the credentials").of(
             "file.forbidden"

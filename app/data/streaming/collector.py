@@ -33,8 +33,8 @@ def open_reader(source: str, start: Mapping[int, int]) -> Reader:
 
         return KafkaReader(source, address, start)
     except ModuleNotFoundError as error:
-        raise DataError(
-            f"data.source {source!r} needs the package of {error.name!r}: install rayloom[streams]"
+        raise DataError(f"data.source {source!r} needs the package of {error.name!r}: install rayloom[streams]").of(
+            "package.not_installed", "data.source"
         ) from error
 
 

@@ -72,8 +72,8 @@ class JetStreamReader:
                 "the name"
             ).of("stream.unknown", "data.source") from error
         except ServiceUnavailableError as error:
-            raise DataError(
-                f"data.source {self._source!r}: the server runs without JetStream; start it with -js"
+            raise DataError(f"data.source {self._source!r}: the server runs without JetStream; start it with -js").of(
+                "stream.no_jetstream", "data.source"
             ) from error
         first = self._first_sequence(info, start)
         self._subscription = await self._subscribe(context, first)
@@ -143,7 +143,7 @@ class JetStreamReader:
             raise DataError(
                 f"data.source {self._source!r}: the server creates no consumer ({error.description}); correct the "
                 "subject, or the rights of the user"
-            ) from error
+            ).of("stream.no_consumer", "data.source") from error
 
     async def _fetch(self, count: int, timeout_s: float) -> list[Message]:
         try:

@@ -73,7 +73,7 @@ def _content(value: Any, column: Column, message: Message) -> bytes | None:
         raise DataError(
             f"{message}: {column.name!r} is not base64 ({error}): a message holds the content of a file in base64, "
             f"for {column.key}"
-        ) from error
+        ).of("field.not_base64", column.key) from error
 
 
 class Reader(Protocol):

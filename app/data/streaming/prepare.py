@@ -183,7 +183,9 @@ class _Validation:
         report = CleaningReport(what=kind.what, given=len(codes), kept=int(kept.sum()), dropped=dropped)
         print(f"{_KEY} {config.validation_source}: {report}", flush=True)
         if kept.sum() < kind.min_held_out:
-            raise DataError(f"{_KEY} {config.validation_source!r} has no row after cleaning: give more rows")
+            raise DataError(f"{_KEY} {config.validation_source!r} has no row after cleaning: give more rows").of(
+                "source.nothing_left", _KEY
+            )
         _check_labels(encoding, batches, kept)
         return cls(batches, kept, _digests(encoding, batches, kept))
 

@@ -236,7 +236,7 @@ class StreamRows:
                 raise DataError(
                     f"{kind.first_word} is not a number: send null if {name!r} is unknown, or name the column in "
                     "data.columns.categories"
-                )
+                ).of("number.invalid", name)
 
     def _has_tokenizer(self, samples: int, enough: int) -> bool:
         """Return whether rows are measured in tokens. Learn a tokenizer once there may be enough rows."""

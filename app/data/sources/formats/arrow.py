@@ -104,7 +104,7 @@ def _require_end(path: str, location: UPath) -> None:
         if file.read() != _END:
             raise DataError(
                 f"{path!r} is torn: the stream has no end-of-stream marker; write it again, and close its writer"
-            )
+            ).of("file.torn")
 
 
 def _batches(table: Any, piece: Piece) -> Iterator[pa.RecordBatch]:

@@ -106,7 +106,9 @@ def require_text(path: str, head: bytes) -> None:
     """Raise DataError if a file that begins with ``head`` is compressed, of another format, or not in UTF-8."""
     require_unpacked(path, head)
     if b"\0" in head:
-        raise DataError(f"{path!r} begins with zero bytes, as text in UTF-16 or a torn file does: {_UTF_8}")
+        raise DataError(f"{path!r} begins with zero bytes, as text in UTF-16 or a torn file does: {_UTF_8}").of(
+            "text.encoding"
+        )
 
 
 def require_unpacked(path: str, head: bytes) -> None:

@@ -93,7 +93,7 @@ class Csv(Format):
             if batch.nbytes > CSV_BLOCK_BYTES and (pc.max(pc.binary_length(cells)).as_py() or 0) > CSV_BLOCK_BYTES:
                 raise DataError(
                     f"{place(0)}, or a row after it: {name!r} has over {CSV_BLOCK_BYTES:,} bytes: break it up"
-                )
+                ).of("cell.too_large")
             if any(column.kind == "file" and column.name == name for column in columns.all):
                 batch = batch.set_column(number, name, texts_of(cells, name, place))
         yield from batch_rows(batch, columns, part.path, row, part.where)
@@ -151,10 +151,12 @@ class Csv(Format):
                 if len(names) > 1 or "".join(names).strip():
                     return _Header(names, end)
         except UnicodeDecodeError as error:
-            raise DataError(f"{path!r}: the names of the columns are not UTF-8 ({error}): write it in UTF-8") from error
+            raise DataError(f"{path!r}: the names of the columns are not UTF-8 ({error}): write it in UTF-8").of(
+                "text.encoding"
+            ) from error
         except csv.Error as error:
-            raise DataError(
-                f"{path!r}: the names of the columns cannot be read ({error}): is a quote left open?"
+            raise DataError(f"{path!r}: the names of the columns cannot be read ({error}): is a quote left open?").of(
+                "header.unreadable"
             ) from error
         return _Header([], end)
 
@@ -173,7 +175,9 @@ def _require_no_header(batch: pa.RecordBatch, place: Place) -> None:
     if batch.num_columns > 1:
         is_header = reduce(pc.and_, (pc.equal(batch[name], name.encode()) for name in batch.schema.names))
         if (row := pc.index(is_header, True).as_py()) >= 0:
-            raise DataError(f"{place(row)} repeats the names of the columns, as joined files do: remove the row")
+            raise DataError(f"{place(row)} repeats the names of the columns, as joined files do: remove the row").of(
+                "header.repeated"
+            )
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,7 @@ class _Quotes:
             raise DataError(
                 f"{self._part.path!r}, row {number + 1:,}{self._part.where}: a quote is left open, or stands within a "
                 f"quoted cell ({error}): write a quote within a cell twice, and close each quoted cell"
-            ) from error
+            ).of("quote.left_open") from error
 
     def _lines(self) -> Iterator[str]:
         with to_path(self._part.path).open("rb") as file:

@@ -40,7 +40,7 @@ class _Sample:
         if len(found) > 1:
             raise DataError(
                 f"{self.place} has {len(found)} members that are {_WORDS[contents]}, .{' and .'.join(found)}: keep one"
-            )
+            ).of("tar.several_members")
         if not found:
             raise self._without(_WORDS[contents], ", ".join(f".{name}" for name in wanted))
         return self.members[found[0]]
@@ -116,7 +116,9 @@ def _samples(path: str) -> Iterator[_Sample]:
                 members = {}
             key = folder + slash + stem
             if (extension := extension.lower()) in members:
-                raise DataError(f"{path!r}, sample {key} has two members .{extension}: rename or remove one")
+                raise DataError(f"{path!r}, sample {key} has two members .{extension}: rename or remove one").of(
+                    "tar.member_twice"
+                )
             members[extension] = content.read().removeprefix(BOM if extension in _TEXTS else b"")
         _require_end(path, tar.offset)
     if members:
@@ -137,7 +139,7 @@ def _require_end(path: str, offset: int) -> None:
                 raise DataError(
                     f"{path!r} has more after its end-of-archive marker at byte {offset:,}, as joined tars have: keep "
                     "them apart, or join them by tar --concatenate"
-                )
+                ).of("tar.joined")
 
 
 def _rows_of(path: str, samples: Sequence[_Sample], columns: Columns) -> Rows:
