@@ -38,9 +38,9 @@ def read_verified(file: UPath, sha256: str) -> bytes:
     try:
         content = file.read_bytes()
     except FileNotFoundError as error:
-        raise StorageError(f"{str(file)!r} is missing: make it again") from error
+        raise missing_file(file) from error
     if (given := sha256_of(content)) != sha256:
-        raise StorageError(_changed(file, given, sha256))
+        raise _changed(file, given, sha256)
     return content
 
 
@@ -65,8 +65,8 @@ def read_checksums(folder: UPath) -> dict[str, str]:
     try:
         content = (folder / CHECKSUMS_FILE).read_bytes()
     except FileNotFoundError as error:
-        raise StorageError(
-            f"{str(folder)!r} has no {CHECKSUMS_FILE}: it is not a folder that Rayloom wrote whole"
+        raise StorageError(f"{str(folder)!r} has no {CHECKSUMS_FILE}: it is not a folder that Rayloom wrote whole").of(
+            "checksums.missing"
         ) from error
     lines = content.decode(errors="replace").splitlines()
     sums = {name: sha256 for sha256, _, name in (line.partition("  ") for line in lines)}
@@ -92,7 +92,9 @@ class VerifiedFolder:
     def sha256_of(self, name: str) -> str:
         """Return the checksum of the file ``name``. Raises StorageError if there is none."""
         if name not in self._sums:
-            raise StorageError(f"{str(self.path)!r} has no checksum of {name!r}: it was changed")
+            raise StorageError(f"{str(self.path)!r} has no checksum of {name!r}: it was changed").of(
+                "checksums.incomplete"
+            )
         return self._sums[name]
 
     def read(self, name: str) -> bytes:
@@ -109,16 +111,25 @@ def verify_checksums(folder: UPath, on_progress: ProgressCallback = no_op) -> No
     path, expected = folder / CHECKSUMS_FILE, read_checksums(folder)
     files = {file.name: file for file in folder.iterdir() if file.is_file() and file.name != CHECKSUMS_FILE}
     if missing := sorted(expected.keys() - files.keys()):
-        raise StorageError(f"{str(folder / missing[0])!r} is missing: make it again")
+        raise missing_file(folder / missing[0])
     if unknown := sorted(files.keys() - expected.keys()):
-        raise StorageError(f"{str(path)!r} does not name {unknown[0]!r}: one of them was changed; make it again")
+        raise StorageError(f"{str(path)!r} does not name {unknown[0]!r}: one of them was changed; make it again").of(
+            "checksums.incomplete"
+        )
     for name, given in checksums_of(files.values(), on_progress).items():
         if given != expected[name]:
-            raise StorageError(_changed(files[name], given, expected[name]))
+            raise _changed(files[name], given, expected[name])
 
 
-def _changed(file: UPath, given: str, expected: str) -> str:
-    return f"{str(file)!r} was changed: its sha256 is {given[:12]}…, expected {expected[:12]}…; make it again"
+def missing_file(file: UPath) -> StorageError:
+    """Return the error for a file that has a checksum, and is not there."""
+    return StorageError(f"{str(file)!r} is missing: make it again").of("file.missing")
+
+
+def _changed(file: UPath, given: str, expected: str) -> StorageError:
+    return StorageError(
+        f"{str(file)!r} was changed: its sha256 is {given[:12]}…, expected {expected[:12]}…; make it again"
+    ).of("file.changed")
 
 
 def code_revision(*folders: str) -> str:

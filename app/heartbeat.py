@@ -45,7 +45,9 @@ def run_lock(run_folder: UPath) -> Iterator[None]:
         run_folder.mkdir(parents=True, exist_ok=True)
         _replace(path, b"", uuid.uuid4().hex.encode())
     except OSError as error:
-        raise StorageError(f"storage {str(run_folder)!r} cannot be written ({error}): check its rights") from error
+        raise StorageError(f"storage {str(run_folder)!r} cannot be written ({error}): check its rights").of(
+            "storage.not_written", "storage"
+        ) from error
     with _held(run_folder):
         yield
 
@@ -143,4 +145,4 @@ def _running_error(run_folder: UPath) -> StorageError:
     return StorageError(
         f"run {run_folder.name} is being trained right now: pause it with 'rayloom pause {run_folder.name}', "
         "or wait for its end"
-    )
+    ).of("run.under_way")

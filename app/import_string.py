@@ -53,7 +53,9 @@ def require_named(import_string: str) -> None:
     except Exception:  # a package above it may fail in any way, and the job says how
         return
     if spec is None:
-        raise RecipeError(f"{import_string!r}: there is no module {module_name!r} here: {_remedy(module_name)}")
+        raise RecipeError(f"{import_string!r}: there is no module {module_name!r} here: {_remedy(module_name)}").of(
+            "import.fails"
+        )
     if not (spec.origin and spec.origin.endswith(".py")):
         return
     try:
@@ -61,13 +63,13 @@ def require_named(import_string: str) -> None:
     except SyntaxError as error:
         raise RecipeError(
             f"{import_string!r}: line {error.lineno} of {spec.origin!r} is not Python ({error.msg}): correct it"
-        ) from None
+        ).of("import.fails") from None
     names = {name for statement in ast.walk(tree) for name in _defined_by(statement)}
     if not names & {attribute, "*", "__getattr__"}:
         raise RecipeError(
             f"{import_string!r}: module {module_name!r} has no {attribute!r}: check its name"
             f"{suggestion(attribute, sorted(names))}"
-        )
+        ).of("import.fails")
 
 
 def _remedy(module_name: str) -> str:

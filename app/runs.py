@@ -162,7 +162,7 @@ class Run:
     def _cannot_write(self, error: OSError) -> StorageError:
         return StorageError(
             f"storage {str(self.storage)!r} cannot be written ({error}): check its rights and free space"
-        )
+        ).of("storage.not_written", "storage")
 
     def end(self, outcome: Outcome) -> Result:
         """Write and return the result of a run that succeeded or was stopped."""
@@ -265,17 +265,17 @@ def execute(run: Run, step: Step, parent: UPath | None = None) -> Result:
 
 def runs_folder(storage: UPath, job: str) -> UPath:
     """Return the folder of a job's runs, which are named by id. Raise StorageError if ``job`` is not a job's name."""
-    return _folder_in(storage / "runs", job, "a job such as train")
+    return _folder_in(storage / "runs", job, "a job such as train", "job.unknown")
 
 
 def folder_of_run(storage: UPath, job: str, run_id: str) -> UPath:
     """Return the folder of one run. Raise StorageError if the id is not valid, because a path would lead elsewhere."""
-    return _folder_in(runs_folder(storage, job), run_id, "a run's id")
+    return _folder_in(runs_folder(storage, job), run_id, "a run's id", "run.unknown")
 
 
-def _folder_in(folder: UPath, name: str, expected: str) -> UPath:
+def _folder_in(folder: UPath, name: str, expected: str, rule: str) -> UPath:
     if not is_plain_name(name):
-        raise StorageError(f"{name!r} is not {expected}: 'rayloom runs list' shows the runs in storage")
+        raise StorageError(f"{name!r} is not {expected}: 'rayloom runs list' shows the runs in storage").of(rule)
     return folder / name
 
 
@@ -297,7 +297,7 @@ def latest_result(storage: UPath, job: str, recipe_name: str) -> Result:
             return result
     raise StorageError(
         f"storage {str(storage)!r} has no finished {job} run of recipe {recipe_name!r}: run jobs.{job} first"
-    )
+    ).of("run.none_finished")
 
 
 def has_succeeded(run: UPath) -> bool:

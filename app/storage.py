@@ -72,7 +72,7 @@ def open_storage(location: str | None) -> UPath:
             f"storage {without_secrets(location)!r} was given with a secret, which would enter logs and results: give "
             "it in the environment of the cluster's nodes, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. "
             f"{PERCENT_ENCODE}"
-        )
+        ).of("secret.in_storage", "storage")
     if "://" not in location and not Path(location).is_absolute():
         raise StorageError(
             f"storage is {location!r}, a relative path: a job runs in a copy of the working directory that Ray "

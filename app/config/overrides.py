@@ -43,7 +43,7 @@ def require_once(overrides: Sequence[str]) -> None:
                 raise RecipeError(
                     f"override {shown(overrides[number])} replaces {shown(given)}, which is given before it: leave out "
                     "one of them"
-                )
+                ).of("override.repeated", key)
 
 
 def set_value(tree: dict[str, Any], key: str, value: Any) -> None:

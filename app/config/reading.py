@@ -27,7 +27,9 @@ def read_text(location: str | Path) -> str:
             return sys.stdin.read()
         return to_path(location).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"recipe {title_of(location)!r} is not a text in UTF-8: give a YAML file") from error
+        raise RecipeError(f"recipe {title_of(location)!r} is not a text in UTF-8: give a YAML file").of(
+            "text.encoding"
+        ) from error
     except Exception as error:  # each fsspec protocol raises its own errors
         reason = hide_secrets(getattr(error, "strerror", None) or str(error) or type(error).__name__)
         raise RecipeError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from upath import UPath
 
-from app.checksums import sha256_of
+from app.checksums import missing_file, sha256_of
 from app.errors import StorageError
 from app.storage import ProgressCallback, no_op
 
@@ -103,7 +103,7 @@ class VerifiedFile(io.RawIOBase):
         try:
             contents = self._file.fs.cat_ranges([self._file.path] * len(runs), starts, ends, on_error="raise")
         except FileNotFoundError as error:
-            raise StorageError(f"{str(self._file)!r} is missing: make it again") from error
+            raise missing_file(self._file) from error
         except OSError as error:
             # Object stores reject reads that start at or past the end.
             if self._file.stat().st_size <= starts[-1]:
