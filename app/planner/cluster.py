@@ -303,20 +303,24 @@ def _read_file(path: Path, threads: int) -> Cluster:
     try:
         file = ClusterFile.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise PlanError(f"cluster file {str(path)!r} cannot be read ({error.strerror}): give another path") from error
+        raise PlanError(f"cluster file {str(path)!r} cannot be read ({error.strerror}): give another path").of(
+            "file.unreadable"
+        ) from error
     except UnicodeDecodeError as error:
-        raise PlanError(f"cluster file {str(path)!r} is not a text in UTF-8: give a YAML or JSON file") from error
+        raise PlanError(f"cluster file {str(path)!r} is not a text in UTF-8: give a YAML or JSON file").of(
+            "text.encoding"
+        ) from error
     except yaml.YAMLError as error:
         raise PlanError(f"cluster file {str(path)!r} is neither YAML nor JSON: {yaml_problem(error)}").of(
             "yaml.invalid"
         ) from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
+        key = ".".join(map(str, first["loc"]))
         raise PlanError(
-            f"cluster file {str(path)!r}: {where}: {first['msg']}, got {first['input']!r}; known keys are "
+            f"cluster file {str(path)!r}: {key or 'the whole'}: {first['msg']}, got {first['input']!r}; known keys are "
             f"{', '.join(ClusterFile.model_fields)}"
-        ) from error
+        ).of(f"cluster.{first['type']}", key or None) from error
     return _from_file(file, path, threads)
 
 
