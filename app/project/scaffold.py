@@ -44,7 +44,9 @@ def create_project(folder: Path) -> list[Path]:
             raise RequestError(f"{str(folder)!r} is not empty: give the name of a new folder").of("folder.taken")
         return sorted(_copy(files("app.project") / "template", folder, name))
     except OSError as error:
-        raise RequestError(f"{str(folder)!r} cannot be written ({error.strerror}): give another folder") from error
+        raise RequestError(f"{str(folder)!r} cannot be written ({error.strerror}): give another folder").of(
+            "folder.not_written"
+        ) from error
 
 
 def _is_module(name: str) -> bool:

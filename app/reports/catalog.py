@@ -105,7 +105,9 @@ def _jobs_in(storage: UPath, job: str | None) -> list[str]:
     if job:
         if job not in JOBS:
             near = suggestion(job, JOBS)
-            raise StorageError(f"{job!r} is not a job that keeps runs: expected one of {', '.join(JOBS)}{near}")
+            raise StorageError(f"{job!r} is not a job that keeps runs: expected one of {', '.join(JOBS)}{near}").of(
+                "job.unknown"
+            )
         return [job]
     return sorted(set(list_names(storage / "runs")) & set(JOBS), key=JOBS.index)
 
@@ -136,7 +138,7 @@ def find_run(storage: UPath, named: str, only: str | None = None) -> RunFolder:
     job, _, run_id = named.rpartition("/")
     if job and job not in JOBS:
         expected = f"give a run's id, or JOB/ID; for JOB, expected one of {', '.join(JOBS)}"
-        raise StorageError(f"no run {named!r}: {expected}{suggestion(job, JOBS)}")
+        raise StorageError(f"no run {named!r}: {expected}{suggestion(job, JOBS)}").of("job.unknown")
     if not run_id:
         # Every id begins so. A script may have left the id out.
         raise StorageError(f"no run {named!r}: give a run's id, or its beginning").of("run.unknown")
@@ -189,7 +191,9 @@ def delete_run(run: RunFolder) -> None:
     try:
         run.path.fs.rm(run.path.path, recursive=True)
     except OSError as error:
-        raise StorageError(f"{str(run.path)!r} cannot be removed ({error}): check its rights") from error
+        raise StorageError(f"{str(run.path)!r} cannot be removed ({error}): check its rights").of(
+            "run.not_removed"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -219,7 +223,9 @@ def compare_runs(storage: UPath, named: Sequence[str]) -> Comparison:
         StorageError: one of them is not there, or its recipe is damaged.
     """
     if len(named) < 2:
-        raise RequestError(f"{f'only {named[0]!r}' if named else 'no run'} is given: give two or more to compare")
+        raise RequestError(f"{f'only {named[0]!r}' if named else 'no run'} is given: give two or more to compare").of(
+            "runs.too_few"
+        )
     runs = [find_run(storage, name) for name in named]
     figures = [_figures(run) for run in runs]
     names = dict.fromkeys(name for row in figures for name in row)

@@ -79,7 +79,7 @@ class RunFolder:
             raise StorageError(
                 f"{str(self.path / CONFIG_FILE)!r} is not YAML any more ({yaml_problem(error)}): delete the "
                 "run, or restore the file"
-            ) from error
+            ).of("yaml.invalid") from error
         return loaded if isinstance(loaded, dict) else {}
 
     @cached_property

@@ -23,7 +23,7 @@ from app.cluster.jobs import Job, JobsApi
 from app.cluster.preflight import require_stored
 from app.cluster.submit import follow_job, resubmit, stop_job, submit
 from app.config import embedded, load_job_recipe, load_recipe, title_of
-from app.errors import ClusterError, StorageError
+from app.errors import ClusterError
 from jobs._runner import main
 from jobs.train import train
 from tests.helpers import ROOT, result_of
@@ -402,7 +402,7 @@ def test_storage_that_only_the_nodes_can_open_is_left_to_the_job(job: str, sent:
 def test_a_version_that_is_not_there_is_told_before_the_job_is_sent(
     sent: Sent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(StorageError, match="model 'digits' has no version in production"):
+    with refused("production.none"):
         require_stored("deploy", load_recipe("recipes/digits.yaml"), str(tmp_path), is_local=False)
-    with pytest.raises(StorageError, match="no finished train run of recipe 'digits'"):
+    with refused("run.none_finished"):
         require_stored("compile", load_recipe("recipes/digits.yaml"), str(tmp_path), is_local=False)
