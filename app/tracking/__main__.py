@@ -113,7 +113,7 @@ def _address_of(reference: str) -> str:
         raise DeliveryError(
             f"tracking.mlflow is {reference}, which holds no URI such as https://mlflow.example.org: correct it, and "
             "percent-encode each @ that ends no password, as %40"
-        )
+        ).of("url.invalid", "tracking.mlflow")
     return address
 
 

@@ -28,9 +28,13 @@ def require_clients(recipe: Recipe) -> None:
     config = recipe.tracking
     for name in config.trackers:
         if find_spec(name) is None:
-            raise RecipeError(f"tracking.{name} needs its client: install rayloom[{name}], or leave the key out")
+            raise RecipeError(f"tracking.{name} needs its client: install rayloom[{name}], or leave the key out").of(
+                "package.not_installed", f"tracking.{name}"
+            )
     if config.wandb and config.wandb.mode == "offline" and not is_local(open_storage(recipe.storage)):
-        raise RecipeError("tracking.wandb.mode is offline, which writes into the run's folder, on a disk: set online")
+        raise RecipeError(
+            "tracking.wandb.mode is offline, which writes into the run's folder, on a disk: set online"
+        ).of("storage.not_local", "tracking.wandb.mode")
 
 
 @contextmanager

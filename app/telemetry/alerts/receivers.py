@@ -61,7 +61,7 @@ class Webhook:
         if status == httpx.codes.TOO_MANY_REQUESTS or httpx.codes.is_server_error(status):
             raise TryLaterError(f"it answered {status}")
         if not httpx.codes.is_success(status):
-            raise DeliveryError(f"it answered {status}")
+            raise DeliveryError(f"it answered {status}").of("receiver.refuses", "notify.webhook")
 
     def _signature(self, body: bytes) -> dict[str, str]:
         timestamp = str(int(time.time()))
@@ -84,7 +84,9 @@ def _read_url(given: str) -> str:
         return check_url(read_secret("notify.webhook.url", given))
     except ValueError:
         # The text of the first error may show the URL.
-        raise DeliveryError(f"notify.webhook.url is {given}, which holds no http or https URL") from None
+        raise DeliveryError(f"notify.webhook.url is {given}, which holds no http or https URL").of(
+            "url.invalid", "notify.webhook.url"
+        ) from None
 
 
 class Mail:
@@ -112,7 +114,7 @@ class Mail:
                     server.login(self._config.username, self._password)
                 refused = server.send_message(self._message(notification))
         except (smtplib.SMTPNotSupportedError, ssl.SSLCertVerificationError) as error:
-            raise DeliveryError(str(error)) from error
+            raise DeliveryError(str(error)).of("mail.not_secure", "notify.email.security") from error
         except smtplib.SMTPRecipientsRefused as error:
             codes = {code for code, _ in error.recipients.values()}
             # If one recipient is refused only for now, another try may reach it.
@@ -122,7 +124,9 @@ class Mail:
         except OSError as error:  # the network's errors, and smtplib's others
             raise TryLaterError(type(error).__name__) from error
         if refused:
-            raise DeliveryError(f"it refused {', '.join(refused)}; the others have it")
+            raise DeliveryError(f"it refused {', '.join(refused)}; the others have it").of(
+                "recipients.refused", "notify.email.to"
+            )
 
     def _connect(self) -> smtplib.SMTP:
         config = self._config
@@ -140,7 +144,7 @@ class Mail:
 
 
 def _refusal(code: int, text: str) -> DeliveryError:
-    return TryLaterError(text) if code < 500 else DeliveryError(text)
+    return TryLaterError(text) if code < 500 else DeliveryError(text).of("receiver.refuses", "notify.email")
 
 
 class AppriseService:
@@ -155,7 +159,9 @@ class AppriseService:
         url = read_secret("notify.apprise", reference)
         self._service = _service_of(url)
         if self._service is None:
-            raise DeliveryError(f"notify.apprise is {reference}, which holds no URL that Apprise knows")
+            raise DeliveryError(f"notify.apprise is {reference}, which holds no URL that Apprise knows").of(
+                "url.invalid", "notify.apprise"
+            )
         self._service.socket_connect_timeout = self._service.socket_read_timeout = timeout_s
         self.name = f"Apprise service {self._service.service_name}"
 
@@ -170,7 +176,9 @@ def _service_of(url: str) -> Any:
     try:
         from apprise import Apprise
     except ImportError as error:
-        raise DeliveryError("notify.apprise needs Apprise: install rayloom[notify] on the cluster's nodes") from error
+        raise DeliveryError("notify.apprise needs Apprise: install rayloom[notify] on the cluster's nodes").of(
+            "package.not_installed", "notify.apprise"
+        ) from error
     # Apprise's lines may show parts of the URL.
     logging.getLogger("apprise").setLevel(logging.CRITICAL)
     return Apprise.instantiate(url)
@@ -186,7 +194,11 @@ def read_secret(key: str, reference: str) -> str:
     try:
         secret = os.environ.get(where, "") if kind == "env" else Path(where).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise DeliveryError(f"{key} is {reference}, which cannot be read here ({type(error).__name__})") from None
+        raise DeliveryError(f"{key} is {reference}, which cannot be read here ({type(error).__name__})").of(
+            "secret.unreadable", key
+        ) from None
     if not secret:
-        raise DeliveryError(f"{key} is {reference}, which is empty or not set here: set it on the cluster's nodes")
+        raise DeliveryError(f"{key} is {reference}, which is empty or not set here: set it on the cluster's nodes").of(
+            "secret.missing", key
+        )
     return secret

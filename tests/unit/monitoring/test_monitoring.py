@@ -22,7 +22,6 @@ from starlette.testclient import TestClient
 
 from app.cluster.jobs import JobsApi
 from app.config import EmailConfig, NotifyConfig, WebhookConfig
-from app.errors import DeliveryError
 from app.monitoring.configuration import FILES, Targets, write_configuration
 from app.monitoring.exporter import ClusterWatch
 from app.monitoring.server import create_app, dashboards
@@ -31,6 +30,7 @@ from app.telemetry import catalog
 from app.telemetry.metrics import Kind
 from tests.helpers import ROOT, wait_until
 from tests.pages import tables
+from tests.wording import refused
 
 OWN = re.compile(r"\b(?:ray_rayloom_\w+|rayloom_\w+)")
 WEBHOOK = WebhookConfig(url="https://example.org/hook", secret="env:RAYLOOM_TEST_HOOK")
@@ -118,7 +118,7 @@ def test_the_configuration_passes_the_tools(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_missing_secret_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(DeliveryError, match=r"notify\.webhook\.secret is env:RAYLOOM_TEST_HOOK, which is empty"):
+    with refused("secret.missing", "notify.webhook.secret"):
         write_configuration(tmp_path / "monitoring", targets(tmp_path), NotifyConfig(webhook=WEBHOOK))
     assert not (tmp_path / "monitoring").exists()
 

@@ -26,6 +26,7 @@ from app.tracking.wandb_tracker import WandbTracker
 from tests.helpers import ROOT, run, wait_until
 from tests.mlflow_server import MlflowServer, mlflow_server
 from tests.stored_runs import add_steps, write_run
+from tests.wording import refused
 
 _BLOCK, _ENDS = 32768, (1, 4)
 """Of LevelDB's log: bytes of a block, and the kinds of a part that ends a record."""
@@ -358,7 +359,7 @@ def test_weights_and_biases_gets_all_points_again_if_it_could_not_finish(
 def test_a_client_that_is_not_installed_is_named_before_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(str(ROOT / "recipes/digits.yaml"), ["tracking.mlflow=https://mlflow.example.org"])
     monkeypatch.setattr("app.tracking.process.find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match=r"tracking\.mlflow needs its client: install rayloom\[mlflow\]"):
+    with refused("package.not_installed", "tracking.mlflow"):
         require_clients(recipe)
     for given in ("mlflow.example.org", "https://me:secret@example.org", "sqlite:///x"):
         with pytest.raises(RecipeError, match="mlflow"):
