@@ -98,7 +98,7 @@ def _by_column(recipe: Recipe, data: LabelledData, column: str) -> NDArray[np.fl
         if data.processor.modality != "text" or source.uri.startswith("builtin:"):
             raise RecipeError(
                 f"train.curriculum.column is for texts in a table, and {source} is not one: set by to length"
-            )
+            ).of("curriculum.no_table", "train.curriculum.column")
         named = (
             Column("data.columns.input", config.columns.input, "text"),
             Column("train.curriculum.column", column, "label"),

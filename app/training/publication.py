@@ -81,11 +81,13 @@ def export_checkpoint(
         StorageError: the run has no such checkpoint, or no intact one, or ``output`` exists.
     """
     if output.exists():
-        raise StorageError(f"{str(output)!r} exists: give a folder that does not")
+        raise StorageError(f"{str(output)!r} exists: give a folder that does not").of("folder.taken")
     store = CheckpointStore(run_folder / CHECKPOINTS)
     chosen = store.newest_intact() if step is None else store.intact_of(step)
     if chosen is None:
-        raise StorageError(f"run {run_folder.name} has no checkpoint: let it train until it has one")
+        raise StorageError(f"run {run_folder.name} has no checkpoint: let it train until it has one").of(
+            "checkpoints.none"
+        )
     recipe = load_stored_recipe(str(run_folder / CONFIG_FILE))
     data = load_prepared(recipe, run_folder / DATA)
     export = partial(export_weights, store.folder_of(chosen))

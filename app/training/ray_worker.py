@@ -107,7 +107,7 @@ def _fit_once(
     try:
         result = _trainer(plan.recipe.train, run_folder, arguments, callbacks).fit()
     except ray.train.TrainingFailedError as error:
-        raise TrainingError(f"training failed: {_cause(run_folder, error)}") from error
+        raise TrainingError(f"training failed: {_cause(run_folder, error)}").of("training.failed") from error
     outcome = pickle.loads(result.return_value)  # noqa: S301 # from our own worker
     if isinstance(outcome, RayloomError):
         raise outcome

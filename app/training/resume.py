@@ -51,7 +51,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     if not (folder / CONFIG_FILE).exists():
         raise StorageError(
             f"train.resume is {run_id!r}, and {str(folder.parent)!r} has no such run: give a run's id, or {LATEST}"
-        )
+        ).of("run.unknown", "train.resume")
     # For ``latest``, ``newest_unfinished`` has looked already.
     if resume != LATEST and _has_finished(folder):
         raise StorageError(f"train.resume is {run_id!r}, which has finished: leave it out to start a new run").of(

@@ -132,7 +132,9 @@ def _run(loop: Loop) -> StopRequest:
             if len(left_out) >= _MAX_ROLLBACKS:
                 raise NonFiniteLossError(f"{error}; {len(left_out)} were left out, no run leaves out more") from error
             if not loop.checkpoints.has_any():
-                raise TrainingError(f"{error}; there is no checkpoint to go back to") from error
+                raise TrainingError(f"{error}; there is no checkpoint to go back to").of(
+                    "rollback.no_checkpoint", "train.non_finite"
+                ) from error
             broken = (loop.position.epoch, loop.position.batches_done - 1)
             if loop.worker.is_first:
                 warn(f"{error}; going back to the last checkpoint, without this batch")

@@ -45,7 +45,9 @@ def with_resolved_teacher(recipe: Recipe, data: PreparedData, storage: UPath) ->
     assert isinstance(data, LabelledData)  # recipes of other tasks are refused
     title = require_classifier(teacher.model, "train.teacher.model", data, storage)
     if recipe.train.plan.pipeline > 1:
-        raise RecipeError("train.teacher is only for plans without a pipeline: set train.plan.pipeline to 1")
+        raise RecipeError("train.teacher is only for plans without a pipeline: set train.plan.pipeline to 1").of(
+            "pipeline.teacher", "train.plan.pipeline"
+        )
     rows, kept = len(data.train), kept_rows(len(data.train), len(data.labels))
     again = f"; it runs again on {rows - kept:,} of {rows:,} rows in each epoch" if kept < rows else ""
     print(f"teacher {title}: gives its logits for each batch{again}", flush=True)
@@ -64,7 +66,9 @@ def require_classifier(model: str, key: str, data: LabelledData, storage: UPath)
     manifest = repository.manifest(name, int(number) if number else repository.production(name))
     title = f"{name}/{manifest.version}"
     if manifest.scores is None or LABELS_FILE not in manifest.files:
-        raise RecipeError(f"{key} {title} has no labels: import it with --labels, or name another")
+        raise RecipeError(f"{key} {title} has no labels: import it with --labels, or name another").of(
+            "teacher.no_labels", key
+        )
     task = find_served_task(manifest.task)
     if not issubclass(task.targets, Classes):
         raise RecipeError(
@@ -79,7 +83,9 @@ def require_classifier(model: str, key: str, data: LabelledData, storage: UPath)
             "a model that was trained on data like these"
         ).of("teacher.labels")
     if (given := task.processor.modality) != data.processor.modality:
-        raise RecipeError(f"{key} {title} takes {given}s, the data holds {data.processor.modality}s")
+        raise RecipeError(f"{key} {title} takes {given}s, the data holds {data.processor.modality}s").of(
+            "teacher.inputs", key
+        )
     return title
 
 

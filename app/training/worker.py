@@ -130,7 +130,9 @@ def start_worker(config: TrainConfig) -> Worker:
     """
     device, timeout = config.device, collective_timeout(config)
     if device == "gpu" and not torch.cuda.is_available():
-        raise TrainingError("train.device is gpu, and torch sees none here: set it to cpu, or check the driver")
+        raise TrainingError("train.device is gpu, and torch sees none here: set it to cpu, or check the driver").of(
+            "gpu.missing", "train.device"
+        )
     if config.torch_compile:
         require_python_headers("train.torch_compile", TrainingError)
 

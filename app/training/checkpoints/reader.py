@@ -57,7 +57,7 @@ def _read(
                 raise TrainingError(
                     f"checkpoint {str(folder)!r} has no {missing[0]!r}: it is of another model; set train.resume to a "
                     "run of this recipe"
-                )
+                ).of("checkpoint.other_model", "train.resume")
             saved.read_into(content)
         has_same_layout = all(
             getattr(state, name) == getattr(layout, name) for name in ("workers", "tensor", "pipeline")
@@ -68,7 +68,9 @@ def _read(
     except RayloomError:
         raise
     except Exception as error:  # each protocol's driver has errors of its own
-        raise TrainingError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
+        raise TrainingError(f"checkpoint {str(folder)!r} cannot be read: {error}").of(
+            "checkpoint.unreadable"
+        ) from error
     return state, {name.removeprefix(prefix): tensor for name, tensor in own.items()}
 
 

@@ -160,7 +160,9 @@ class CheckpointWriter:
         try:
             return self._store.next(step)
         except Exception as error:
-            raise TrainingError(f"checkpoints in {str(self._store.folder)!r} cannot be listed: {error}") from error
+            raise TrainingError(f"checkpoints in {str(self._store.folder)!r} cannot be listed: {error}").of(
+                "checkpoints.unreadable"
+            ) from error
 
     def _enter_folder(self, stack: ExitStack, snapshot: Snapshot, folder: UPath) -> "_LocalFolder":
         """Return the folder to which this process writes. If it is temporary, ``stack`` removes it."""
@@ -168,7 +170,7 @@ class CheckpointWriter:
             path = stack.enter_context(local_folder(folder))
             return _LocalFolder(path, frozenset(path.iterdir()) if path.exists() else frozenset())
         except OSError as error:
-            raise TrainingError(_cannot_write(folder, snapshot, error)) from error
+            raise _not_written(folder, snapshot, error) from error
 
     def _write_part(
         self, snapshot: Snapshot, folder: UPath, is_first: bool, has_frozen: bool, local: "_LocalFolder"
@@ -193,7 +195,7 @@ class CheckpointWriter:
                     upload(file, folder / file.name, self._on_progress)
             return checksums_of(own, self._on_progress)
         except Exception as error:  # each protocol's driver has errors of its own
-            raise TrainingError(_cannot_write(folder, snapshot, error)) from error
+            raise _not_written(folder, snapshot, error) from error
 
     def _commit(self, folder: UPath, sums: dict[str, str], snapshot: Snapshot, frozen_in: UPath | None) -> None:
         try:
@@ -202,7 +204,7 @@ class CheckpointWriter:
             write_checksums(folder, whole)
             self._frozen_versions = _frozen_versions(folder, whole)
         except Exception as error:
-            raise TrainingError(_cannot_write(folder, snapshot, error)) from error
+            raise _not_written(folder, snapshot, error) from error
 
     def _link_frozen(self, source: UPath, folder: UPath) -> dict[str, str]:
         """Give a checkpoint the frozen weights of an earlier one, without writing them again. Return their checksums.
@@ -215,7 +217,9 @@ class CheckpointWriter:
             link(source / name, folder / name)
         were, given = self._frozen_versions, _frozen_versions(folder, sums)
         if _frozen_versions(source, sums) != were or any(given[name].size != were[name].size for name in sums):
-            raise StorageError(f"the frozen weights in {str(source)!r} were changed; the next checkpoint writes them")
+            raise StorageError(
+                f"the frozen weights in {str(source)!r} were changed; the next checkpoint writes them"
+            ).of("weights.changed")
         return sums
 
 
@@ -257,14 +261,14 @@ def _is_own(name: str, is_first: bool) -> bool:
     return name.startswith(f"__{dist.get_rank()}_") or (is_first and not name.startswith("__"))
 
 
-def _cannot_write(folder: UPath, snapshot: Snapshot, error: Exception) -> str:
-    """Describe the error, and the room on the disk."""
+def _not_written(folder: UPath, snapshot: Snapshot, error: Exception) -> TrainingError:
+    """Return our own error for ``error``, with the room on the disk."""
     room = "check its rights and quota"
     if is_local(folder):
         # The folder itself may not exist yet.
         existing = next(parent for parent in Path(folder.path).parents if os.path.exists(parent))
         room = f"{shutil.disk_usage(existing).free:,} bytes are free there"
-    return (
+    return TrainingError(
         f"checkpoint {str(folder)!r} cannot be written: {error}; this process's part takes "
         f"{snapshot.nbytes:,} bytes, {room}"
-    )
+    ).of("checkpoint.not_written")

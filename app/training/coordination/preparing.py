@@ -54,12 +54,12 @@ def wait_for_first(worker: Worker) -> None:
                 raise TrainingError(
                     f"rank 0 sent no heartbeat for {_MAX_SILENCE_S:.0f} s while it prepared the data: it has ended, "
                     "or its node is gone; see its log, and start the run again"
-                )
+                ).of("rank.silent")
             time.sleep(min(_INTERVAL_S, _MAX_SILENCE_S) / 4)
     except RuntimeError as error:
         raise TrainingError(
             f"rank 0, or the torchrun that started it, is gone ({error}): see its log, and start the run again"
-        ) from error
+        ).of("rank.gone") from error
 
 
 def _store(worker: Worker) -> Store | None:

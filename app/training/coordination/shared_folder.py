@@ -40,7 +40,7 @@ def require_mark(folder: UPath, mark: str, name: str = "") -> None:
             f"the nodes do not share storage: {name}{socket.gethostname()} cannot see {str(folder)!r}, which was just "
             "written; set storage, or RAYLOOM_STORAGE, to a folder that every node mounts, or to an object store such "
             "as s3://bucket/prefix"
-        )
+        ).of("storage.not_shared", "storage")
 
 
 def require_shared(worker: Worker, folder: UPath, mark: str) -> None:

@@ -34,7 +34,7 @@ def require_room_for_groups(plan: PlanConfig, workers: int, slots: Mapping[str, 
         f"train.plan.tensor {plan.tensor} needs groups of {plan.tensor} workers that share a node, and {workers} "
         f"workers of such groups do not fit (workers that each node has room for: {nodes}): {remedy}, or start nodes "
         f"that have room for a multiple of {plan.tensor} workers"
-    )
+    ).of("tensor_group.no_room", "train.plan.tensor")
 
 
 def _room(tensor: int, slots: Mapping[str, int]) -> int:
@@ -64,4 +64,4 @@ def _require_own_group_within_node(worker: Worker, tensor: int) -> None:
             f"on one node: {socket.gethostname()} has ranks {first_of_node} to {first_of_node + local_size - 1}. Set "
             f"train.plan.tensor to a divisor of {local_size}, or give each node a multiple of {tensor} workers "
             "(--nproc-per-node of torchrun)"
-        )
+        ).of("tensor_group.split", "train.plan.tensor")

@@ -85,7 +85,7 @@ class Mixture:
                 raise RecipeError(
                     "data.sources has several sources, and the task's data have no origins, which say where each "
                     "sample is from: give one source, or have the task's data tell their origins"
-                )
+                ).of("origins.missing", "data.sources")
             origins = Origins(*(np.zeros(len(split), np.int16) for split in (data.train, data.validation)))
         shards = data.train.shards
         sizes = np.bincount(origins.train, minlength=len(config.sources)).astype(np.float64)

@@ -53,7 +53,7 @@ def order_of(
     if mixture and rules.groups is not None:
         raise RecipeError(
             "data.sources are not for samples that are in groups, such as records with other fields: give one source"
-        )
+        ).of("sources.unsupported", "data.sources")
     mixtures = [(period.start, mixture.during(period)) for period in periods or [mixture.period()]] if mixture else []
     order = SampleOrder(samples_of(data.train), rules, config.seed, mixtures)
     for period in order.periods:
@@ -68,7 +68,7 @@ def _padded_lengths(data: PreparedData) -> NDArray[np.int32]:
         raise RecipeError(
             "train.tokens_per_batch needs a processor that counts tokens: give it padded_lengths, or set "
             "train.global_batch_size in its place"
-        )
+        ).of("processor.no_padded_lengths", "train.tokens_per_batch")
     return lengths
 
 

@@ -64,14 +64,14 @@ class CheckedHandle:
         return TrainingError(
             f"{size:,} bytes cannot be written to {file!r} ({reason}): free space there, set train.plan.nvme_path to "
             "another disk, or offload to cpu"
-        )
+        ).of("nvme.not_written", "train.plan.nvme_path")
 
     def _not_read(self, file: str, size: int, reason: str | None) -> TrainingError:
         self._finish()
         return TrainingError(
             f"{size:,} bytes cannot be read from {file!r} ({reason}): look what else writes to train.plan.nvme_path "
             "and whether its disk is sound, then resume the training"
-        )
+        ).of("nvme.unreadable", "train.plan.nvme_path")
 
     def _finish(self) -> None:
         if self._pending:

@@ -119,7 +119,7 @@ def _recompute_activations(model: nn.Module) -> None:
         raise TrainingError(
             f"plan.activation_checkpointing: {type(model).__name__} is neither staged nor of Hugging Face: "
             "set it to false"
-        )
+        ).of("activation_checkpointing.unsupported", "train.plan.activation_checkpointing")
 
 
 def buffers_of(engine: TrainingEngine) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ def require_asynchronous_io() -> None:
         raise TrainingError(
             "train.plan offloads to nvme, and DeepSpeed cannot compile its asynchronous I/O here: install libaio-dev "
             "and a C++ compiler, or offload to cpu"
-        )
+        ).of("nvme.not_compiled", "train.plan.offload")
 
 
 @cache
@@ -123,4 +123,4 @@ def require_aligned_gradients(engine: Any) -> None:
         raise TrainingError(
             f"train.plan.offload is nvme, and a worker's part of {name} begins after {offset:,} elements: DeepSpeed's "
             f"swapping takes a multiple of {alignment}; change the model's width, or offload to cpu"
-        )
+        ).of("nvme.misaligned", "train.plan.offload")

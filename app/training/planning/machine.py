@@ -143,13 +143,17 @@ def _run_workers(work: Callable[..., T], workers: int, threads: int, *arguments:
 
 def _receive(pipe: Any) -> Any:
     if not wait([pipe], _TIMEOUT_S):
-        raise PlanError(f"a worker that measures has not answered for {_TIMEOUT_S:g} s: try again on an idle machine")
+        raise PlanError(
+            f"a worker that measures has not answered for {_TIMEOUT_S:g} s: try again on an idle machine"
+        ).of("worker.silent")
     try:
         answer = pipe.recv()
     except EOFError as error:
-        raise PlanError("a worker that measures has died, perhaps for lack of memory: leave out --calibrate") from error
+        raise PlanError("a worker that measures has died, perhaps for lack of memory: leave out --calibrate").of(
+            "worker.died"
+        ) from error
     if isinstance(answer, str):
-        raise PlanError(f"a worker that measures failed: {answer}")
+        raise PlanError(f"a worker that measures failed: {answer}").of("worker.failed")
     return answer
 
 

@@ -162,9 +162,11 @@ def calibrate(subject: Subject, cluster: Cluster, data: PreparedData) -> Calibra
         raise PlanError(
             f"calibration measures this machine's processors, and the cluster is {cluster}: leave --calibrate out, "
             f"or give --cluster {subject.recipe.train.workers_range[1]}xcpu"
-        )
+        ).of("calibration.other_machine")
     if subject.sample_tokens:
-        raise PlanError("calibration runs batches of one size: set train.global_batch_size, or leave --calibrate out")
+        raise PlanError(
+            "calibration runs batches of one size: set train.global_batch_size, or leave --calibrate out"
+        ).of("calibration.no_batch_size", "train.global_batch_size")
     config = subject.recipe.train
     known = read_calibration(cluster, config.precision)
     found = measure_machine(cluster.devices, config.precision, cluster.device.threads)
@@ -210,7 +212,7 @@ def fastest_plans(recipe: Recipe, data: PreparedData, cluster: Cluster, count: i
     subject = subject_of(recipe, blueprint_of(recipe.model, data.facts).model, data)
     _, findings = find_plans(subject, cluster)
     if not findings.exact:
-        raise PlanError(f"no plan fits {cluster}: 'rayloom plan' says why")
+        raise PlanError(f"no plan fits {cluster}: 'rayloom plan' says why").of("plan.none_fits", "tune.plans")
     plans = [candidate.config.model_dump(mode="json", exclude_defaults=True) for candidate in findings.exact[:count]]
     # YAML would break a long plan into several lines by default.
     return [yaml.safe_dump(plan, default_flow_style=True, width=1000).strip() for plan in plans]

@@ -17,7 +17,7 @@ def test_a_worker_that_does_not_see_the_runs_folder_is_named_with_what_to_set(st
     folder = to_path(storage) / "runs/train/run-1"
     with marked(folder) as mark:
         require_shared(WORKER, folder, mark)
-        with refused("unshared_storage"):
+        with refused("storage.not_shared", "storage"):
             require_shared(WORKER, folder.parent / "run-2", mark)
     assert not folder.fs.find(folder.path)
 

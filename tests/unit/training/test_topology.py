@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from app.config import PlanConfig
-from app.errors import TopologyError
 from app.training.coordination.topology import require_groups_within_nodes, require_room_for_groups
 from app.training.worker import Worker
 from tests.wording import refused
@@ -27,7 +26,7 @@ def test_nodes_that_hold_whole_groups_are_accepted(tensor: int, workers: int, sl
     ("tensor", "workers", "slots"), [(4, 4, {"a": 3, "b": 3}), (2, 4, {"a": 3, "b": 1}), (2, 8, {"a": 2, "b": 2})]
 )
 def test_nodes_without_room_for_whole_groups_are_refused(tensor: int, workers: int, slots: dict[str, int]) -> None:
-    with refused("topology") as error:
+    with refused("tensor_group.no_room", "train.plan.tensor") as error:
         require_room_for_groups(PlanConfig(tensor=tensor), workers, slots)
     assert ", ".join(f"{name} {number}" for name, number in slots.items()) in str(error.value)
 
@@ -58,6 +57,5 @@ def test_a_group_that_straddles_nodes_is_refused_at_the_start(
     if not is_refused:
         require_groups_within_nodes(worker, PlanConfig(tensor=tensor))
         return
-    first = rank // tensor * tensor
-    with pytest.raises(TopologyError, match=f"ranks {first} to {first + tensor - 1} split the same matrices"):
+    with refused("tensor_group.split", "train.plan.tensor"):
         require_groups_within_nodes(worker, PlanConfig(tensor=tensor))
