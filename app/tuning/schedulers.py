@@ -39,7 +39,7 @@ def check_scheduler(config: TuneConfig, train: TrainConfig, space: Space) -> Non
         raise RecipeError(
             f"tune.scheduler pbt needs trials of one worker, and a trial has {train.workers}: set tune.scheduler to "
             "asha, or tune.workers to 1"
-        )
+        ).of("scheduler.several_workers", "tune.scheduler")
     mutations(space)
 
 
@@ -139,7 +139,7 @@ def mutations(space: Space) -> dict[str, Any]:
         raise RecipeError(
             f"tune.scheduler is pbt, and tune.space {space.name!r} has no key that can change during training, such as "
             "train.optimizer.lr: add one, or set scheduler to asha"
-        )
+        ).of("space.nothing_mutable", "tune.space")
     return mutable
 
 

@@ -221,7 +221,7 @@ class Search:
             if isinstance(cause, RayloomError):
                 return cause
             cause = cause.__cause__ or cause.__context__
-        return TuningError(f"Ray Tune stopped: {str(error).strip().splitlines()[-1]}")
+        return TuningError(f"Ray Tune stopped: {str(error).strip().splitlines()[-1]}").of("search.stopped")
 
 
 def remove_lost_trials(study: SearchStudy, folder: UPath) -> None:

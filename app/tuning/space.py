@@ -194,7 +194,7 @@ def _suggest_from_function(name: str, function: Callable[[Suggester], object]) -
             raise RecipeError(
                 f"tune.space {name!r} returns {derived!r}: expected None, or a dictionary of values derived from the "
                 "drawn ones"
-            )
+            ).of("space.not_a_dictionary", "tune.space")
         return {key: _plain(name, key, value) for key, value in derived.items()}
 
     return suggest

@@ -75,7 +75,7 @@ class SpaceExplorer:
                 raise RecipeError(
                     f"tune.space {self._name!r}: {name} has the choice {choice!r}: a study stores numbers, texts "
                     "and null; return other values as derived ones, in a dictionary"
-                )
+                ).of("space.choice_type", "tune.space")
         return self._decide(name, CategoricalDistribution(choices))
 
     def _range(self, name: str, low: float, high: float, make: Callable[[], BaseDistribution]) -> BaseDistribution:

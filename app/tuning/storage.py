@@ -77,7 +77,9 @@ class StudyLocation:
         try:
             self.remote.fs.put_file(str(copy), self.remote.path)
         except Exception as error:  # the driver of each protocol has its own exceptions
-            raise StorageError(f"the study {self} cannot be written ({error}): check its rights") from error
+            raise StorageError(f"the study {self} cannot be written ({error}): check its rights").of(
+                "study.not_written"
+            ) from error
 
     def fetch(self) -> None:
         """Replace the local file by the copy in storage, if there is one. Raises StorageError if it cannot be read."""
@@ -88,7 +90,9 @@ class StudyLocation:
         except FileNotFoundError:
             self.file.unlink(missing_ok=True)
         except Exception as error:  # the driver of each protocol has its own exceptions
-            raise StorageError(f"the study {self} cannot be read ({error}): check its rights") from error
+            raise StorageError(f"the study {self} cannot be read ({error}): check its rights").of(
+                "study.unreadable"
+            ) from error
 
 
 def locate_study(storage: UPath, given: str | None, scratch: Path, run_id: str) -> StudyLocation:
@@ -108,14 +112,16 @@ def locate_study(storage: UPath, given: str | None, scratch: Path, run_id: str) 
         text = read_secret("tune.storage", given) if is_reference(given) else given
         url = make_url(text)
     except DeliveryError as error:
-        raise RecipeError(str(error)) from None
+        raise RecipeError(str(error)).of(error.rule, error.key) from None
     except (ArgumentError, ValueError):  # the second names a port, which may be a part of a password
-        raise RecipeError(
-            f"tune.storage {given!r} is no URL of SQLAlchemy: write dialect://host:port/database"
+        raise RecipeError(f"tune.storage {given!r} is no URL of SQLAlchemy: write dialect://host:port/database").of(
+            "url.invalid", "tune.storage"
         ) from None
     # The driver would take the rest of the password for a host, and name it in its error.
     if has_split_login(text):
-        raise RecipeError(f"tune.storage {given!r} has several @: percent-encode those that end no password, as %40")
+        raise RecipeError(
+            f"tune.storage {given!r} has several @: percent-encode those that end no password, as %40"
+        ).of("url.not_encoded", "tune.storage")
     location = StudyLocation(url)
     if location.file and not location.file.is_absolute():
         raise RecipeError(f"tune.storage {given!r} is a relative path: write it as sqlite:////folder/studies.db").of(

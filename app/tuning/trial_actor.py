@@ -143,7 +143,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         newest = retrying(lambda: max(store.committed(), default=None))
         late = f"the checkpoint of step {self._step} was not written in {_WRITE_TIMEOUT_S:g} s"
         if newest is None:
-            raise TrainingError(f"{late}, and there is no earlier one")
+            raise TrainingError(f"{late}, and there is no earlier one").of("checkpoint.not_written")
         if newest.step < self._step:
             warn(f"{late}; other trials continue from step {newest.step}")
         return store.folder_of(newest)
@@ -151,7 +151,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
     def _final_result(self, ending: Ending) -> dict[str, Any]:
         if ending.stop_request:
             # A failure is retried, from the last checkpoint.
-            raise TrainingError("the trial was asked to stop")
+            raise TrainingError("the trial was asked to stop").of("trial.stopped")
         self._has_ended = True
         last = ending.records[-1]
         values = final_values(self._tune.objectives, ending.records, self._trial, self._data.get(self._trial))
