@@ -480,6 +480,7 @@ def test_an_odd_file_is_read_or_refused(
         with pytest.raises(DataError, match=words(odd.refused, is_cut=unit_bytes == TINY)) as refusal:
             read(source, odd)
         assert len(str(refusal.value)) < 700
+        assert "." in refusal.value.rule
         return
     assert read(source, odd) == expected(odd)
     told = capfd.readouterr()
