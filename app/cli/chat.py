@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from app.cli.endpoint import TOKEN_FILE_VARIABLE, EndpointClient, local_endpoint, named_endpoint
+from app.cli.predict import require_text
 from app.cluster.state import running_cluster
 from app.errors import RayloomError, RequestError
 
@@ -43,7 +44,9 @@ def chat(
 ) -> None:
     """Talk to a deployed language model. Answers appear as they are generated."""
     if complete and system:
-        raise RequestError("--system is a message of a chat, and --complete continues texts: leave one of them out")
+        raise RequestError("--system is a message of a chat, and --complete continues texts: leave one of them out").of(
+            "options.contradict", "--system"
+        )
     client = named_endpoint(endpoint, token_file) if endpoint else local_endpoint(running_cluster(), token_file)
     given = {"max_tokens": max_tokens, "temperature": temperature, "stop": stop, "seed": seed}
     options = {"model": model, **{name: value for name, value in given.items() if value is not None}}
@@ -57,10 +60,7 @@ def chat(
 
 def _read(texts: list[str]) -> Iterator[str]:
     for text in texts:
-        read = sys.stdin.read() if text == "-" else text
-        if not read.strip():
-            raise RequestError(f"the text {text!r} is empty: give at least a word")
-        yield read
+        yield require_text(sys.stdin.read() if text == "-" else text, f"the text {text!r}")
 
 
 class _Completion:

@@ -53,12 +53,12 @@ def show(
     found = find_shards(chosen_storage(storage), name)
     index = found.index
     if found.problem:
-        raise StorageError(found.problem)
+        raise StorageError(found.problem).of("shards.unreadable")
     if index is None:
         raise StorageError(
             f"data {found.name} is incomplete: its preparation is under way, or was interrupted and goes on with "
             "'rayloom submit prepare RECIPE'"
-        )
+        ).of("shards.incomplete")
     report = CleaningReport.load(found.path)
     if as_json:
         kept = {"source": index.source, "task": index.task, "created": index.created, "bytes": index.bytes}
@@ -93,7 +93,7 @@ def delete(
     from app.data.preparation.collection import delete_shards, find_shards, list_shards
 
     if bool(names) == unused:
-        raise RequestError("give the names of data, or --unused, and not both")
+        raise RequestError("give the names of data, or --unused, and not both").of("options.contradict", "--unused")
     root = chosen_storage(storage)
     found = [one for one in list_shards(root) if one.is_unused and (force or not one.is_young)] if unused else []
     found += [find_shards(root, name) for name in names or ()]
@@ -102,7 +102,7 @@ def delete(
             raise StorageError(
                 f"data {one.name} is read by {', '.join(one.runs[:3])}{' and others' if len(one.runs) > 3 else ''}: "
                 "delete these runs first with 'rayloom runs delete', or give --force"
-            )
+            ).of("shards.in_use")
     for one in found:
         delete_shards(one)
         print(f"deleted {one.name}")

@@ -69,7 +69,7 @@ class EndpointClient:
             raise ClusterError(
                 f"the endpoint {self.url} did not list its models ({first_line(error)}): if it requires "
                 f"a token, name the token's file in {TOKEN_FILE_VARIABLE}; the endpoint's logs are in the Ray dashboard"
-            ) from error
+            ).of("endpoint.not_listed") from error
 
     def predict(self, model: str, request: PredictRequest) -> PredictResponse:
         """Send a request to a model. Raise ClusterError if nothing answers, RequestError if the endpoint refuses it."""
@@ -77,10 +77,7 @@ class EndpointClient:
         try:
             answer = httpx.post(url, content=content, headers=self._headers, timeout=60.0)
         except httpx.HTTPError as error:
-            raise ClusterError(
-                f"nothing answers at {self.url} ({first_line(error)}): deploy a model with "
-                "'rayloom submit deploy RECIPE'"
-            ) from error
+            raise self._silent(error) from error
         if answer.is_error:
             raise self._refused(answer)
         return PredictResponse.model_validate_json(answer.content)
@@ -106,10 +103,7 @@ class EndpointClient:
                     elif line.startswith("data: "):
                         yield _text_of(json.loads(line.removeprefix("data: ")))
         except httpx.HTTPError as error:
-            raise ClusterError(
-                f"nothing answers at {self.url} ({first_line(error)}): deploy a model with "
-                "'rayloom submit deploy RECIPE'"
-            ) from error
+            raise self._silent(error) from error
         if not is_whole:
             raise ClusterError("the answer was cut off, because its replica was replaced: ask again").of("answer.cut")
 
@@ -127,9 +121,16 @@ class EndpointClient:
         path, body = "chat/completions" if is_chat else "completions", json.dumps({"model": model, **begin})
         return f"{self._curl} {self.url}/v1/{path} -d {shlex.quote(body)}"
 
+    def _silent(self, error: httpx.HTTPError) -> ClusterError:
+        return ClusterError(
+            f"nothing answers at {self.url} ({first_line(error)}): deploy a model with 'rayloom submit deploy RECIPE'"
+        ).of("endpoint.no_answer")
+
     def _refused(self, answer: httpx.Response) -> RequestError:
         remedy = "; name the token's file with --token-file" if answer.status_code == httpx.codes.UNAUTHORIZED else ""
-        return RequestError(f"{self.url} answered {answer.status_code}: {_reason(answer)}{remedy}")
+        return RequestError(f"{self.url} answered {answer.status_code}: {_reason(answer)}{remedy}").of(
+            "endpoint.refuses"
+        )
 
     @property
     def _curl(self) -> str:
@@ -148,14 +149,16 @@ def _reason(answer: httpx.Response) -> str:
 def _text_of(event: Mapping[str, Any]) -> str:
     """Return the text of an event, of a chat or a completion. Raises RequestError for an error."""
     if error := event.get("error"):
-        raise RequestError(f"the answer ended with an error: {error['message']}")
+        raise RequestError(f"the answer ended with an error: {error['message']}").of("answer.error")
     return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in event["choices"])
 
 
 def named_endpoint(url: str, token_file: Path | None) -> EndpointClient:
     """Return the endpoint at a URL. Raises RequestError if it is not a URL."""
     if not re.match("https?://[^/]", url):
-        raise RequestError(f"--endpoint is {url!r}: expected a URL with http:// or https://, such as http://{url}")
+        raise RequestError(f"--endpoint is {url!r}: expected a URL with http:// or https://, such as http://{url}").of(
+            "url.invalid", "--endpoint"
+        )
     return EndpointClient(url.rstrip("/"), token_file)
 
 

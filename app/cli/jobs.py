@@ -48,7 +48,9 @@ def submit(
     if recipe_option is not None:
         given.insert(0, recipe_option)
     if not given:
-        raise RequestError("no recipe is given: pass its path or URI after the job, or - for standard input")
+        raise RequestError("no recipe is given: pass its path or URI after the job, or - for standard input").of(
+            "recipe.missing"
+        )
     code = submit_job(job, given[0], given[1:], ["--json"] if as_json else [], detail_of(quiet, verbose), priority)
     if code == 0 and job in _SERVING and not (as_json or quiet):  # for programs the RESULT is the last line
         _print_example(job, given[0], given[1:])
@@ -115,7 +117,9 @@ def _ask(named: str, storage: str | None, request: StopRequest, done: str) -> No
     """Ask a training run to stop or pause. Raises RequestError if it does not run."""
     run = train_run(named, storage)
     if run.status != "running":
-        raise RequestError(f"run {run.run_id} is {run.status}: only a running job or training run can be {done}")
+        raise RequestError(f"run {run.run_id} is {run.status}: only a running job or training run can be {done}").of(
+            "run.not_running"
+        )
     request_stop(run.path, request)
     print(f"asked {run.run_id} to {request.name.lower()}; resume it with: rayloom resume {run.run_id}")
 

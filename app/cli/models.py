@@ -95,7 +95,7 @@ def delete(name: str, version: Version, storage: Storage = None) -> None:
             f"'rayloom submit deploy RECIPE serve.version=N' ({name} for RECIPE has default settings), or "
             f"without the canary, shadow or stage that it is; or "
             f"serve the model no longer, with 'rayloom submit undeploy {name}'"
-        )
+        ).of("version.served")
     with _repository(storage) as repository:
         repository.delete(name, version)
     print(f"deleted {name}, version {version}; its number is not given again")
@@ -118,7 +118,7 @@ def verify(
             repository.verify_config(name)
     if damages:
         # ``verify_config`` reads a manifest, too, so it may find the same damage again.
-        raise StorageError("\n       ".join(dict.fromkeys(damages)))
+        raise StorageError("\n       ".join(dict.fromkeys(damages))).of("version.damaged")
 
 
 @models.command()
@@ -132,7 +132,9 @@ def export(
     """Write a version into a folder from which 'tritonserver --model-repository FOLDER' serves it."""
     *numbers, folder = where
     if len(numbers) > 1 or not all(map(str.isdecimal, numbers)):
-        raise RequestError(f"given: {' '.join(where)!r}; expected a folder, or a version's number and a folder")
+        raise RequestError(f"given: {' '.join(where)!r}; expected a folder, or a version's number and a folder").of(
+            "arguments.invalid"
+        )
     with _repository(storage) as repository:
         version = int(numbers[0]) if numbers else repository.current(name)
         model = repository.export_to_triton(name, version, to_path(Path(folder).absolute()))
@@ -185,7 +187,9 @@ def _parse_size(given: str) -> tuple[str, list[int]]:
     name, _, values = given.rpartition("=")
     parts = values.split(",")
     if not name or not all(part.isdecimal() and int(part) for part in parts):
-        raise RequestError(f"--size is {given!r}: expected NAME=N or NAME=N,N, such as length=128")
+        raise RequestError(f"--size is {given!r}: expected NAME=N or NAME=N,N, such as length=128").of(
+            "size.invalid", "--size"
+        )
     return name, [int(part) for part in parts]
 
 
@@ -196,7 +200,9 @@ def _repository(storage: str | None) -> Iterator[Repository]:
     try:
         yield Repository(root)
     except OSError as error:
-        raise StorageError(f"storage {str(root)!r} cannot be read or written ({error}): check its rights") from error
+        raise StorageError(f"storage {str(root)!r} cannot be read or written ({error}): check its rights").of(
+            "storage.unreadable", "storage"
+        ) from error
 
 
 @contextmanager

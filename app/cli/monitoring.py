@@ -41,7 +41,9 @@ def write_files(
     """Write the configuration of Prometheus, Alertmanager and Grafana for a cluster, with its ports."""
     local = read_state()
     if dashboard is None and local is None:
-        raise ClusterError("no local cluster is up: start one with 'rayloom up', or give --dashboard and --token-file")
+        raise ClusterError(
+            "no local cluster is up: start one with 'rayloom up', or give --dashboard and --token-file"
+        ).of("cluster.none")
     if dashboard is None and local and local.monitoring:
         targets = targets_of(local)
     else:

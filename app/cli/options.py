@@ -45,9 +45,13 @@ def chosen_storage(storage: str | None, is_new: bool = False) -> UPath:
     # An object store has no empty folders.
     if is_named and not is_new and is_local(root) and not root.exists():
         source = "--storage" if storage else "RAYLOOM_STORAGE"
-        raise StorageError(f"{source} is {str(root)!r}, which does not exist: give a folder that has runs/ or models/")
+        raise StorageError(
+            f"{source} is {str(root)!r}, which does not exist: give a folder that has runs/ or models/"
+        ).of("storage.missing", "storage")
     if is_local(root) and root.is_file():
-        raise StorageError(f"storage {str(root)!r} is a file: give a folder that has runs/ or models/")
+        raise StorageError(f"storage {str(root)!r} is a file: give a folder that has runs/ or models/").of(
+            "storage.not_a_folder", "storage"
+        )
     return root
 
 
@@ -59,5 +63,7 @@ def train_run(named: str, storage: str | None) -> RunFolder:
 def detail_of(quiet: bool, verbose: bool) -> Detail:
     """Return how much of a job's log is shown. Raises RequestError for a contradiction."""
     if quiet and verbose:
-        raise RequestError("--quiet and --verbose contradict each other: give one of them")
+        raise RequestError("--quiet and --verbose contradict each other: give one of them").of(
+            "options.contradict", "--quiet"
+        )
     return "quiet" if quiet else "verbose" if verbose else "normal"

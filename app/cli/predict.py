@@ -53,12 +53,14 @@ def predict(
 ) -> None:
     """Send inputs to a deployed model, and print its answer to each: for a classifier the label and its probability."""
     if bool(inputs) == bool(field) or file + image + row > 1:
-        raise RequestError("give inputs of one kind, or the fields of one record with --field NAME=VALUE")
+        raise RequestError("give inputs of one kind, or the fields of one record with --field NAME=VALUE").of(
+            "options.contradict"
+        )
     if not re.fullmatch(NAME, model):
         raise RequestError(
             f"{model!r} is not the name of a model, such as tickets: give the name before the inputs; "
             "'rayloom models list' lists them"
-        )
+        ).of("model.name")
     read = _read_file if file else _read_image if image else _read_row if row else _read_text
     given = [read(item) for item in inputs or []] or [_read_fields(field or [])]
     client = named_endpoint(endpoint, token_file) if endpoint else local_endpoint(running_cluster(), token_file)
@@ -80,8 +82,8 @@ def _read_text(text: str) -> str:
         raise RequestError(
             f"the text {text!r} {place}: to send a file's content, give {option}; to send these words, use "
             f"'echo {shlex.quote(text)} | rayloom predict MODEL -'"
-        )
-    return _require_text(text, "the text")
+        ).of("text.path")
+    return require_text(text, "the text")
 
 
 def _looks_like_a_path(text: str) -> bool:
@@ -95,20 +97,25 @@ def _looks_like_a_path(text: str) -> bool:
 def _read_file(path: str) -> str:
     what = "standard input" if path == "-" else f"file {path!r}"
     try:
-        return _require_text(_content_of(path).decode(), what)
+        return require_text(_content_of(path).decode(), what)
     except OSError as error:
-        raise RequestError(f"{what} cannot be read ({error.strerror}): give the path of a text") from error
+        raise RequestError(f"{what} cannot be read ({error.strerror}): give the path of a text").of(
+            "file.unreadable"
+        ) from error
     except UnicodeDecodeError as error:
-        raise RequestError(f"{what} is not text in UTF-8: convert it, or give --image for a picture") from error
+        raise RequestError(f"{what} is not text in UTF-8: convert it, or give --image for a picture").of(
+            "text.encoding"
+        ) from error
 
 
 def _content_of(path: str) -> bytes:
     return sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
 
 
-def _require_text(text: str, what: str) -> str:
+def require_text(text: str, what: str) -> str:
+    """Return a text, called ``what`` in messages. Raises RequestError for an empty one."""
     if not text.strip():
-        raise RequestError(f"{what} is empty: give at least a word")
+        raise RequestError(f"{what} is empty: give at least a word").of("text.empty")
     return text
 
 
@@ -117,11 +124,13 @@ def _read_row(text: str) -> dict[str, Any]:
     try:
         row = json.loads(text)
     except ValueError as error:
-        raise RequestError(
-            f"a row is {text!r}, which is not JSON: expected an object such as '{{\"age\": 40}}'"
+        raise RequestError(f"a row is {text!r}, which is not JSON: expected an object such as '{{\"age\": 40}}'").of(
+            "json.invalid", "--row"
         ) from error
     if not isinstance(row, dict):
-        raise RequestError(f"a row is {text}: expected an object such as '{{\"age\": 40}}'")
+        raise RequestError(f"a row is {text}: expected an object such as '{{\"age\": 40}}'").of(
+            "row.not_an_object", "--row"
+        )
     return row
 
 
@@ -131,7 +140,9 @@ def _read_fields(fields: list[str]) -> dict[str, Any]:
     for given in fields:
         name, equals, value = given.partition("=")
         if not equals:
-            raise RequestError(f"--field {given}: expected NAME=VALUE, or NAME=@FILE for the content of a file")
+            raise RequestError(f"--field {given}: expected NAME=VALUE, or NAME=@FILE for the content of a file").of(
+                "field.no_value", "--field"
+            )
         record[name] = _read_value(value)
     return record
 
@@ -156,6 +167,6 @@ def _read_image(path: str) -> str:
     try:
         return base64.b64encode(_content_of(path)).decode()
     except OSError as error:
-        raise RequestError(
-            f"image {path!r} cannot be read ({error.strerror}): give the path of a PNG or JPEG file"
+        raise RequestError(f"image {path!r} cannot be read ({error.strerror}): give the path of a PNG or JPEG file").of(
+            "file.unreadable", "--image"
         ) from error

@@ -123,7 +123,9 @@ def logs(
         is_over = run.status != "running"
         content = read(run.path / LOG_FILE)
         if content is None and is_over:
-            raise StorageError(f"run {run.run_id} has no {LOG_FILE}: it was made by an earlier version of Rayloom")
+            raise StorageError(f"run {run.run_id} has no {LOG_FILE}: it was made by an earlier version of Rayloom").of(
+                "log.missing"
+            )
         print((content or b"")[printed:].decode(errors="replace"), end="", flush=True)
         printed = len(content or b"")
         if is_over or not follow:
@@ -140,19 +142,21 @@ def track(run_id: RunId, storage: Storage = None) -> None:
 
     run = find_run(chosen_storage(storage), run_id)
     if run.status == "running":
-        raise RequestError(f"run {run.run_id} is under way, and its job copies it: wait for its end")
+        raise RequestError(f"run {run.run_id} is under way, and its job copies it: wait for its end").of("run.running")
     recipe = load_stored_recipe(str(run.path / CONFIG_FILE))
     require_clients(recipe)
     trackers = create_trackers(recipe, run.path)
     if not trackers:
-        raise RequestError(f"the recipe of run {run.run_id} has no tracker: add one under tracking, for later runs")
+        raise RequestError(f"the recipe of run {run.run_id} has no tracker: add one under tracking, for later runs").of(
+            "trackers.none", "tracking"
+        )
     for tracker in trackers:
         tracked = TrackedRun(run.path, tracker)
         if tracked.parent and tracked.must_wait:
             raise RequestError(
                 f"run {run.run_id} is a part of {tracked.parent.name}, which {tracker.name} does not know yet: "
                 f"'rayloom runs track {tracked.parent.name}' first"
-            )
+            ).of("parent.not_tracked")
     # Already set: copying ends once the trackers have everything.
     has_ended = threading.Event()
     has_ended.set()
@@ -184,7 +188,7 @@ def _require_unused(root: UPath, found: list[RunFolder]) -> None:
             raise StorageError(
                 f"{', '.join(made)} came from run {run.run_id}, and its lineage would lead nowhere: delete the version "
                 "first with 'rayloom models delete', or give --force"
-            )
+            ).of("run.in_use")
 
 
 def _row(run: RunSummary, is_part: bool) -> tuple[str, ...]:
