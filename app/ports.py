@@ -39,7 +39,9 @@ def choose(given: int | None, preferred: int, option: str, besides: Collection[i
     """
     if given is not None:
         if given in besides or not is_free(given):
-            raise ClusterError(f"port {given} is in use: give {option} another one, or leave it out to take a free one")
+            raise ClusterError(
+                f"port {given} is in use: give {option} another one, or leave it out to take a free one"
+            ).of("port.taken", option)
         return given
     return preferred if preferred not in besides and is_free(preferred) else unused(1, besides)[0]
 
@@ -55,7 +57,7 @@ def unused(count: int, besides: Collection[int] = ()) -> list[int]:
     if len(found) < count:
         raise ClusterError(
             f"{count} free ports are needed from {_RANGE.start} to {_RANGE.stop - 1}, {len(found)} are free"
-        )
+        ).of("ports.too_few")
     return found
 
 
@@ -64,7 +66,9 @@ def unused_block() -> range:
     for block in random.sample(_BLOCKS, len(_BLOCKS)):
         if all(map(is_free, block)):
             return block
-    raise ClusterError(f"100 free ports are needed, from {_BLOCKS[0][0]} to {_BLOCKS[-1][-1]}: stop what listens there")
+    raise ClusterError(
+        f"100 free ports are needed, from {_BLOCKS[0][0]} to {_BLOCKS[-1][-1]}: stop what listens there"
+    ).of("ports.too_few")
 
 
 @dataclass(frozen=True)

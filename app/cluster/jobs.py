@@ -91,7 +91,7 @@ class JobsApi:
         if "RAY_AUTH_TOKEN_PATH" in environment and not token:
             raise ClusterError(
                 f"RAY_AUTH_TOKEN_PATH names {str(path)!r}, which has no token: give the file with the cluster's token"
-            )
+            ).of("token.missing")
         return cls(environment["RAY_API_SERVER_ADDRESS"], token, "RAY_AUTH_TOKEN" if given else str(path))
 
     def require_access(self) -> None:
@@ -106,12 +106,12 @@ class JobsApi:
             raise ClusterError(
                 f"no cluster answers at {self.address!r} ({first_line(error)}): check RAY_API_SERVER_ADDRESS, such as "
                 "http://127.0.0.1:8265"
-            ) from error
+            ).of("cluster.no_answer") from error
         if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             refused = f"refuses the token of {self.token_source}" if self.token else "asks for a token"
             raise ClusterError(
                 f"the cluster at {self.address} {refused}: set RAY_AUTH_TOKEN_PATH to the file with its token"
-            )
+            ).of("token.refused")
 
     def jobs(self) -> list[Job]:
         """Return every submitted job, without drivers that were started by hand. Raises httpx.HTTPError."""
@@ -147,12 +147,14 @@ class JobsApi:
         """
         if not beginning:
             # Every id begins so. A script may have left the id out.
-            raise ClusterError(f"no job {beginning!r}: give a job's id, or its beginning")
+            raise ClusterError(f"no job {beginning!r}: give a job's id, or its beginning").of("job.unknown")
         found = {job.submission_id: job for job in self.jobs() if job.submission_id.startswith(beginning)}
         if beginning in found or len(found) < 2:
             return found.get(beginning, next(iter(found.values()), None))
         some = ", ".join(sorted(found)[:3])
-        raise ClusterError(f"{beginning!r} is the beginning of {len(found)} jobs, such as {some}: give more of the id")
+        raise ClusterError(
+            f"{beginning!r} is the beginning of {len(found)} jobs, such as {some}: give more of the id"
+        ).of("job.ambiguous")
 
     def nodes(self) -> list[Node]:
         """Return every node, dead or alive. Raises httpx.HTTPError."""

@@ -80,7 +80,7 @@ def _require_none() -> None:
     if known and known.processes():
         raise ClusterError(
             f"a cluster is up already, dashboard {known.dashboard}: use it, or stop it with 'rayloom down'"
-        )
+        ).of("cluster.running")
     if known:
         known.forget()  # it ended without 'rayloom down', for example with the machine
 
@@ -163,7 +163,7 @@ def _start_head(cluster: ClusterState) -> None:
             check=False,
         )
     if done.returncode:
-        raise ClusterError(f"Ray did not start:\n{log.read_text(encoding='utf-8').strip()}")
+        raise ClusterError(f"Ray did not start:\n{log.read_text(encoding='utf-8').strip()}").of("cluster.not_started")
 
 
 def _store(cluster: ClusterState) -> dict[str, str]:
@@ -186,7 +186,9 @@ def _start_supervisor(cluster: ClusterState) -> None:
     while supervisor.poll() is None and not state.SUPERVISOR_LOG.stat().st_size:
         time.sleep(_PERIOD_S)
     if supervisor.poll() is not None:
-        raise ClusterError(f"the supervisor ended: {state.SUPERVISOR_LOG.read_text(encoding='utf-8').strip()}")
+        raise ClusterError(f"the supervisor ended: {state.SUPERVISOR_LOG.read_text(encoding='utf-8').strip()}").of(
+            "supervisor.ended"
+        )
 
 
 def _environment(cluster: ClusterState) -> dict[str, str]:

@@ -74,7 +74,9 @@ def priority_of(given: str | None) -> Priority:
     for priority in _PRIORITIES:
         if priority == (given or "normal"):
             return priority
-    raise ClusterError(f"the job's metadata {PRIORITY} is {given!r}: give one of {', '.join(_PRIORITIES)}")
+    raise ClusterError(f"the job's metadata {PRIORITY} is {given!r}: give one of {', '.join(_PRIORITIES)}").of(
+        "priority.unknown", PRIORITY
+    )
 
 
 def in_line(

@@ -163,7 +163,7 @@ def running_cluster() -> ClusterState:
     """Return the local cluster. Raise ClusterError if none is up."""
     state = read_state()
     if state is None or not state.processes():
-        raise NoClusterError("no local cluster is up: start one with 'rayloom up'")
+        raise NoClusterError("no local cluster is up: start one with 'rayloom up'").of("cluster.none")
     return state
 
 
@@ -182,15 +182,15 @@ def claim() -> None:
         raise ClusterError(
             f"{str(FOLDER)!r} exists already: another 'rayloom up' is starting a cluster, or another version of "
             "Rayloom has started one; if no Ray runs on this machine, remove the folder"
-        ) from error
+        ).of("folder.taken") from error
     except OSError as error:
         raise ClusterError(
             f"the token {str(TOKEN_FILE)!r} cannot be written ({error.strerror}), and without it anybody on this "
             "machine could run commands through Ray: set RAYLOOM_HOME to a folder of your own"
-        ) from error
+        ).of("token.not_written") from error
     if (mode := TOKEN_FILE.stat().st_mode & 0o777) != 0o600:
         shutil.rmtree(FOLDER)
         raise ClusterError(
             f"the token {str(TOKEN_FILE)!r} has mode {mode:o}, expected 600: set RAYLOOM_HOME to a folder on a file "
             "system that keeps modes"
-        )
+        ).of("token.mode")

@@ -77,8 +77,12 @@ def submit(
     """
     if job not in (known := known_jobs(Path.cwd())):
         if recipe in known:
-            raise ClusterError(f"{job!r} is not a job: give the job first, as in 'rayloom submit {recipe} {job}'")
-        raise ClusterError(f"no job {job!r}: known are {', '.join(known)}{suggestion(job, known)}")
+            raise ClusterError(f"{job!r} is not a job: give the job first, as in 'rayloom submit {recipe} {job}'").of(
+                "job.not_first"
+            )
+        raise ClusterError(f"no job {job!r}: known are {', '.join(known)}{suggestion(job, known)}").of(
+            "job.unknown_kind"
+        )
     require_once(overrides)
     is_local = _extend_environment()
     is_given = names_model(job, recipe) or _is_sent_along(recipe)
@@ -174,7 +178,7 @@ def follow_job(named: str, detail: Detail = "normal") -> int:
     target = _find_target()
     job = _jobs_api(target).beginning_with(named)
     if job is None:
-        raise ClusterError(f"the cluster has no job {named!r}: 'rayloom runs list' lists the runs")
+        raise ClusterError(f"the cluster has no job {named!r}: 'rayloom runs list' lists the runs").of("job.unknown")
     return _follow_to_end(job.submission_id, target.environment, JobView(detail))
 
 
@@ -191,7 +195,7 @@ def stop_job(named: str) -> str | None:
     if (job := api.beginning_with(named)) is None:
         return None
     if job.has_ended:
-        raise ClusterError(f"job {job.submission_id} has ended already: it {job.status.lower()}")
+        raise ClusterError(f"job {job.submission_id} has ended already: it {job.status.lower()}").of("job.finished")
     api.stop(job.submission_id)
     return job.submission_id
 
@@ -394,7 +398,7 @@ def _await_resubmission(api: JobsApi, submission_id: str) -> str:
         raise ClusterError(
             f"job {submission_id} was lost with its cluster, and is not submitted again: look at 'rayloom status', "
             "and once a cluster is up, submit it yourself"
-        )
+        ).of("job.lost")
     return new_id
 
 

@@ -52,7 +52,7 @@ class RestartLimit:
             raise ClusterError(
                 f"{self.process} died {self.max_restarts + 1} times within {self.window_s / 60:.0f} minutes: look at "
                 "Ray's logs, then run 'rayloom down' and 'rayloom up'"
-            )
+            ).of("restarts.too_many")
         self._restarts.append(now)
 
 
@@ -154,14 +154,16 @@ def _retry_until_up(request: Callable[[], Answer]) -> Answer:
     try:
         return retrying(request)
     except httpx.HTTPError as error:
-        raise ClusterError(f"the jobs API does not answer, so no job is submitted again: {error}") from error
+        raise ClusterError(f"the jobs API does not answer, so no job is submitted again: {error}").of(
+            "cluster.no_answer"
+        ) from error
 
 
 def _oldest(cluster: ClusterState, name: str) -> psutil.Process:
     """Return the oldest process of this name. A raylet's fork has the same name until it becomes a worker."""
     found = [process for process in cluster.processes() if process.name() == name]
     if not found:
-        raise ClusterError(f"no process {name!r} is in the cluster")
+        raise ClusterError(f"no process {name!r} is in the cluster").of("process.missing")
     return min(found, key=lambda process: process.create_time())
 
 

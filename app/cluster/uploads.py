@@ -21,7 +21,7 @@ def require_uploaded(recipe: Recipe, folder: Path) -> None:
     """
     for key, given in local_paths(recipe):
         if reason := _reason_not_uploaded(given, folder):
-            raise RecipeError(f"{key} {given!r} {reason}")
+            raise RecipeError(f"{key} {given!r} {reason}").of("path.not_uploaded", key)
 
 
 def _reason_not_uploaded(given: str, folder: Path) -> str | None:
