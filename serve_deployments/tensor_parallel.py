@@ -72,7 +72,7 @@ class TensorParallelEngine:
         """Run one batch whose inputs were checked before. Raises EngineError as ``infer`` does."""
         with self._order:  # shards with different orders of calls would wait for each other
             if self._refusal:
-                raise EngineError(self._refusal)
+                raise EngineError(self._refusal).of("model_shard.out_of_step")
             given = _put(inputs)
             running = [shard.infer.remote(given) for shard in self._shards]
         # Wait for all of them, because only all answers tell whether the shards are still in step.
@@ -115,7 +115,7 @@ def _put(inputs: Tensors) -> Any:
     try:
         return ray.put(dict(inputs))
     except RayError as error:
-        raise EngineError(f"the inputs do not reach the shards: {error}") from error
+        raise EngineError(f"the inputs do not reach the shards: {error}").of("model_shard.no_inputs") from error
 
 
 def _answer(running: Any, timeout_s: float | None = None) -> Any:
@@ -125,6 +125,6 @@ def _answer(running: Any, timeout_s: float | None = None) -> Any:
     except RayTaskError as error:
         if isinstance(error.cause, RayloomError):
             raise error.cause from None
-        raise EngineError(f"a shard failed: {error.cause!r}") from error
+        raise EngineError(f"a shard failed: {error.cause!r}").of("model_shard.fails") from error
     except RayError as error:
         raise _LostError(f"the process of a shard has ended, or does not answer: {error}") from error

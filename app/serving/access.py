@@ -227,7 +227,7 @@ def make_token(path: Path) -> str:
     except OSError as error:
         raise ClusterError(
             f"the token's file {str(path)!r} cannot be created ({error.strerror}): name one with serve.token_file"
-        ) from error
+        ).of("token.not_written", "serve.token_file") from error
     # Read from the file, because another process may have created it first.
     return read_token(path)
 

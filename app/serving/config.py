@@ -84,7 +84,7 @@ class VersionConfig(LoadedConfig):
             raise RecipeError(
                 f"serve.tensor_parallel shards what PyTorch runs, and {manifest.name}/{manifest.version} is of "
                 f"{key.engine}: run jobs.compile with compile.engines=[torch], or leave it out"
-            )
+            ).of("tensor_parallel.engine", "serve.tensor_parallel")
         policy = BatchingPolicy(
             max_batch_size=serving.max_batch_size,
             by_length=_by_length(manifest, serving),

@@ -255,7 +255,7 @@ class Endpoint:
             RequestError: the model is served.
         """
         self.require_deployed(name)
-        raise RequestError(f"model {name!r} cannot be unloaded by a client: run jobs.undeploy")
+        raise RequestError(f"model {name!r} cannot be unloaded by a client: run jobs.undeploy").of("unload.unsupported")
 
     @property
     def models(self) -> list[ServedModel]:
@@ -346,7 +346,7 @@ class Endpoint:
         except Exception as error:  # its files may have been removed or damaged since the deployment
             raise ModelLoadError(
                 f"model {config.title} cannot be loaded: see the replica's log in Ray's dashboard, and deploy it again"
-            ) from error
+            ).of("model.not_loaded") from error
 
     @property
     def rollouts(self) -> dict[str, Rollout]:

@@ -101,7 +101,9 @@ def _run(infer: Infer, inputs: Tensors) -> Tensors:
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             raise
         # KeyboardInterrupt and the like would end the event loop, and its futures refuse a StopIteration.
-        raise EngineError(f"the engine failed on a batch: it raised {type(error).__name__}") from error
+        raise EngineError(f"the engine failed on a batch: it raised {type(error).__name__}").of(
+            "engine.fails"
+        ) from error
 
 
 def _check_rows(outputs: Tensors, rows: int) -> None:

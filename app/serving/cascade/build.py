@@ -99,7 +99,7 @@ def load_validation(manifest: Manifest) -> "LabelledSplit":
         raise RecipeError(
             f"serve.cascade: {manifest.name}/{manifest.version} was imported, and a cascade is calibrated on the rows "
             "that its last stage was validated on: take a version that jobs.train and jobs.compile made"
-        )
+        ).of("version.imported", "serve.cascade")
     folder = to_path(manifest.lineage.train_run) / DATA
     verify_checksums(folder)
     task = find_served_task(manifest.task)

@@ -94,7 +94,7 @@ class ServedCascade:
                 f"model {large.manifest.name!r} is a cascade whose stages encode their input differently, "
                 f"so no tensors fit all of them: ask /v1/models/{large.manifest.name}/predict, or name version "
                 f"{large.version}, the last stage"
-            )
+            ).of("stages.inputs_differ")
         check_outputs(request, large.engine.signature.outputs)
         deadline_s, priority = self._deadline_s(request.parameters.timeout_s), request.parameters.priority
 

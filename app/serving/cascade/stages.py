@@ -20,7 +20,7 @@ def require_alike(models: Sequence[LoadedModel]) -> None:
         raise RecipeError(
             f"serve.cascade: {last.manifest.name}/{last.version} gives no probability of one label, by which a stage "
             "knows whether it is sure: leave the cascade out"
-        )
+        ).of("cascade.no_probability", "serve.cascade")
     for model in earlier:
         if difference := _difference(model, last):
             raise RecipeError(

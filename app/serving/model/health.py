@@ -78,7 +78,9 @@ class EngineHealth:
                 # A probe that does not return counts as a running call.
                 running_s = max(running_s, self._clock() - self._probe_began_s)
         if running_s > _STUCK_S:
-            raise EngineError(f"the engine has run a single call for {running_s:.0f} s: the replica is replaced")
+            raise EngineError(f"the engine has run a single call for {running_s:.0f} s: the replica is replaced").of(
+                "engine.stuck"
+            )
 
     async def close(self) -> None:
         """Wait until no probe runs."""

@@ -222,7 +222,7 @@ class ServedModel:
         """
         # A probe tells inputs that this engine cannot run from a broken engine.
         await self.health.probe()
-        refusal = RequestError(f"the model cannot run these inputs: {error}")
+        refusal = RequestError(f"the model cannot run these inputs: {error}").of("inputs.cannot_run")
         # Set by hand, because an exchange sends the error without raising it.
         refusal.__cause__ = error
         return refusal
@@ -330,13 +330,15 @@ class ServedModel:
 
 def _check_rows(name: str, rows: int) -> None:
     if rows > MAX_ROWS:
-        raise RequestError(f"{name} has {rows} rows: at most {MAX_ROWS} in one request")
+        raise RequestError(f"{name} has {rows} rows: at most {MAX_ROWS} in one request").of("rows.too_many")
 
 
 def _check_finite(outputs: Tensors) -> None:
     for name, output in outputs.items():
         if not is_finite(output):
-            raise RequestError(f"output {name!r} is not finite for these inputs: give finite numbers, and full rows")
+            raise RequestError(
+                f"output {name!r} is not finite for these inputs: give finite numbers, and full rows"
+            ).of("output.not_finite")
 
 
 def _duration(durations: Durations) -> StatisticDuration:

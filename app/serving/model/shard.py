@@ -93,12 +93,12 @@ def require_shardable(folder: Path, size: int) -> type[nn.Module]:
         raise RecipeError(
             f"serve.tensor_parallel needs a model of transformers whose class has a tp_plan, and {title} has none: "
             "serve it without, or choose another, such as model_type=llama or qwen3"
-        )
+        ).of("tensor_parallel.no_plan", "serve.tensor_parallel")
     heads = traits_of(whole).tensor_divisor
     if heads is None or heads % size:
         raise RecipeError(
             f"serve.tensor_parallel.size is {size}, and {title} has {heads} heads of keys and values: give a divisor"
-        )
+        ).of("heads.uneven", "serve.tensor_parallel.size")
     return type(whole)
 
 

@@ -172,7 +172,9 @@ def _fields(message: bytes, start: int, end: int, left: Iterator[int]) -> Iterat
     """
     while start < end:
         if next(left, None) is None:
-            raise RequestError(f"the message has more than {_MAX_FIELDS} fields: send fewer inputs in a request")
+            raise RequestError(f"the message has more than {_MAX_FIELDS} fields: send fewer inputs in a request").of(
+                "message.too_many_fields"
+            )
         tag, start = _varint(message, start, end)
         match tag & 7:
             case 0:
@@ -199,7 +201,9 @@ def _varint(message: bytes, start: int, end: int) -> tuple[int, int]:
 
 
 def _malformed() -> RequestError:
-    return RequestError("the message cannot be parsed: send one of inference.GRPCInferenceService")
+    return RequestError("the message cannot be parsed: send one of inference.GRPCInferenceService").of(
+        "message.unreadable"
+    )
 
 
 def _request_parameters(parameters: Mapping[str, pb.InferParameter]) -> RequestParameters:

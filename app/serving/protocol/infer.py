@@ -175,7 +175,7 @@ def check_json(text: bytes | memoryview, *, has_tensors: bool, limits: Limits = 
     if not has_tensors and (count := content.count(b",")) > limits.values:
         raise RequestError(
             f"the JSON has {count} commas: expected {limits.values} at most, send fewer texts or rows in a request"
-        )
+        ).of("json.too_large")
 
 
 def check_outputs(request: InferRequest, specs: Sequence[TensorSpec]) -> None:

@@ -195,19 +195,25 @@ class GrpcCall(TasklessCall):
         """Refuse an unauthorized call, or one with an unknown method or compression or an invalid timeout."""
         head, method = self.head, self._method
         if not head.is_grpc:
-            self.count(RequestError("the content type is not that of gRPC"))
+            self.count(RequestError("the content type is not that of gRPC").of("content_type.unsupported"))
             self._connection.refuse_http(self)
             return
         try:
             if method is None:
-                raise UnsupportedError(f"{short_repr(head.path)} is not a unary method of {SERVICE.full_name}")
+                raise UnsupportedError(f"{short_repr(head.path)} is not a unary method of {SERVICE.full_name}").of(
+                    "method.unknown"
+                )
             if head.encoding not in _ENCODINGS:
                 expected = ", ".join(_ENCODINGS)
-                raise UnsupportedError(f"grpc-encoding is {short_repr(head.encoding)}: expected {expected}")
+                raise UnsupportedError(f"grpc-encoding is {short_repr(head.encoding)}: expected {expected}").of(
+                    "encoding.unsupported", "grpc-encoding"
+                )
             if not method.is_open:
                 self.admission.require_access(head.caller, self._connection.peer)
             if head.wrong_timeout is not None:
-                raise RequestError(f"grpc-timeout is {short_repr(head.wrong_timeout)}: expected, for example, 10S")
+                raise RequestError(f"grpc-timeout is {short_repr(head.wrong_timeout)}: expected, for example, 10S").of(
+                    "timeout.invalid", "grpc-timeout"
+                )
         except (UnauthorizedError, RequestError) as error:
             self.refuse(error)
             return
@@ -232,7 +238,9 @@ class GrpcCall(TasklessCall):
             if len(self._data) >= _PREFIX_BYTES and size > self._method.max_bytes:
                 raise RequestTooLargeError(f"a message of {size} bytes: at most {self._method.max_bytes}")
             if len(self._data) > _PREFIX_BYTES + size:
-                raise RequestError(f"the call continues after a message of {size} bytes: send one message")
+                raise RequestError(f"the call continues after a message of {size} bytes: send one message").of(
+                    "message.repeated"
+                )
         except (OverloadError, RequestError) as error:
             self.refuse(error)
 
@@ -284,11 +292,17 @@ class GrpcCall(TasklessCall):
         self._data = b""
         size, self.received = int.from_bytes(prefix[1:], "big"), len(message)
         if len(prefix) < _PREFIX_BYTES or len(message) != size:
-            raise RequestError(f"the call has {len(message)} of {size} bytes of a message: send one whole message")
+            raise RequestError(f"the call has {len(message)} of {size} bytes of a message: send one whole message").of(
+                "message.cut_short"
+            )
         if prefix[0] > 1:
-            raise RequestError(f"the message begins with the byte {prefix[0]}: expected 0, or 1 if it is compressed")
+            raise RequestError(
+                f"the message begins with the byte {prefix[0]}: expected 0, or 1 if it is compressed"
+            ).of("message.prefix")
         if prefix[0] and not is_compressed(self.head.encoding):
-            raise RequestError("the message is compressed, but grpc-encoding does not say how")
+            raise RequestError("the message is compressed, but grpc-encoding does not say how").of(
+                "encoding.missing", "grpc-encoding"
+            )
         return bool(prefix[0]), message
 
     async def _inflate(self, method: _Method, message: bytes) -> None:

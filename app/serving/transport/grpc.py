@@ -197,7 +197,7 @@ def _unreadable() -> RequestError:
     return RequestError(
         "the message cannot be parsed, or has too many parts: send one of inference.GRPCInferenceService, and large "
         "tensors in raw_input_contents"
-    )
+    ).of("message.unreadable")
 
 
 async def infer(call: InferenceCall, message: pb.ModelInferRequest, num_bytes: int) -> pb.ModelInferResponse:
@@ -431,7 +431,7 @@ def model_of(message: Message) -> str:
 
 def _unsupported(name: str, kind: type[Message]) -> Callable[[Any, Any, Context], Awaitable[Message]]:
     async def call(_: Any, __: Message) -> Message:
-        raise UnsupportedError(f"{name} is not supported")
+        raise UnsupportedError(f"{name} is not supported").of("method.unsupported")
 
     call.__name__ = name
     return _answers(kind)(call)

@@ -35,7 +35,9 @@ class EmbeddingsRequest(BaseModel):
         texts = [self.input] if isinstance(self.input, str) else self.input
         strings = [text for text in texts if isinstance(text, str)]
         if len(strings) != len(texts):
-            raise RequestError("input holds tokens: send a text, or a list of texts, which the model's tokenizer reads")
+            raise RequestError(
+                "input holds tokens: send a text, or a list of texts, which the model's tokenizer reads"
+            ).of("input.tokens", "input")
         return PredictRequest(inputs=strings)
 
 
@@ -76,14 +78,14 @@ class EmbeddingsResponse(BaseModel):
                 raise RequestError(
                     f"model {short_repr(request.model)} answers labels, not vectors: ask "
                     f"{predict_path(request.model)}, or deploy a model of task sentence-embedding"
-                )
+                ).of("model.no_vectors", "model")
             vectors.append(extra["embedding"])
         # A vector is not truncated, because its model was not trained for that.
         if request.dimensions not in (None, len(vectors[0])):
             raise RequestError(
                 f"dimensions is {request.dimensions}: model {short_repr(request.model)} has vectors of "
                 f"{len(vectors[0])} numbers; leave it out"
-            )
+            ).of("dimensions.different", "dimensions")
         # A custom task may not count tokens.
         tokens = sum((prediction.model_extra or {}).get("tokens", 0) for prediction in answer.predictions)
         return cls(
