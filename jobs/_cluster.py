@@ -35,7 +35,7 @@ def connect() -> None:
         raise ClusterError(
             "no Ray cluster answers here: start one with 'rayloom up' and send the job to it with 'rayloom submit', "
             f"or with 'ray job submit' ({first_line(error)})"
-        ) from error
+        ).of("cluster.no_answer") from error
 
 
 def may_grow() -> bool:
@@ -63,7 +63,7 @@ def require(needed: Mapping[str, float], who: str, labels: Mapping[str, str] | N
             continue
         sentence = f"{who} need {_amount(resource, amount)}, and {where} {total:g}"
         if not may_grow():
-            raise ClusterError(f"{sentence}: ask for fewer, or start a larger cluster")
+            raise ClusterError(f"{sentence}: ask for fewer, or start a larger cluster").of("resources.too_few")
         print(f"{sentence}; waiting for it to grow", flush=True)
 
 
@@ -110,7 +110,7 @@ def require_dashboard(who: str) -> None:
         raise ClusterError(
             f"the cluster's dashboard does not answer, and without it {who} keep their CPUs after they have ended: "
             "start the cluster with its dashboard, as 'rayloom up' does"
-        ) from error
+        ).of("dashboard.no_answer") from error
 
 
 def training_cluster(config: TrainConfig) -> Cluster:

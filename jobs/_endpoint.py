@@ -116,8 +116,8 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
             raise ClusterError(
                 f"{cause}; and what was served before does not start either: {again[0]}; deploy that model again, or "
                 "undeploy it"
-            ) from error
-        raise ClusterError(f"the endpoint goes on with what it served before: {cause}") from error
+            ).of("rollback.fails") from error
+        raise ClusterError(f"the endpoint goes on with what it served before: {cause}").of("rollout.fails") from error
 
 
 def _failed(pool: Pool, before: PoolConfigs, previous: Mapping[str, Deployed]) -> Exception | None:
@@ -140,7 +140,9 @@ def await_routes(url: str | None = None) -> None:
         if url:
             _await_answer(url)
     except (TimeoutError, RetryError) as error:
-        raise ClusterError(f"every replica is ready, but requests do not reach them: {error}") from error
+        raise ClusterError(f"every replica is ready, but requests do not reach them: {error}").of(
+            "routes.no_answer"
+        ) from error
 
 
 @retry(retry=retry_if_result(bool), stop=stop_after_delay(_ROUTES_TIMEOUT_S), wait=wait_fixed(_POLL_S))
@@ -178,7 +180,7 @@ def require_room(before: PoolConfigs, pool: Pool, demand: Demand) -> None:
         raise ClusterError(
             f"serve.gpus_per_replica of all models are {scaling.gpus:g} together, and a replica has {scaling.max_gpus} "
             "for all of them: ask for less, or set serve.pool"
-        )
+        ).of("replica.too_large", "serve.gpus_per_replica")
     spare = 0 if not before[pool].deployed else scaling.max_replicas if len(demand.sharded) > 1 else 1
     others = [config.demand for other, config in before.by_pool.items() if other != pool]
     _require_memory(

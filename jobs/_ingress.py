@@ -65,7 +65,7 @@ def require_address(config: ServeConfig) -> Address:
             f"{desired.scheme}, and this cluster's endpoint listens on {running.port} and {running.grpc_port}, on "
             f"{running.host} by {running.scheme}, already: leave serve.host, serve.tls and the ports as they are, or "
             "restart the cluster"
-        )
+        ).of("endpoint.elsewhere")
     return desired
 
 
@@ -87,15 +87,17 @@ def _require_reachable(desired: Address) -> None:
         raise ClusterError(
             f"serve.host is {desired.host}, where HAProxy would not find the replicas: set it to 0.0.0.0, and let a "
             "firewall limit the access, or to 127.0.0.1"
-        )
+        ).of("host.unreachable", "serve.host")
     nodes = sum(node["Alive"] for node in ray.nodes())
     if nodes > 1 and is_loopback(desired.host):
         raise ClusterError(
             f"serve.host is {desired.host}, and the cluster has {nodes} nodes, none of which would reach the replicas "
             "of another: set it to 0.0.0.0, where the endpoint asks for a token"
-        )
+        ).of("host.unreachable", "serve.host")
     if desired.port == desired.grpc_port:
-        raise ClusterError(f"serve.port and serve.grpc_port are both {desired.port}: give two ports, or leave one out")
+        raise ClusterError(
+            f"serve.port and serve.grpc_port are both {desired.port}: give two ports, or leave one out"
+        ).of("ports.equal", "serve.grpc_port")
 
 
 def _listens_on() -> Address | None:
@@ -115,4 +117,4 @@ def _require_free(host: str, port: int, key: str) -> None:
         except OSError as error:
             raise ClusterError(
                 f"port {port} on {host} cannot be used ({error.strerror}): stop what listens there, or set {key}"
-            ) from error
+            ).of("port.unusable", key) from error

@@ -69,10 +69,10 @@ def run_on_node(name: str, work: Work[Result], placement: Placement) -> Result:
     except RayTaskError as error:
         raise error.cause from error
     except RayError as error:
-        raise ClusterError(
-            f"{name} was lost with its node or process ({str(error).strip()}): submit it again"
+        raise ClusterError(f"{name} was lost with its node or process ({str(error).strip()}): submit it again").of(
+            "node.lost"
         ) from error
-    raise ClusterError(f"{name} ended without a result: see Ray's logs")
+    raise ClusterError(f"{name} ended without a result: see Ray's logs").of("task.no_result")
 
 
 # max_calls=1: a reused process would keep its GPU memory and environment.

@@ -63,7 +63,9 @@ def _run_units(storage: UPath, placement: Placement, work: Callable[[int], int],
     except RayTaskError as error:
         raise error.cause from error
     except RayError as error:
-        raise ClusterError(f"the preparation was lost with its node ({str(error).strip()}): submit it again") from error
+        raise ClusterError(f"the preparation was lost with its node ({str(error).strip()}): submit it again").of(
+            "node.lost"
+        ) from error
 
 
 def _custom(placement: Placement) -> dict[str, float]:

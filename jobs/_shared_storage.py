@@ -55,7 +55,7 @@ def _refusal(address: str, storage: UPath, error: RayError) -> UnsharedStorageEr
     return UnsharedStorageError(
         f"node {address} cannot read storage {str(storage)!r} ({str(reason).strip().partition(chr(10))[0]}): "
         "mend its mount or its rights there, or take the node out of the cluster"
-    )
+    ).of("storage.unreadable", "storage")
 
 
 def _on(node_id: str) -> NodeAffinitySchedulingStrategy:

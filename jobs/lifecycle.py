@@ -142,9 +142,9 @@ def _step(lifecycle: Run, part: Run, step: Step) -> Result:
     result = execute(part, step, lifecycle.folder)
     if result.status == "stopped":
         override = "tune.resume=true" if part.job == "tune" else f"train.resume={part.run_id}"
-        raise RayloomError(f"{part.job} was stopped: resume with {override}")
+        raise RayloomError(f"{part.job} was stopped: resume with {override}").of("step.stopped")
     if result.status == "failed":
-        raise RayloomError(f"{part.job}: {result.error}")
+        raise RayloomError(f"{part.job}: {result.error}").of("step.failed")
     return result
 
 
@@ -154,7 +154,7 @@ def require_no_request(training: Run) -> None:
         raise RayloomError(
             f"asked to stop after train, whose run {training.run_id} is finished: "
             "continue with jobs.compile and jobs.deploy"
-        )
+        ).of("stop.too_late")
 
 
 def _with(recipe: Recipe, section: str, **values: object) -> Recipe:

@@ -31,14 +31,14 @@ def prepare(run: Run) -> Outcome:
     if run.recipe.data.stream:
         raise RecipeError(
             f"recipe {run.recipe.name} reads a stream, which training prepares as its messages arrive: submit train"
-        )
+        ).of("prepare.stream", "data.stream")
     run.open()
     with stage("prepare"):
         data = prepare_on_cluster(run)
     if not isinstance(data, GrowingData):
         raise RecipeError(
             f"task {run.recipe.task} keeps its data in the folder of each run, which training prepares: submit train"
-        )
+        ).of("prepare.task", "task")
     print(data.summary, flush=True)
     index, report = data.reference.index, data.report
     metrics = PrepareMetrics(

@@ -34,7 +34,9 @@ def tune(run: Run) -> Outcome:
     """Check everything, run the trials, and write the recipe with the best values."""
     recipe, config = run.recipe, run.recipe.tune
     if config is None:
-        raise RecipeError(f"recipe {recipe.name} has no tune section: add one with at least a space")
+        raise RecipeError(f"recipe {recipe.name} has no tune section: add one with at least a space").of(
+            "recipe.missing", "tune"
+        )
     space = load_space(config.space, recipe)
     scratch = run.until_result.enter_context(scratch_folder())
     locate = partial(locate_study, run.storage, config.storage, scratch.path)

@@ -30,7 +30,7 @@ def undeploy(run: Run) -> Outcome:
         if name not in before.deployed:
             raise ClusterError(
                 f"model {name!r} is not deployed: the endpoint serves {', '.join(before.deployed) or 'none'}"
-            )
+            ).of("model.not_deployed")
         run.open()
         after = before.without(name)
         roll_out(before, after, before.of(name), run.recipe.serve.ready_timeout_s)
