@@ -110,9 +110,13 @@ def findings(storage: UPath, subject: str | None, ask: Ask | None) -> list[Findi
     try:
         run = find_run(storage, subject)
     except StorageError as error:
-        raise StorageError(f"{error}; there is no model {subject!r}{suggestion(subject, models)}") from error
+        raise StorageError(f"{error}; there is no model {subject!r}{suggestion(subject, models)}").of(
+            error.rule, error.key
+        ) from error
     if run.job not in _JOBS:
-        raise StorageError(f"run {run.run_id} is a {run.job} run: only runs of {' and '.join(_JOBS)} have targets")
+        raise StorageError(f"run {run.run_id} is a {run.job} run: only runs of {' and '.join(_JOBS)} have targets").of(
+            "run.no_targets"
+        )
     return list(_of_run(run.path))
 
 

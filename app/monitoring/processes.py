@@ -41,7 +41,7 @@ def programs() -> list[str]:
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not on the path: install them, on Debian "
             "with 'apt-get install prometheus prometheus-alertmanager prometheus-node-exporter', or leave out "
             "--monitoring"
-        )
+        ).of("monitoring.not_installed")
     return ["prometheus", "alertmanager", "server", *(["node_exporter"] if _find(_NODE_EXPORTER) else [])]
 
 
@@ -135,7 +135,7 @@ def _await(url: str) -> None:
         time.sleep(_PERIOD_S)
     raise ClusterError(
         f"{url} does not answer after {_START_TIMEOUT_S:g} s: look at the logs in {str(CONFIGURATION)!r}"
-    )
+    ).of("monitoring.no_answer")
 
 
 def _find(names: Sequence[str]) -> str | None:

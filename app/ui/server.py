@@ -95,7 +95,9 @@ def _add_refusals(app: FastAPI, storage: UPath, site: Callable[[Request], Site])
 
     @app.exception_handler(OSError)
     def report_storage(request: Request, error: OSError) -> Response:
-        told = StorageError(f"storage {str(storage)!r} cannot be read ({error}): check its rights")
+        told = StorageError(f"storage {str(storage)!r} cannot be read ({error}): check its rights").of(
+            "storage.unreadable", "storage"
+        )
         return _html(site(request).refusal(told), 503)
 
 
@@ -139,7 +141,9 @@ def serve_ui(storage: UPath, host: str, port: int, token_file: Path | None) -> N
     try:
         listener = socket.create_server((host, port), family=_family(host))
     except OSError as error:
-        raise ClusterError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another --port") from error
+        raise ClusterError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another --port").of(
+            "port.unusable", "--port"
+        ) from error
     address = f"[{host}]" if ":" in host else host
     print(f"runs and models of {storage} are at http://{address}:{listener.getsockname()[1]}/", flush=True)
     if token_file:
