@@ -6,6 +6,7 @@ import pytest
 
 from app import ports
 from app.errors import ClusterError
+from tests.wording import refused
 
 
 def test_unused_ports_differ_and_are_none_of_those_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,5 +29,5 @@ def test_one_port_is_not_given_to_two_parts() -> None:
     (port,) = ports.unused(1)
     assert ports.choose(None, port, "--serve-port") == port
     assert ports.choose(None, port, "--serve-port", besides=(port,)) != port
-    with pytest.raises(ClusterError, match=f"port {port} is in use: give --serve-port another one"):
-        ports.choose(port, 8000, "--serve-port", besides=(port,))
+    with refused("port.taken", "--serve-port"):
+        ports.choose(8001, 8000, "--serve-port", besides=(8001,))

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from app.config import load_recipe
-from app.errors import RecipeError
+from app.errors import RecipeError, StorageError
 from app.storage import open_storage
 from app.tuning.storage import locate_study
 from app.uris import holds_secret, without_secrets
 from tests.helpers import ROOT
-from tests.wording import refused
 
 SECRET = "hunter2"
 FORMS = [
@@ -93,11 +92,11 @@ def test_every_key_accepts_a_uri_without_a_secret(key: str) -> None:
 
 @pytest.mark.parametrize(("key", "uri"), [(key, uri) for key, (forms, _) in KEYS.items() for uri in forms])
 def test_every_key_refuses_a_uri_with_a_secret_and_does_not_show_it(key: str, uri: str) -> None:
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(RecipeError) as refused:
         load_with(key, uri)
-    assert SECRET not in str(error.value)
+    assert SECRET not in str(refused.value)
     assert re.search(
-        "a recipe must not contain secrets|the URL carries a password|expected a URL such as", str(error.value)
+        "a recipe must not contain secrets|the URL carries a password|expected a URL such as", str(refused.value)
     )
 
 
@@ -111,16 +110,16 @@ def test_every_key_refuses_a_uri_with_a_secret_and_does_not_show_it(key: str, ur
     ],
 )
 def test_an_override_that_cannot_be_read_is_refused_without_its_value(override: str) -> None:
-    with pytest.raises(RecipeError, match=r"^override|a recipe must not") as error:
+    with pytest.raises(RecipeError, match=r"^override|a recipe must not") as refused:
         load_recipe(str(ROOT / "recipes/reviews.yaml"), ["data.buckets=[8, 16]", override])
-    assert SECRET not in str(error.value)
+    assert SECRET not in str(refused.value)
 
 
 def test_a_recipe_that_is_not_yaml_is_refused_without_its_lines(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(f"name: r\ndata: {{source: 'postgresql://user:{SECRET}@h/db\n")
-    with pytest.raises(RecipeError, match=r"is not YAML: line 3, column 1: ") as error:
+    with pytest.raises(RecipeError, match=r"is not YAML: line 3, column 1: ") as refused:
         load_recipe(tmp_path / "r.yaml")
-    assert SECRET not in str(error.value)
+    assert SECRET not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +147,10 @@ def test_what_holds_no_secret_is_taken(uri: str) -> None:
 @pytest.mark.parametrize("uri", FORMS)
 def test_storage_with_a_secret_is_refused_wherever_it_is_given(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYLOOM_STORAGE", uri)
-    with refused("secret.in_storage", "storage") as error:
+    with pytest.raises(StorageError) as refused:
         open_storage(None)
-    assert SECRET not in str(error.value)
+    assert (refused.value.rule, refused.value.key) == ("secret.in_storage", "storage")
+    assert SECRET not in str(refused.value)
 
 
 @pytest.mark.parametrize("query", [f"u:{SECRET}@host/db", f"host/db?password={SECRET}"])

@@ -8,7 +8,6 @@ import pytest
 from app.cli.tables import aligned
 from app.cluster.job_view import JobView
 from app.cluster.queue import STARTED, Place, Queued, in_line, may_start, person, priority_of
-from app.errors import ClusterError
 from tests.wording import refused
 
 TOTAL = {"CPU": 8.0, "GPU": 2.0}
@@ -103,7 +102,7 @@ def test_a_person_reads_what_a_job_waits_for(capsys: pytest.CaptureFixture[str])
 
 
 def test_an_unknown_priority_is_refused() -> None:
-    with pytest.raises(ClusterError, match="rayloom_priority is 'urgent': give one of low, normal, high"):
+    with refused("priority.unknown", "rayloom_priority"):
         priority_of("urgent")
 
 

@@ -12,6 +12,7 @@ from app.cluster.submit import submit
 from app.config import Recipe, load_recipe
 from app.errors import RecipeError
 from tests.helpers import ROOT
+from tests.wording import refused
 
 FILE = "data/examples.csv"
 TABLE = ["model.factory=app.models.tabular:mlp", "task=tabular-classification"]
@@ -79,11 +80,8 @@ def test_every_key_that_names_an_ignored_file_is_refused_with_the_rule(key: str,
     with pytest.raises(Sent):
         submitted(*overrides, recipe=recipe)
     (project / ".gitignore").write_text("# large\ndata/\n*.log\n")
-    assert refusal(*overrides, recipe=recipe) == (
-        f"{key} {FILE!r} exists here, but it is not uploaded with the job: {str(project / '.gitignore')!r} excludes "
-        f"{str(project / FILE)!r} by its line 'data/'; give its absolute path, {str(project / FILE)!r}, if every "
-        "machine of the cluster has it, or a URI"
-    )
+    with refused("path.not_uploaded", key):
+        submitted(*overrides, recipe=recipe)
     with pytest.raises(Sent):
         submitted(*(override.replace(FILE, str(project / FILE)) for override in overrides), recipe=recipe)
 

@@ -7,12 +7,12 @@ import pytest
 from upath import UPath
 
 from app.config import dump_recipe, load_recipe
-from app.errors import StorageError
 from app.monitoring.check import Finding, findings
 from app.reports.training import training_page
 from app.runs import Result
 from tests.helpers import ROOT, run
 from tests.proxies import listening
+from tests.wording import refused
 
 RUN, SEARCH = "20260101-000000-digits-aaaa", "20260101-000001-digits-bbbb"
 PROFILE = {
@@ -88,7 +88,7 @@ def test_one_subject_is_checked_alone(storage: UPath) -> None:
     assert {finding.subject for finding in findings(storage, SEARCH, ask)} == {SEARCH}
     (storage / "runs/train" / RUN / "profile/summary.json").unlink()
     assert table(findings(storage, RUN, ask))[RUN, "device use"] == (None, None)
-    with pytest.raises(StorageError, match=r"no run 'other'.*no model"):
+    with refused("run.unknown"):
         findings(storage, "other", ask)
 
 
