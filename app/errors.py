@@ -29,8 +29,8 @@ RayloomError
     └── TryLaterError      it may take it later
 
 Each message says what was given, what was expected and what to do. ``rule`` and ``key`` identify the error for
-programs and tests. They stay the same when the message changes. All attributes survive pickling between
-Ray's processes.
+programs and tests. They stay the same when the message changes. An error of a class that stands for several faults
+names its rule where it is created. All attributes survive pickling between Ray's processes.
 """
 
 import re

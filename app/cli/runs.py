@@ -142,7 +142,9 @@ def track(run_id: RunId, storage: Storage = None) -> None:
 
     run = find_run(chosen_storage(storage), run_id)
     if run.status == "running":
-        raise RequestError(f"run {run.run_id} is under way, and its job copies it: wait for its end").of("run.running")
+        raise RequestError(f"run {run.run_id} is under way, and its job copies it: wait for its end").of(
+            "run.under_way"
+        )
     recipe = load_stored_recipe(str(run.path / CONFIG_FILE))
     require_clients(recipe)
     trackers = create_trackers(recipe, run.path)

@@ -60,7 +60,7 @@ def require_same_inputs(own: Processor, given: Processor, folder: str) -> None:
             raise CompileError(
                 f"the tokenizer of {folder!r} makes {_tokens(ours)} of {text!r}, and the model's own "
                 f"{_tokens(theirs)}: leave out --processor, or remove the model's own tokenizer from its folder"
-            ).of("tokenizer.different", "--processor")
+            ).of("tokenizer.differs", "--processor")
 
 
 def _rms(scores: NDArray[np.float64]) -> float:

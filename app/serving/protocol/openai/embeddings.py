@@ -85,7 +85,7 @@ class EmbeddingsResponse(BaseModel):
             raise RequestError(
                 f"dimensions is {request.dimensions}: model {short_repr(request.model)} has vectors of "
                 f"{len(vectors[0])} numbers; leave it out"
-            ).of("dimensions.different", "dimensions")
+            ).of("dimensions.differ", "dimensions")
         # A custom task may not count tokens.
         tokens = sum((prediction.model_extra or {}).get("tokens", 0) for prediction in answer.predictions)
         return cls(
