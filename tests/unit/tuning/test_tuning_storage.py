@@ -230,6 +230,8 @@ def test_a_study_is_copied_while_the_search_goes_on_and_only_if_it_has_changed(
     study = create(location)
     with keep_snapshots(location):
         study.complete(ask(study), [0.5], stopped_early=False)
+        assert location.remote is not None
+        wait_until(location.remote.exists)
         wait_until(lambda: bool(resume(location_on(tmp_path / "second", bucket)).ended))
     copies: list[bytes] = []
     assert location.file is not None
