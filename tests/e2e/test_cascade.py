@@ -12,6 +12,7 @@ from tests.jobs import run_job
 from tests.launch import Cluster
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emptied")
 def test_a_cascade_is_calibrated_deployed_and_says_who_answered(cluster: dict[str, str]) -> None:
     publish_stages(UPath(cluster["RAYLOOM_STORAGE"]))

@@ -119,6 +119,7 @@ def test_a_stream_survives_its_engine_and_a_client_notices_a_dead_replica(
     assert stream(endpoint, number) == before
 
 
+@pytest.mark.slow
 def test_a_canary_comes_and_goes_and_nothing_is_left_of_a_removed_model(
     endpoint: str, ray: Cluster, cluster: dict[str, str]
 ) -> None:

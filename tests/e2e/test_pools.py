@@ -120,6 +120,7 @@ def state_of_sleepy(endpoint: dict[str, Any]) -> tuple[str, str]:
     return found["state"], found["reason"]
 
 
+@pytest.mark.slow
 def test_short_requests_keep_a_pool_awake(endpoint: dict[str, Any], ray: Cluster) -> None:
     def replicas() -> set[int]:
         return {process.pid for process in ray.processes("ServeReplica:rayloom-rare:ModelServer")}
@@ -133,6 +134,7 @@ def test_short_requests_keep_a_pool_awake(endpoint: dict[str, Any], ray: Cluster
         time.sleep(0.4)
 
 
+@pytest.mark.slow
 def test_a_pool_that_nobody_asks_falls_asleep_and_the_first_requests_wake_it(
     endpoint: dict[str, Any], ray: Cluster
 ) -> None:

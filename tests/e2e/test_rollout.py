@@ -46,6 +46,7 @@ def test_a_canary_is_served_promoted_and_then_answers_everything(cluster: dict[s
     assert (code, "version 1, is previous" in told) == (2, True), told
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emptied")
 def test_deploys_at_one_time_add_up_one_that_is_late_changes_nothing_and_undeploy_takes_one_away(
     cluster: dict[str, str],

@@ -60,6 +60,7 @@ def scores(response: httpx.Response) -> list[list[float]]:
     return [list(item["scores"].values()) for item in response.raise_for_status().json()["predictions"]]
 
 
+@pytest.mark.slow
 def test_it_answers_as_the_whole_model_does_and_comes_back_when_a_part_dies(
     cluster: dict[str, str], trained: dict[str, Any], endpoint: str
 ) -> None:

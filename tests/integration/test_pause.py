@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from app.config import load_recipe
 from tests.helpers import records_of, result_of, run, steps_of, train_alone, wait_until
 from tests.launch import Cluster, newest_step
@@ -15,6 +17,7 @@ from tests.receiver import HttpReceiver
 NO_PROGRESS = ["train.optimizer.lr=1.0e-12", "train.epochs=30", "train.early_stopping=null", "name=stuck"]
 
 
+@pytest.mark.slow
 def test_three_epochs_without_improvement_pause_the_run_and_tell_a_receiver(
     tmp_path: Path, http: Callable[..., HttpReceiver]
 ) -> None:

@@ -114,7 +114,7 @@ def test_code_is_highlighted_over_http(lines: Path) -> None:
 WITHOUT_DROPOUT = ["model.args.dropout=0.0", "model.args.embedding_dropout=0.0", "train.precision=fp32"]
 
 
-@pytest.mark.parametrize("name", ["docstrings", "python_tokens"])
+@pytest.mark.parametrize("name", ["docstrings", pytest.param("python_tokens", marks=pytest.mark.slow)])
 def test_two_ranks_train_and_validate_as_one(name: str, lines: Path, tmp_path: Path) -> None:
     if name == "docstrings":
         # At higher rates, this loss is chaotic: rounding errors grow a thousandfold within 20 steps.

@@ -41,6 +41,7 @@ def test_a_training_is_copied_and_one_whose_server_is_away_ends_as_well(tmp_path
             assert server.runs(name) == []
 
 
+@pytest.mark.slow
 def test_the_trials_of_a_search_are_its_child_runs(cluster: dict[str, str], server: MlflowServer) -> None:
     tracked = ["name=followed", f"tracking.mlflow={server.url}"]
     result = run_job(cluster, "tune", *SHORT, *tracked, "tune.trials=3", "tune.epochs=2")

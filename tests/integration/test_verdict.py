@@ -93,12 +93,20 @@ def keys_in(folder: Path) -> list[str]:
     ("planted", "findings", "words", "keys"),
     [
         (chance, ["chance"], "not significantly better than the majority class 0.", ()),
-        (overfit, ["linear", "overfit"], "overfitted, because it reaches 1.000 on training rows", ("train.epochs=60",)),
+        pytest.param(
+            overfit,
+            ["linear", "overfit"],
+            "overfitted, because it reaches 1.000 on training rows",
+            ("train.epochs=60",),
+            marks=pytest.mark.slow,
+        ),
         (leaking_column, ["leak"], "column 'price' alone determines the label (leak)", ()),
         (repeated_rows, ["leak"], "validation rows nearly equal training rows (leak)", ("train.epochs=2",)),
-        (noise, ["linear", "noise"], "held down by noise in the labels", ()),
+        pytest.param(noise, ["linear", "noise"], "held down by noise in the labels", (), marks=pytest.mark.slow),
         (good, [], "better than the majority class 0.", ("train.epochs=30",)),
-        (good_number, [], "better than the median's error", ("train.epochs=30", *NUMBERS)),
+        pytest.param(
+            good_number, [], "better than the median's error", ("train.epochs=30", *NUMBERS), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_verdict_names_what_is_planted(
@@ -159,7 +167,14 @@ SMALL_GPT = ("model.args={layers: 1, width: 32, heads: 2}", "data.block_length=3
     ("recipe", "rows", "findings", "words", "keys"),
     [
         ("stdlib_gpt", one_letter_after_another, [], "better than the unigram model 8.", SMALL_GPT),
-        ("python_tokens", tags_by_context, [], "better than the most frequent tag O 0.000 and the most", ()),
+        pytest.param(
+            "python_tokens",
+            tags_by_context,
+            [],
+            "better than the most frequent tag O 0.000 and the most",
+            (),
+            marks=pytest.mark.slow,
+        ),
         ("docstrings", pairs_of_strangers, ["chance"], "not significantly better than a random order 0.0", ()),
     ],
 )

@@ -128,6 +128,7 @@ def test_the_page_names_failed_steps_and_missed_goals() -> None:
     assert "an earlier run" not in page
 
 
+@pytest.mark.slow
 def test_the_tests_for_a_gpu_are_collected_without_what_its_machine_lacks() -> None:
     lacking = ["ray", "optuna", "openvino", "selenium", "psycopg", "sqlalchemy", "moto", "fastapi", "grpc", "uvicorn"]
     collect = "pytest.main(['--collect-only', '--quiet', '-p', 'no:cacheprovider', 'tests/gpu'])"

@@ -159,7 +159,7 @@ def test_the_interval_of_a_rise_is_paired_and_covers_the_truth() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in ("llama", "opt") else pytest.mark.slow) for kind in ARCHITECTURES]
+    "kind", [pytest.param(kind, marks=() if kind == "llama" else pytest.mark.slow) for kind in ARCHITECTURES]
 )
 def test_each_architecture_gives_the_logits_of_transformers(kind: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM

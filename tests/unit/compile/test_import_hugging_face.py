@@ -66,15 +66,15 @@ def logits_of(model: Any, folder: Path) -> torch.Tensor:
     ("name", "outputs"),
     [
         ("BertForTokenClassification", ["logits"]),
-        ("BertForQuestionAnswering", ["start_logits", "end_logits"]),
-        ("BertForMaskedLM", ["logits"]),
-        ("BertForPreTraining", ["prediction_logits", "seq_relationship_logits"]),
-        ("DistilBertForTokenClassification", ["logits"]),
+        pytest.param("BertForQuestionAnswering", ["start_logits", "end_logits"], marks=pytest.mark.slow),
+        pytest.param("BertForMaskedLM", ["logits"], marks=pytest.mark.slow),
+        pytest.param("BertForPreTraining", ["prediction_logits", "seq_relationship_logits"], marks=pytest.mark.slow),
+        pytest.param("DistilBertForTokenClassification", ["logits"], marks=pytest.mark.slow),
         ("BertModel", ["last_hidden_state", "pooler_output"]),
         # Each of these has inputs that the model makes itself.
         ("ErnieForTokenClassification", ["logits"]),
-        ("BigBirdForQuestionAnswering", ["start_logits", "end_logits"]),
-        ("MptForTokenClassification", ["logits"]),
+        pytest.param("BigBirdForQuestionAnswering", ["start_logits", "end_logits"], marks=pytest.mark.slow),
+        pytest.param("MptForTokenClassification", ["logits"], marks=pytest.mark.slow),
     ],
 )
 def test_a_head_is_kept_as_its_class_has_it(name: str, outputs: list[str], tmp_path: Path) -> None:

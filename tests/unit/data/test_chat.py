@@ -173,7 +173,7 @@ def test_the_loss_is_the_mean_over_targets_however_they_are_shared_out(tmp_path:
     assert whole[-1] < whole[0]
 
 
-@pytest.mark.parametrize("split", ["tensor: 2", "zero_stage: 3"])
+@pytest.mark.parametrize("split", [pytest.param("tensor: 2", marks=pytest.mark.slow), "zero_stage: 3"])
 def test_a_step_on_a_split_model_is_the_mean_over_targets(split: str, tmp_path: Path) -> None:
     """Micro-batches differ in their targets. A mean of their means would be another loss."""
     recipe = recipe_of(tmp_path, write_chats(tmp_path / "chats.jsonl", many()))

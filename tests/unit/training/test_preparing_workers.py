@@ -35,7 +35,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("then", ["succeeds", "fails", "dies"])
+@pytest.mark.parametrize("then", ["succeeds", pytest.param("fails", marks=pytest.mark.slow), "dies"])
 def test_the_others_wait_for_a_first_worker_that_lives(then: str) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
