@@ -4,6 +4,7 @@ Fresh shared memory costs a page fault for every 4 KiB, which is a fifth of the 
 """
 
 import math
+import os
 import weakref
 from typing import Any, cast
 
@@ -71,7 +72,7 @@ def _receive(memory: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Te
     buffer = memory.numpy()
     values = _values(buffer, shape, dtype)
     # The tensor's storage refers to this very array.
-    weakref.finalize(values, _return, buffer).atexit = False
+    weakref.finalize(values, _return, buffer, os.getpid()).atexit = False
     return torch.from_numpy(values)
 
 
@@ -79,5 +80,6 @@ def _values(buffer: Buffer, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDA
     return buffer[_HEADER:].view(dtype).reshape(shape)
 
 
-def _return(buffer: Buffer) -> None:
-    buffer[0] = 0
+def _return(buffer: Buffer, receiver: int) -> None:
+    if os.getpid() == receiver:  # and not a fork of it, which has these objects too
+        buffer[0] = 0
