@@ -330,8 +330,6 @@ class _Reader(TorchDataset[MicroBatch]):
         taught = None if batch.taught is None else torch.from_numpy(batch.taught)
         if not request.indices:
             targets = torch.full_like(targets, math.nan if targets.is_floating_point() else IGNORED)
-        if self.lender:
-            self.lender.take_back()
         return MicroBatch(inputs, targets, taught, request.weight, ReadTime.now(of_process=reads_ahead) - began)
 
     def _read(self, request: BatchRequest) -> Batch:

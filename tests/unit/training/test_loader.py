@@ -22,6 +22,7 @@ from app.data.prepared import Batch, Dataset
 from app.tasks import prepare
 from app.training.activity import Activity
 from app.training.data.feed import Feed, MicroBatch
+from app.training.data.lending import Lender
 from app.training.data.recipe_order import order_of
 from app.training.worker import Worker
 from tests.orders import in_memory
@@ -149,6 +150,16 @@ def test_memory_of_pictures_is_used_again_once_their_batch_is_dropped() -> None:
     assert all(torch.equal(view, copy) for view, copy in held)
     assert len(held) > 2
     assert len(set(memory)) < len(memory) / 4
+
+
+def test_memory_that_a_view_still_uses_is_not_lent_again() -> None:
+    lender, shape, dtype = Lender(), (4, 8), np.dtype(np.float32)
+    address = (first := lender.array(shape, dtype)).ctypes.data
+    view = first[1:]
+    del first
+    assert lender.array(shape, dtype).ctypes.data != address
+    del view
+    assert lender.array((3, 8), dtype).ctypes.data == address
 
 
 def inode_at(address: int) -> str:
