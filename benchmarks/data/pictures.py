@@ -39,7 +39,7 @@ from benchmarks.markdown import Goal, goals_table, table, verdict
 from benchmarks.rounds import turns
 
 RESULTS = Path(__file__).with_name("PICTURES.md")
-_SIZE, _BATCH, _GOAL = 224, 64, 0.9
+_SIZE, _BATCH, _GOAL = 224, 64, 0.95
 _FROM_S3, _FROM_DISK = "shards on S3, cold, by Rayloom's reader", "shards on the disk, by Rayloom's reader"
 _FROM_MEMORY = "decoded from memory, and dropped"
 _DRAWN = 20_000
@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data.pictures", description=__doc__)
     parser.add_argument("--pictures", type=int, default=100_000)
     parser.add_argument("--window", type=int, default=10_000, help="pictures of the epoch that a round reads")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", type=Path, default=RESULTS, help="file to write")
     arguments = parser.parse_args()
     conditions = Conditions()
