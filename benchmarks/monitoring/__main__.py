@@ -81,7 +81,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.monitoring", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each state")
+    parser.add_argument("--rounds", type=int, default=12, help="turns of each state")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file to write")
     return parser.parse_args()
 
