@@ -265,7 +265,7 @@ def execute(run: Run, step: Step, parent: UPath | None = None) -> Result:
 
 def runs_folder(storage: UPath, job: str) -> UPath:
     """Return the folder of a job's runs, which are named by id. Raise StorageError if ``job`` is not a job's name."""
-    return _folder_in(storage / "runs", job, "a job such as train", "job.unknown")
+    return _folder_in(storage / "runs", job, "a job such as train", "job.unknown_kind")
 
 
 def folder_of_run(storage: UPath, job: str, run_id: str) -> UPath:

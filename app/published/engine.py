@@ -96,7 +96,7 @@ def require_known_answers(engine: Engine, manifest: Manifest, folder: Path) -> N
             f"model {manifest.name!r}, version {manifest.version}, was checked with {manifest.engine_key}: with "
             f"{engine.version} {changed}; run "
             f"jobs.compile with {engine.version}, or install the version that it was checked with"
-        ).of("engine.other_numbers")
+        ).of("engine.results_differ")
 
 
 def _device_for(key: EngineKey) -> Device:
@@ -115,6 +115,6 @@ def _device_for(key: EngineKey) -> Device:
         raise EngineError(
             f"this machine is {device} {architecture}, where {key.precision} gives other numbers than those that were "
             "checked: run jobs.compile on a machine like this one"
-        ).of("machine.other_numbers")
+        ).of("machine.results_differ")
     LOG.warning("compiled for %s; compiled again for this machine, %s %s", key, device, architecture)
     return device

@@ -106,7 +106,7 @@ def _jobs_in(storage: UPath, job: str | None) -> list[str]:
         if job not in JOBS:
             near = suggestion(job, JOBS)
             raise StorageError(f"{job!r} is not a job that keeps runs: expected one of {', '.join(JOBS)}{near}").of(
-                "job.unknown"
+                "job.unknown_kind"
             )
         return [job]
     return sorted(set(list_names(storage / "runs")) & set(JOBS), key=JOBS.index)
@@ -138,7 +138,7 @@ def find_run(storage: UPath, named: str, only: str | None = None) -> RunFolder:
     job, _, run_id = named.rpartition("/")
     if job and job not in JOBS:
         expected = f"give a run's id, or JOB/ID; for JOB, expected one of {', '.join(JOBS)}"
-        raise StorageError(f"no run {named!r}: {expected}{suggestion(job, JOBS)}").of("job.unknown")
+        raise StorageError(f"no run {named!r}: {expected}{suggestion(job, JOBS)}").of("job.unknown_kind")
     if not run_id:
         # Every id begins so. A script may have left the id out.
         raise StorageError(f"no run {named!r}: give a run's id, or its beginning").of("run.unknown")

@@ -152,7 +152,7 @@ class ImportedModel:
                 fault = f"is {label!r}, as number {labels.index(label) + 1}" if label.strip() else "is blank"
                 raise CompileError(
                     f"label {number} of {len(labels)} {fault}: expected a name of its own for each column of the scores"
-                ).of("labels.blank_or_twice")
+                ).of("labels.blank_or_repeated")
         # Scores are floats with the rows first. Only sets of labels may have a single one.
         columns = {
             spec.name: spec.shape[1]

@@ -47,7 +47,7 @@ def choose_padding_side(
         "the model reads the padding of a text, whichever side it is on, so longer texts beside it would change its "
         "answer: export it so that attention_mask hides padding everywhere, or import it without a tokenizer and send "
         "tensors without padding"
-    ).of("padding.read")
+    ).of("padding.not_masked")
 
 
 def require_same_inputs(own: Processor, given: Processor, folder: str) -> None:

@@ -226,7 +226,7 @@ def imported_source(model: ImportedModel, rows: ImportRows, recipe: Recipe, thre
             raise CompileError(
                 f"the model cannot run {rows.source or 'random rows'}: {error}; give rows of your own with --samples, "
                 "or the sizes that it takes with --size NAME=N"
-            ).of("rows.cannot_run") from error
+            ).of("model.cannot_run") from error
     return ImportedSource(threads, reference.score, reference, model, recipe, rows)
 
 

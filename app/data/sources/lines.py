@@ -138,5 +138,5 @@ def csv_row_ends(file: BinaryIO, path: str, separator: str = ",") -> Iterator[in
             except csv.Error as error:
                 raise DataError(
                     f"{path!r} has a row at byte {begin:,} that cannot be read ({error}): is a quote left open?"
-                ).of("row.unreadable") from error
+                ).of("rows.unreadable") from error
         yield position

@@ -53,7 +53,7 @@ class Child:
                     raise EngineError(f"{program.title} cannot load {str(folder)!r}: {reason}").of("engine.not_loaded")
                 case other:
                     raise EngineError(f"the engine's process answered {other!r} instead of loading the model").of(
-                        "process.answer"
+                        "process.unexpected_answer"
                     )
         except TimeoutError:
             await child.end()

@@ -222,7 +222,7 @@ class ServedModel:
         """
         # A probe tells inputs that this engine cannot run from a broken engine.
         await self.health.probe()
-        refusal = RequestError(f"the model cannot run these inputs: {error}").of("inputs.cannot_run")
+        refusal = RequestError(f"the model cannot run these inputs: {error}").of("model.cannot_run")
         # Set by hand, because an exchange sends the error without raising it.
         refusal.__cause__ = error
         return refusal

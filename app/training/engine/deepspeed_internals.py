@@ -120,7 +120,7 @@ def slice_of(parameter: Any, tensor_rank: int) -> Slice:
         raise TrainingError(
             "DeepSpeed cuts a matrix of this model (queries, keys and values in one) in a way that a checkpoint cannot "
             "undo: train it with plan.tensor 1"
-        ).of("matrix.cut_unknown", "train.plan.tensor")
+        ).of("matrix.split_unknown", "train.plan.tensor")
     start = sum(meta["partition_sizes"][:tensor_rank])
     return Slice(tuple(meta["original_shape"]), meta["partition_dim"], start)
 

@@ -50,7 +50,7 @@ def start_pruned(model: nn.Module, config: PruneConfig) -> None:
         raise RecipeError(
             f"train.prune: {type(model).__name__} has no linear layer, convolution or attention with a multiple of "
             "four input channels: leave it out"
-        ).of("prune.nothing", "train.prune")
+        ).of("prune.no_layers", "train.prune")
     model.load_state_dict(prune_2_to_4(model).state_dict())
     hold_zeros(model)
 

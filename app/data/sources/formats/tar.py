@@ -117,7 +117,7 @@ def _samples(path: str) -> Iterator[_Sample]:
             key = folder + slash + stem
             if (extension := extension.lower()) in members:
                 raise DataError(f"{path!r}, sample {key} has two members .{extension}: rename or remove one").of(
-                    "tar.member_twice"
+                    "tar.member_repeated"
                 )
             members[extension] = content.read().removeprefix(BOM if extension in _TEXTS else b"")
         _require_end(path, tar.offset)
