@@ -61,10 +61,10 @@ def load_average() -> str:
 
 @dataclass(frozen=True)
 class Conditions:
-    """The date of a measurement, its duration and the load of the machine. Create it before measuring.
+    """Date and duration of a measurement, and the machine's load before and after it. Create it before measuring.
 
-    If the load before is above 0.5, other work took part of the cores. Then single figures are worth little, and ratios
-    of measurements in turns are worth more.
+    If the load before is above 0.5, other work used part of the cores. Single figures are then worth little. Ratios of
+    measurements taken in turns are more reliable.
     """
 
     began_s: float = field(default_factory=time.monotonic)

@@ -221,8 +221,8 @@ the first batch. The ways take turns.
 
 {table(["way", "pictures/s, median", "rounds"], rows)}
 
-The S3 costs little: the same reader is about as fast on shards on the disk. Unlike plain decoding, a reader passes
-tensors to the training process: 602 kB a picture in float32.
+Reading from S3 costs little: the same reader is about as fast on shards on the disk. Unlike plain decoding, a reader
+passes tensors to the training process: 602 kB a picture in float32.
 """
 
 
