@@ -122,7 +122,7 @@ def verify_checksums(folder: UPath, on_progress: ProgressCallback = no_op) -> No
 
 
 def missing_file(file: UPath) -> StorageError:
-    """Return the error for a file that has a checksum, and is not there."""
+    """Return the error for a missing file that has a checksum."""
     return StorageError(f"{str(file)!r} is missing: make it again").of("file.missing")
 
 

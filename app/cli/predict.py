@@ -113,7 +113,7 @@ def _content_of(path: str) -> bytes:
 
 
 def require_text(text: str, what: str) -> str:
-    """Return a text, called ``what`` in messages. Raises RequestError for an empty one."""
+    """Return the text. Raises RequestError if it is empty, with ``what`` as its name in the message."""
     if not text.strip():
         raise RequestError(f"{what} is empty: give at least a word").of("text.empty")
     return text

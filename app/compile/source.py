@@ -179,7 +179,7 @@ def _num_rows(batch: Tensors) -> int:
 
 
 def require_same_task(trained: Recipe, recipe: Recipe, weights: UPath) -> None:
-    """Raise CompileError unless the recipe of a weights folder has the task of the recipe that is compiled."""
+    """Raise CompileError unless the weights were trained for the same task as the recipe to compile."""
     if trained.task != recipe.task:
         raise CompileError(
             f"the weights {str(weights)!r} are of task {trained.task}, the recipe {recipe.name!r} is of {recipe.task}: "

@@ -208,7 +208,7 @@ def import_onnx(
     try:
         engine = open_oracle(target, 1)
     except EngineError as error:
-        message = str(error).replace(str(target), str(path))  # the file that the user knows
+        message = str(error).replace(str(target), str(path))  # name the file that the user gave
         raise EngineError(message).of(error.rule, error.key) from error
     named, limits = with_sizes(engine.signature, model, path), values_below(model)
     engine.close()

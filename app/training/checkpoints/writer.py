@@ -262,7 +262,7 @@ def _is_own(name: str, is_first: bool) -> bool:
 
 
 def _not_written(folder: UPath, snapshot: Snapshot, error: Exception) -> TrainingError:
-    """Return our own error for ``error``, with the room on the disk."""
+    """Return a TrainingError for ``error`` that states the free space on the disk."""
     room = "check its rights and quota"
     if is_local(folder):
         # The folder itself may not exist yet.

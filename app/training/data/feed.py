@@ -313,7 +313,7 @@ class _Reader(TorchDataset[MicroBatch]):
         self._splits: Mapping[Split, Dataset] = {"train": data.train, "validation": data.validation}
         self._augmentation, self._drops_absent = augmentation, drops_absent
         self.lender: Lender | None = None
-        """Lends memory to the micro-batches of a loader process. None in the training process."""
+        """The pool of shared memory in a loader process. None in the training process."""
 
     def __getitem__(self, request: BatchRequest) -> MicroBatch:
         reads_ahead = self.lender is not None

@@ -1,6 +1,6 @@
-"""Shared memory for the micro-batches of a loader process. It is reused once nothing uses a micro-batch any more.
+"""Shared memory for the micro-batches of a loader process. A buffer is reused once its micro-batch is no longer in use.
 
-Each 4 KiB of new shared memory costs a page fault. Together, these take a quarter as long as decoding the pictures.
+New shared memory costs a page fault for each 4 KiB. These faults take a quarter as long as decoding the pictures.
 """
 
 import math
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _HEADER = 64
-"""Bytes in front of the values, which stay aligned. The first byte is 1 while another process has the values."""
+"""Bytes before the values, enough to keep them aligned. The first byte is 1 while another process holds the values."""
 Bytes = NDArray[np.uint8]
 
 
 class Lender:
-    """Lends the buffers of a loader process."""
+    """A pool of shared-memory buffers for the micro-batches of a loader process."""
 
     def __init__(self) -> None:
         self._buffers: list[_Buffer] = []
@@ -30,13 +30,13 @@ class Lender:
         free = [buffer for buffer in self._buffers if buffer.is_free]
         buffer = next((buffer for buffer in free if buffer.memory.nbytes >= num_bytes), None)
         if buffer is None:
-            # Batches have grown, so the smaller buffers are of no use any more.
+            # Batches have grown, so the smaller free buffers will not be used again.
             self._buffers = [kept for kept in self._buffers if kept not in free]
             self._buffers.append(buffer := _Buffer(num_bytes))
         return _values(buffer.lend(), shape, dtype)
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        """Return an array as a tensor. If it is one of ``array``, another process receives it without a copy."""
+        """Return an array as a tensor. Other processes receive it without a copy if it came from ``Lender.array``."""
         tensor = torch.from_numpy(array)
         for buffer in self._buffers:
             is_first = array.ctypes.data == buffer.memory.data_ptr() + _HEADER
@@ -48,7 +48,7 @@ class Lender:
 
 
 class _Buffer:
-    """Shared memory. Its loan is the array that all views of the lent values have as their base."""
+    """A block of shared memory. Its loan is the array that is the base of all views of the lent values."""
 
     def __init__(self, num_bytes: int) -> None:
         self.memory: Tensor = torch.empty(num_bytes, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
@@ -61,12 +61,12 @@ class _Buffer:
 
     @property
     def is_free(self) -> bool:
-        # In this order: the byte is set while the loan is in use.
+        # Check the loan first: sending sets the byte while the loan still exists, so a buffer in use never looks free.
         return (self._loan is None or self._loan() is None) and not self.memory[0]
 
 
 class _Lent(Tensor):
-    """A tensor in a buffer. The process that receives it gets a plain tensor, and gives the buffer back."""
+    """A tensor in a buffer. The receiving process gets a plain tensor, and gives the buffer back after use."""
 
     memory: Tensor
     """The buffer, uint8 of shape (bytes,)."""
@@ -77,10 +77,10 @@ class _Lent(Tensor):
 
 
 def _receive(memory: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
-    """Return the tensor in a buffer. The buffer is given back when nothing uses its memory."""
+    """Return the tensor in a buffer, and give the buffer back once nothing uses its memory."""
     loan = memory.numpy()
     values = _values(loan, shape, dtype)
-    # The tensor's storage refers to this very array.
+    # The storage of the tensor keeps this array alive, so the finalizer runs after the last view is gone.
     weakref.finalize(values, _give_back, loan, os.getpid()).atexit = False
     return torch.from_numpy(values)
 
@@ -90,5 +90,5 @@ def _values(loan: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArra
 
 
 def _give_back(loan: Bytes, receiver: int) -> None:
-    if os.getpid() == receiver:  # a fork has the same finalizers
+    if os.getpid() == receiver:  # forked processes inherit the finalizer
         loan[0] = 0
