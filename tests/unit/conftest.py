@@ -32,7 +32,7 @@ def _process_group() -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT as in a terminal, here and in processes that start. Shells have background processes ignore it."""
+    """Handle SIGINT as in a terminal, here and in child processes. Shells make background processes ignore it."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, handler)

@@ -13,11 +13,11 @@ from app.errors import NotServedError, OverloadError, RayloomError
 from tests.helpers import ROOT
 from tests.wording import stale_entries
 
-_SAY_IT_ALL = {
+_SINGLE_RULE = {
     "ActorBusyError", "BrokerUnreachableError", "DeadlineError", "DisconnectedError", "NonFiniteLossError",
     "NotServedError", "OverloadError", "RequestTooLargeError", "TryLaterError", "UnauthorizedError",
 }  # fmt: skip
-"""Each of these classes is one rule."""
+"""Classes that stand for a single rule, so their errors need not name one."""
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_each_entry_of_the_wording_has_its_test(pytestconfig: pytest.Config) -> 
 
 
 def test_each_error_of_a_broad_class_names_the_broken_rule() -> None:
-    broad = {name for name in vars(errors) if name.endswith("Error")} - _SAY_IT_ALL
+    broad = {name for name in vars(errors) if name.endswith("Error")} - _SINGLE_RULE
     files = [file for folder in ("app", "jobs", "serve_deployments") for file in (ROOT / folder).rglob("*.py")]
     assert len(files) > 500
     assert not [site for file in files for site in _without_a_rule(file, broad)]

@@ -151,7 +151,7 @@ def test_stop_keeps_what_has_come_and_frees_the_place(page: WebDriver, server: S
 
 def test_buttons_stay_in_place_while_a_long_answer_comes(page: WebDriver, server: Server) -> None:
     generator = server.endpoint.generators["completer"].find(None)
-    engine = psutil.Process(generator.engine.pid)  # type: ignore[attr-defined] # of the engine in a process
+    engine = psutil.Process(generator.engine.pid)  # type: ignore[attr-defined] # only an engine in a process has one
     choose(page, "completer", LENGTH - 50)
     say(page, "for number in")
     wait_until(lambda: len(text_of(page)) > len("for number in"))
@@ -160,7 +160,7 @@ def test_buttons_stay_in_place_while_a_long_answer_comes(page: WebDriver, server
         while len(text_of(page)) < 4000:
             engine.resume()
             time.sleep(0.1)
-            engine.suspend()  # so that the answer does not end before the page is looked at
+            engine.suspend()  # so that the answer is incomplete while the page is checked
         assert seen(page, "#stop").location == place
     finally:
         engine.resume()

@@ -120,7 +120,7 @@ def test_the_training_process_reads_without_touching_its_own_sequence(rank: int)
 
 @contextmanager
 def pictures(processes: int) -> Iterator[Iterator[MicroBatch]]:
-    """Yield the micro-batches of changed pictures of three epochs."""
+    """Yield the micro-batches of three epochs of augmented pictures."""
     recipe = load_recipe("recipes/digits.yaml", ["train.augment={image: {crop: 0.6, color: 0.5}}"])
     config = recipe.train.model_copy(update={"loader": LoaderConfig(num_workers=processes)})
     data, worker = prepare(recipe), Worker(0, 1, torch.device("cpu"))
@@ -129,7 +129,7 @@ def pictures(processes: int) -> Iterator[Iterator[MicroBatch]]:
         yield chain.from_iterable(opened.train(epoch, range(order.num_batches(1))) for epoch in (1, 2, 3))
 
 
-def test_pictures_that_are_read_ahead_are_those_that_the_training_process_reads() -> None:
+def test_loader_processes_read_the_same_pictures_as_the_training_process() -> None:
     read = []
     for processes in (0, 2):
         with pictures(processes) as batches:
@@ -138,7 +138,7 @@ def test_pictures_that_are_read_ahead_are_those_that_the_training_process_reads(
     assert read[0] == read[1]
 
 
-def test_memory_of_pictures_is_used_again_once_their_batch_is_dropped() -> None:
+def test_memory_is_reused_once_its_batch_is_dropped() -> None:
     held, memory = [], list[str]()
     with pictures(processes=1) as batches:
         for number, batch in enumerate(batches):
@@ -152,7 +152,7 @@ def test_memory_of_pictures_is_used_again_once_their_batch_is_dropped() -> None:
     assert len(set(memory)) < len(memory) / 4
 
 
-def test_memory_that_a_view_still_uses_is_not_lent_again() -> None:
+def test_memory_is_not_reused_while_a_view_uses_it() -> None:
     lender, shape, dtype = Lender(), (4, 8), np.dtype(np.float32)
     address = (first := lender.array(shape, dtype)).ctypes.data
     view = first[1:]
@@ -163,7 +163,7 @@ def test_memory_that_a_view_still_uses_is_not_lent_again() -> None:
 
 
 def inode_at(address: int) -> str:
-    """Return the inode of the file that is mapped at an address of this process."""
+    """Return the inode of the file mapped at an address of this process."""
     for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines():
         span, _, _, _, inode, *_ = line.split()
         start, end = (int(bound, 16) for bound in span.split("-"))

@@ -235,7 +235,7 @@ async def test_a_deadline_ends_a_running_answer_and_one_that_waits(loader: Loade
         while (stream := await begun(served, many)) is None:  # its first token was late: this machine is busy
             many = replace(many, timeout_s=3 * (many.timeout_s or 0))
         engine = psutil.Process(loader.engine.pid)
-        engine.suspend()  # so that the first answer ends at its deadline
+        engine.suspend()  # so that the first answer is still incomplete at its deadline
         before = served.statistics.failures[FailureReason.DEADLINE]
         try:
             with pytest.raises(DeadlineError, match="waited"):
