@@ -334,6 +334,7 @@ def test_a_recipe_from_elsewhere_goes_with_its_job(cluster: dict[str, str], tmp_
     assert "no finished train run of recipe 'from-elsewhere'" in result["error"]
 
 
+@pytest.mark.slow
 def test_plans_are_for_the_cluster_that_runs_the_job_or_for_a_named_one(cluster: dict[str, str]) -> None:
     here = run("rayloom", "submit", "plan", "recipes/digits.yaml", environment=cluster)
     assert here.returncode == 0, here.stdout + here.stderr

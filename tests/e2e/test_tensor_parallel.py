@@ -16,7 +16,7 @@ from tests.helpers import train_alone, wait_until
 from tests.jobs import run_job
 from tests.launch import Cluster
 
-pytestmark = pytest.mark.usefixtures("emptied")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("emptied")]
 
 SPLIT = "serve.tensor_parallel={size: 2, cpus_per_process: 0.25}"
 MODEL = "{model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4}"
@@ -60,7 +60,6 @@ def scores(response: httpx.Response) -> list[list[float]]:
     return [list(item["scores"].values()) for item in response.raise_for_status().json()["predictions"]]
 
 
-@pytest.mark.slow
 def test_it_answers_as_the_whole_model_does_and_comes_back_when_a_part_dies(
     cluster: dict[str, str], trained: dict[str, Any], endpoint: str
 ) -> None:
