@@ -51,7 +51,7 @@ class _Buffer:
     """A block of shared memory. Its loan is the array that is the base of all views of the lent values."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.memory: Tensor = torch.empty(num_bytes, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        self.memory: Tensor = torch.zeros(num_bytes, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
         self._loan: weakref.ref[Bytes] | None = None
 
     def lend(self) -> Bytes:
