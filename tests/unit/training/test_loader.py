@@ -1,11 +1,13 @@
 """Loader processes start once, and draw the same random numbers wherever a run resumes."""
 
 import os
+import pickle
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,7 @@ def test_memory_is_reused_once_its_batch_is_dropped() -> None:
             del batch, pixels
     assert all(torch.equal(view, copy) for view, copy in held)
     assert len(held) > 2
+    assert "0" not in memory  # it is shared
     assert len(set(memory)) < len(memory) / 4
 
 
@@ -160,6 +163,21 @@ def test_memory_is_not_reused_while_a_view_uses_it() -> None:
     assert lender.array(shape, dtype).ctypes.data != address
     del view
     assert lender.array((3, 8), dtype).ctypes.data == address
+
+
+def test_a_fork_gives_no_memory_back_that_its_parent_uses() -> None:
+    lender, shape, dtype = Lender(), (4, 8), np.dtype(np.float32)
+    address = (first := lender.array(shape, dtype)).ctypes.data
+    sent = bytes(ForkingPickler.dumps(lender.tensor(first)))
+    del first
+    received = pickle.loads(sent)
+    if (child := os.fork()) == 0:
+        del received
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert lender.array(shape, dtype).ctypes.data != address
+    del received
+    assert lender.array(shape, dtype).ctypes.data == address
 
 
 def inode_at(address: int) -> str:
