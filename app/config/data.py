@@ -121,7 +121,7 @@ _MIN_SHARD_BYTES = 4096
 class ShardsConfig(Section):
     """Sizes of the shards: data is prepared once, as shards in storage, and training reads these."""
 
-    size: ByteSize = Field(default=ByteSize(32_000_000), description="bytes of a shard, such as 32MB")
+    size: ByteSize = Field(default=ByteSize(8_000_000), description="bytes of a shard, such as 8MB")
     window: ByteSize = Field(
         default=ByteSize(256_000_000),
         description="bytes of consecutive samples, over all streams, that are shuffled together; more mix better",

@@ -122,7 +122,7 @@ def _run_units(work: Callable[[int], int], units: Sequence[int]) -> Iterator[int
 def _prepared(folder: Path, cores: int) -> tuple[Recipe, LabelledData, LabelledData]:
     """Prepare shards on the disk that the S3 serves, and return the data as they lie there and on the S3."""
     keys = [f"data.source={folder}/bench/pictures", f"data.image={{size: {_SIZE}, channels: 3}}", _AUGMENT]
-    keys += [f"storage={folder}/bench/storage", "data.shards={size: 32MB, window: 128MB}"]
+    keys += [f"storage={folder}/bench/storage", "data.shards={window: 128MB}"]
     keys += [f"train.global_batch_size={_BATCH}", "train.workers=1", f"train.loader={{num_workers: {cores}}}"]
     recipe = load_recipe("recipes/digits.yaml", keys)
     data = prepare(recipe, _run_units)

@@ -58,7 +58,7 @@ def prepare_once(way: str, source: str, folder: Path) -> Prepared:
 
 def recipe_of(way: str, source: str, storage: str) -> Recipe:
     """A recipe whose data lie in shards."""
-    keys = [f"data.source={source}", f"storage={storage}", f"data.shards={{size: 32MB, window: {WINDOW}}}"]
+    keys = [f"data.source={source}", f"storage={storage}", f"data.shards={{window: {WINDOW}}}"]
     if way == "tokens":
         return load_recipe("recipes/stdlib_gpt.yaml", keys)
     return load_recipe("recipes/reviews.yaml", [*keys, "train.linear_baseline=false"])
