@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _HEADER = 64
-"""Bytes before the values, enough to keep them aligned. The first byte is 1 while another process holds the values."""
+"""Bytes before the values, enough to keep them aligned. The first byte is 1 until a receiver gives the buffer back."""
 Bytes = NDArray[np.uint8]
 
 
@@ -40,7 +40,9 @@ class Lender:
         tensor = torch.from_numpy(array)
         for buffer in self._buffers:
             is_first = array.ctypes.data == buffer.memory.data_ptr() + _HEADER
-            if is_first and array.flags.c_contiguous:
+            # A buffer is given back once, so a second tensor of the same values is copied.
+            if is_first and array.flags.c_contiguous and not buffer.memory[0]:
+                buffer.memory[0] = 1
                 lent = tensor.as_subclass(_Lent)
                 lent.memory = buffer.memory
                 return lent
@@ -61,7 +63,6 @@ class _Buffer:
 
     @property
     def is_free(self) -> bool:
-        # Check the loan first: sending sets the byte while the loan still exists, so a buffer in use never looks free.
         return (self._loan is None or self._loan() is None) and not self.memory[0]
 
 
@@ -72,7 +73,6 @@ class _Lent(Tensor):
     """The buffer, uint8 of shape (bytes,)."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        self.memory[0] = 1
         return _receive, (self.memory, tuple(self.shape), self.numpy().dtype)
 
 

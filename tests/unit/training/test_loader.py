@@ -165,6 +165,17 @@ def test_memory_is_not_reused_while_a_view_uses_it() -> None:
     assert lender.array((3, 8), dtype).ctypes.data == address
 
 
+def test_memory_is_not_reused_while_a_second_input_has_it() -> None:
+    lender, shape, dtype = Lender(), (4, 8), np.dtype(np.float32)
+    pictures = lender.array(shape, dtype)
+    pictures[:] = 1
+    sent = [bytes(ForkingPickler.dumps(lender.tensor(given))) for given in (pictures, pictures[:2])]
+    del pictures
+    _, second = map(pickle.loads, sent)
+    lender.array(shape, dtype)[:] = 2
+    assert second.tolist() == [[1] * 8] * 2
+
+
 def test_a_fork_gives_no_memory_back_that_its_parent_uses() -> None:
     lender, shape, dtype = Lender(), (4, 8), np.dtype(np.float32)
     address = (first := lender.array(shape, dtype)).ctypes.data
