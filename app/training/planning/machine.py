@@ -124,16 +124,17 @@ def _run_workers(work: Callable[..., T], workers: int, threads: int, *arguments:
     context = multiprocessing.get_context("spawn")
     port = _free_port()
     pipes, processes = [], []
-    for rank in range(workers):
-        receiver, sender = context.Pipe(duplex=False)
-        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "MASTER_PORT": port}
-        process = context.Process(target=_enter, args=(sender, environment, threads, work, arguments), daemon=True)
-        process.start()
-        # Without this copy, the end of a worker shows as the end of its pipe.
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
     try:
+        for rank in range(workers):
+            receiver, sender = context.Pipe(duplex=False)
+            environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "MASTER_PORT": port}
+            # Not a daemon, which may start no loader processes.
+            process = context.Process(target=_enter, args=(sender, environment, threads, work, arguments))
+            process.start()
+            # Without this copy, the end of a worker shows as the end of its pipe.
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
         return [_receive(pipe) for pipe in pipes]
     finally:
         for process in processes:

@@ -15,10 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from app.cli.main import app
-from app.config import TrainConfig
+from app.config import TrainConfig, load_recipe
 from app.config.layout import lay_out
 from app.config.plan import PlanConfig, ZeroPlusPlusConfig
 from app.config.plan_rules import Setting
+from app.models.factory import blueprint_of
 from app.models.gpt import GPT
 from app.planner.calibration import Calibration, machine_name, read_calibration
 from app.planner.cluster import Cluster, Link, catalogue_name, cluster_of, this_machine
@@ -30,7 +31,10 @@ from app.planner.stack import RAYLOOM
 from app.planner.stages import balanced_cuts
 from app.planner.traffic import traffic
 from app.planner.validation import validation_of
+from app.tasks import prepare
 from app.telemetry.mfu import OTHER_OPERATIONS, flops_per_sample
+from app.training.planning.machine import measure_plan
+from app.training.planning.recipe import find_plans, subject_of
 from app.training.planning.report import PlanReport, report
 from app.training.worker import start_worker
 from benchmarks.planning.stacks import STACKS
@@ -443,6 +447,15 @@ def test_this_machine_is_what_its_cgroup_and_the_threads_of_a_worker_leave(
     assert (one.host_memory, four.device.memory) == (2**30, 2**28)
     # Of eight threads two get a core each, and four workers share two cores.
     assert two.device.float_flops == 2 * one.device.float_flops == 4 * four.device.float_flops
+
+
+@pytest.mark.slow
+def test_a_plan_is_measured_with_processes_that_read_ahead() -> None:
+    recipe = load_recipe("recipes/digits.yaml", ["train.loader={num_workers: 1}"])
+    data = prepare(recipe)
+    subject = subject_of(recipe, blueprint_of(recipe.model, data.facts).model, data)
+    _, findings = find_plans(subject, this_machine(workers=1))
+    assert measure_plan(recipe, data, findings.best, subject.name).step_s > 0
 
 
 def test_a_calibration_is_for_as_many_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
