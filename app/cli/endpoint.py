@@ -46,15 +46,17 @@ class EndpointClient:
         return self._request("POST", "v2/repository/index", _INDEX) or []
 
     def holds(self, name: str, version: int) -> bool:
-        """Return True if the endpoint has a version in memory, in any role. The index lacks the stages of a cascade.
+        """Return True if the endpoint serves a version, in any role, or may serve it in a pool that sleeps.
 
         Raises:
             ClusterError: the endpoint does not answer the request.
         """
-        statistics = self._request("GET", "v2/models/stats", _STATISTICS)
-        held = statistics.model_stats if statistics else []
-        # A stage of a cascade has the name CASCADE/STAGE in the statistics.
-        return (name, str(version)) in {(model.name.rpartition("/")[2], model.version) for model in held}
+        # The index has the versions that are not loaded, and the statistics have the stages of a cascade, as
+        # CASCADE/STAGE. A pool that sleeps does not say which version it serves.
+        held = {(model.name, model.version or str(version)) for model in self.models()}
+        if statistics := self._request("GET", "v2/models/stats", _STATISTICS):
+            held |= {(model.name.rpartition("/")[2], model.version) for model in statistics.model_stats}
+        return (name, str(version)) in held
 
     def _request(self, method: str, path: str, kind: TypeAdapter[Answer]) -> Answer | None:
         """Return the endpoint's answer; None if nothing was ever deployed."""
@@ -77,7 +79,7 @@ class EndpointClient:
         try:
             answer = httpx.post(url, content=content, headers=self._headers, timeout=60.0)
         except httpx.HTTPError as error:
-            raise self._silent(error) from error
+            raise self._no_answer(error) from error
         if answer.is_error:
             raise self._refused(answer)
         return PredictResponse.model_validate_json(answer.content)
@@ -103,7 +105,7 @@ class EndpointClient:
                     elif line.startswith("data: "):
                         yield _text_of(json.loads(line.removeprefix("data: ")))
         except httpx.HTTPError as error:
-            raise self._silent(error) from error
+            raise self._no_answer(error) from error
         if not is_whole:
             raise ClusterError("the answer was cut off, because its replica was replaced: ask again").of("answer.cut")
 
@@ -121,10 +123,16 @@ class EndpointClient:
         path, body = "chat/completions" if is_chat else "completions", json.dumps({"model": model, **begin})
         return f"{self._curl} {self.url}/v1/{path} -d {shlex.quote(body)}"
 
-    def _silent(self, error: httpx.HTTPError) -> ClusterError:
+    def _no_answer(self, error: httpx.HTTPError) -> ClusterError:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return ClusterError(
+                f"nothing answers at {self.url} ({first_line(error)}): deploy a model with 'rayloom submit deploy "
+                "RECIPE'"
+            ).of("endpoint.no_answer")
         return ClusterError(
-            f"nothing answers at {self.url} ({first_line(error)}): deploy a model with 'rayloom submit deploy RECIPE'"
-        ).of("endpoint.no_answer")
+            f"{self.url} gave no whole answer ({first_line(error)}), because its replica starts, is busy or was "
+            "replaced: ask again"
+        ).of("answer.cut")
 
     def _refused(self, answer: httpx.Response) -> RequestError:
         remedy = "; name the token's file with --token-file" if answer.status_code == httpx.codes.UNAUTHORIZED else ""

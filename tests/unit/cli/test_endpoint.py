@@ -1,0 +1,70 @@
+"""What the command line learns from an endpoint."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from app.cli.endpoint import EndpointClient
+from tests.wording import refused
+
+SERVED = {"name": "loaded", "version": "1", "state": "READY"}
+COLD = {"name": "cold", "version": "1", "state": "UNAVAILABLE", "reason": "not loaded: the next request loads it"}
+ASLEEP = {"name": "asleep", "state": "UNAVAILABLE", "reason": "pool rare has no replica: a request starts one"}
+STAGE = {"name": "loaded/stage", "version": "2"}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Lists models, and breaks off in the middle of an answer."""
+
+    def answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path == "/v2/repository/index":
+            self.send([SERVED, COLD, ASLEEP])
+        elif self.path == "/v2/models/stats":
+            self.send({"model_stats": [STAGE]})
+        else:
+            self.send({"choices": [{"text": "Once"}]}, missing=1)
+
+    def send(self, content: Any, missing: int = 0) -> None:
+        body = f"data: {json.dumps(content)}\n\n" if missing else json.dumps(content)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body) + missing))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    do_GET = do_POST = answer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[EndpointClient]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield EndpointClient(f"http://127.0.0.1:{server.server_port}", None)
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "is_held"),
+    [
+        ("loaded", 1, True), ("loaded", 2, False), ("stage", 2, True), ("stage", 1, False), ("cold", 1, True),
+        ("cold", 2, False), ("asleep", 3, True), ("other", 1, False),
+    ],
+)  # fmt: skip
+def test_a_version_that_a_request_would_load_is_served(
+    endpoint: EndpointClient, name: str, version: int, is_held: bool
+) -> None:
+    assert endpoint.holds(name, version) is is_held
+
+
+def test_an_answer_that_breaks_off_does_not_ask_for_a_deployment(endpoint: EndpointClient) -> None:
+    answer = endpoint.stream("completions", {})
+    assert next(answer) == "Once"
+    with refused("answer.cut"):
+        next(answer)
