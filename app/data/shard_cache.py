@@ -74,7 +74,7 @@ class ShardCache:
         shard = self._shards[number]
         path = self._local_file(shard)
         try:
-            opened = OpenShard.of(path)
+            opened = OpenShard(path)
         except FileNotFoundError:
             # Another process has made room in between, or the shard is gone.
             self._verified.discard(shard.sha256)

@@ -170,10 +170,7 @@ class ShardedRows:
 
     def numbers_at(self, rows: Indices, column: str) -> NDArray[np.int32]:
         """Return a column of numbers of each row, likewise."""
-        places = self._places(rows)
-        starts = np.flatnonzero(np.diff(places, prepend=-1))
-        parts = zip(places[starts].tolist(), np.split(rows, starts)[1:], strict=True)
-        numbers = [self.numbers_of(shard, column)[part - self.first_rows[shard]] for shard, part in parts]
+        numbers = [self.numbers_of(shard, column)[part] for shard, part in self._runs(rows)]
         return np.concatenate([np.empty(0, np.int32), *numbers])
 
     def _places(self, rows: Indices) -> Indices:
@@ -241,11 +238,15 @@ class ShardedRows:
     def _by_shard(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[tuple[int, NDArray[np.int64]]]]:
         """Return the order that sorts indices by row, and the rows of each shard in it."""
         order = np.argsort(indices, kind="stable")
-        ordered = indices[order]
-        places = self._places(ordered)
-        shards, starts = np.unique(places, return_index=True)
-        parts = np.split(ordered, starts[1:])
-        return order, [(int(shard), rows - self.first_rows[shard]) for shard, rows in zip(shards, parts, strict=True)]
+        return order, list(self._runs(indices[order]))
+
+    def _runs(self, rows: Indices) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield each run of rows of one shard: the shard's number, and the rows counted from its first one."""
+        places = self._places(rows)
+        starts = np.flatnonzero(np.diff(places, prepend=-1)).tolist()
+        for start, end in pairwise([*starts, len(rows)]):
+            shard = int(places[start])
+            yield shard, rows[start:end] - self.first_rows[shard]
 
 
 class _OfRows(Sequence[Item]):

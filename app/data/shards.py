@@ -3,9 +3,11 @@
 A folder is complete when it has its index, which is written last.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -214,7 +216,6 @@ def _totals(rows: pa.Table) -> dict[str, int]:
     return {name: pc.sum(rows[name]).as_py() for name in counts}
 
 
-@dataclass(frozen=True)
 class OpenShard:
     """The rows of a shard, memory-mapped.
 
@@ -222,53 +223,62 @@ class OpenShard:
     counts as memory of this process.
     """
 
-    path: Path
-    rows: pa.RecordBatch
-    _file: pa.OSFile
-    _address: int
-    """Where the file begins in memory."""
-
-    @classmethod
-    def of(cls, path: Path) -> Self:
+    def __init__(self, path: Path) -> None:
         """Open a file. Raises FileNotFoundError, and ArrowInvalid if it is no shard."""
         with pa.memory_map(str(path)) as mapped:
             content = mapped.read_buffer()
-        return cls(path, pa.ipc.open_file(content).get_batch(0), pa.OSFile(str(path)), content.address)
+        self.path, self.rows = path, pa.ipc.open_file(content).get_batch(0)
+        self._file, self._address = pa.OSFile(str(path)), content.address
+        self._takes: dict[str, _Take] = {}
 
     def take(self, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return some rows of a column, of shape (rows,), or (rows, size) if they are lists of one size.
 
         Cells that are not numbers are Python objects. Raises StorageError if the file has become shorter.
         """
-        column = self.rows.column(name)
+        # A batch has few rows of each shard, so finding out how to read a column would take longer than reading it.
+        if (take := self._takes.get(name)) is None:
+            take = self._takes[name] = self._take_of(self.rows.column(name))
+        return take(rows)
+
+    def _take_of(self, column: pa.Array) -> "_Take":
+        """Return a function that takes rows of a column."""
         are_lists = pa.types.is_fixed_size_list(column.type)
         shape = (-1, column.type.list_size) if are_lists else (-1,)
         if pa.types.is_primitive(column.type.value_type if are_lists else column.type):
             # Nothing is copied before rows are chosen.
             cells = (column.values if are_lists else column).to_numpy().reshape(shape)
-            taken: NDArray[Any] = cells.take(rows, axis=0)
-            return taken
+            return partial(cells.take, axis=0)
         if column.type in (pa.string(), pa.binary()) and not column.null_count:
-            return np.fromiter(self._read(column, rows), object, len(rows))
-        chosen = column.take(pa.array(rows))
+            return self._take_of_contents(column)
         if are_lists:
-            texts: NDArray[Any] = chosen.values.to_numpy(zero_copy_only=False).reshape(shape)
-            return texts
-        return np.fromiter(chosen.to_pylist(), object, len(rows))
+            return lambda rows: column.take(pa.array(rows)).values.to_numpy(zero_copy_only=False).reshape(shape)
+        return lambda rows: np.fromiter(column.take(pa.array(rows)).to_pylist(), object, len(rows))
 
-    def _read(self, column: pa.Array, rows: NDArray[np.int64]) -> Sequence[str | bytes]:
-        """Return texts or contents of files."""
+    def _take_of_contents(self, column: pa.Array) -> "_Take":
+        """Return a function that reads texts or contents of files."""
         _, offsets, content = column.buffers()
-        bounds, first = np.frombuffer(offsets, np.int32), np.int64(content.address - self._address)
-        starts, sizes = first + bounds[rows], bounds[rows + 1] - bounds[rows]
-        places = zip(sizes.tolist(), starts.tolist(), strict=True)
         # The address means nothing if all are empty.
-        cells = [self._file.read_at(size, start) if size else b"" for size, start in places]
-        if sum(map(len, cells)) != sizes.sum():
-            raise StorageError(f"shard {str(self.path)!r} became shorter while it was read: prepare the data again").of(
-                "shard.changed"
-            )
-        return [cell.decode() for cell in cells] if column.type == pa.string() else cells
+        bounds, first = np.frombuffer(offsets, np.int32), content.address - self._address
+        number, are_texts = self._file.fileno(), column.type == pa.string()
+
+        def take(rows: NDArray[np.int64]) -> NDArray[Any]:
+            starts, ends = bounds[rows].tolist(), bounds[rows + 1].tolist()
+            cells: list[Any] = [
+                os.pread(number, end - start, first + start) if end > start else b""
+                for start, end in zip(starts, ends, strict=True)
+            ]
+            if sum(map(len, cells)) != sum(ends) - sum(starts):
+                raise StorageError(
+                    f"shard {str(self.path)!r} became shorter while it was read: prepare the data again"
+                ).of("shard.changed")
+            return np.fromiter(map(bytes.decode, cells) if are_texts else cells, object, len(rows))
+
+        return take
+
+
+_Take = Callable[[NDArray[np.int64]], NDArray[Any]]
+"""Takes rows of a column of a shard."""
 
 
 def require_intact(path: str, shard: Shard, found: str) -> None:

@@ -10,7 +10,7 @@ from queue import Queue
 
 from pydantic import BaseModel
 
-from app.data.sharded import ShardReference
+from app.data.sharded import INPUT, ShardReference
 from app.training.data.order import SampleOrder
 from app.training.data.ranks import DataRank
 from app.training.data.rules import Rules
@@ -110,7 +110,7 @@ def our_texts(source: Source, rank: int) -> Texts:
     with closing(source.shards.open("train")) as rows:
         order = SampleOrder(rows, Rules(BATCH), 0)
         for number in range(source.seek_to, order.num_batches(1)):
-            yield rows.read(order.share(1, number, DataRank(rank, RANKS)))["input"].to_pylist()
+            yield rows.read_arrays(order.share(1, number, DataRank(rank, RANKS)), INPUT)[0].tolist()
 
 
 def datasets_texts(source: Source, rank: int) -> Texts:
