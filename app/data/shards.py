@@ -260,7 +260,8 @@ class OpenShard:
         _, offsets, content = column.buffers()
         # The address means nothing if all are empty.
         bounds, first = np.frombuffer(offsets, np.int32), content.address - self._address
-        number, are_texts = self._file.fileno(), column.type == pa.string()
+        # With ``self``, the function would keep the shard open.
+        path, number, are_texts = self.path, self._file.fileno(), column.type == pa.string()
 
         def take(rows: NDArray[np.int64]) -> NDArray[Any]:
             starts, ends = bounds[rows].tolist(), bounds[rows + 1].tolist()
@@ -269,9 +270,9 @@ class OpenShard:
                 for start, end in zip(starts, ends, strict=True)
             ]
             if sum(map(len, cells)) != sum(ends) - sum(starts):
-                raise StorageError(
-                    f"shard {str(self.path)!r} became shorter while it was read: prepare the data again"
-                ).of("shard.changed")
+                raise StorageError(f"shard {str(path)!r} became shorter while it was read: prepare the data again").of(
+                    "shard.changed"
+                )
             return np.fromiter(map(bytes.decode, cells) if are_texts else cells, object, len(rows))
 
         return take

@@ -1,5 +1,6 @@
 """Shards: written whole, refused when torn, and read in an order that does not depend on the number of workers."""
 
+import gc
 import os
 import pickle
 from collections import Counter
@@ -144,6 +145,18 @@ def test_shards_of_earlier_windows_are_closed(tmp_path: Path) -> None:
     gone.unlink()
     with refused("shard.missing"):
         rows.read(range(len(rows)))
+
+
+def test_closed_shards_leave_no_file_open(tmp_path: Path) -> None:
+    rows = rows_of(str(tmp_path))
+    gc.disable()  # a cycle of references would keep them until it runs
+    try:
+        rows.read_arrays(range(ROWS), "input", LENGTH)
+        rows.close()
+        assert not [file for file in psutil.Process().open_files() if file.path.startswith(str(tmp_path))]
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
 
 
 def test_texts_that_were_read_take_no_memory(tmp_path: Path) -> None:
