@@ -11,7 +11,7 @@ from app.training.checkpoints.store import Checkpoint, CheckpointStore
 
 def state_at(step: int) -> TrainState:
     return TrainState(
-        position=Position(step=step), epoch_order="windows-1", records=[], workers=1, tensor=1, pipeline=1,
+        position=Position(step=step), epoch_order="windows-2", records=[], workers=1, tensor=1, pipeline=1,
         optimizer_steps=step, schedule_steps=step, loss_scale=None, precision="fp32", shapes={},
     )  # fmt: skip
 

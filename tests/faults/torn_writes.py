@@ -67,7 +67,7 @@ def snapshot(rank: int, step: int) -> Snapshot:
     part = torch.full((height, COLUMNS), float(step))
     state = TrainState(
         position=Position(step=step),
-        epoch_order="windows-1",
+        epoch_order="windows-2",
         records=[],
         workers=RANKS,
         tensor=1,

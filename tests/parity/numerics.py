@@ -260,7 +260,7 @@ def lose_checkpoint(folder: Path) -> None:
     """Write a checkpoint while the second rank has no temporary folder. The first rank writes the error to a file."""
     store = CheckpointStore(UPath(f"memory://{folder}"))
     state = TrainState(
-        position=Position(step=1), epoch_order="windows-1", records=[], workers=2, tensor=1, pipeline=1,
+        position=Position(step=1), epoch_order="windows-2", records=[], workers=2, tensor=1, pipeline=1,
         optimizer_steps=1, schedule_steps=1, loss_scale=None, precision="fp32", shapes={},
     )  # fmt: skip
     writer = CheckpointWriter(store, CheckpointConfig(background=False))

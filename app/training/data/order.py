@@ -57,7 +57,7 @@ class _Arranged(NamedTuple):
 class SampleOrder:
     """The global batches of every epoch, as indices into the split. Epochs begin at 1, numbers at 0."""
 
-    name: ClassVar[str] = "windows-1"
+    name: ClassVar[str] = "windows-2"
     """Checkpoints record it, because they count batches. A change of the order needs a new name."""
 
     samples: Samples

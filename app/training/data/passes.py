@@ -68,6 +68,7 @@ class _Pass:
         self._starts = np.concatenate([[0], np.cumsum(np.asarray(samples.shard_rows)[shards])])
         """Place of the first row of each shard, and the number of all rows."""
         total = int(self._starts[-1])
+        self._has_row_shards = total == len(shards)
         # Rows that are left out are of another shard, or another part of it, in each pass.
         self._offset = int(generator.integers(total)) if pass_rows < total else 0
 
@@ -80,7 +81,7 @@ class _Pass:
 
     def _between(self, start: int, stop: int) -> Indices:
         pieces = slice(np.searchsorted(self._starts, start, "right") - 1, np.searchsorted(self._starts, stop, "left"))
-        if pieces.stop - pieces.start == stop - start:  # each row is a shard
+        if self._has_row_shards:
             return self._first_rows[pieces]
         starts = self._starts[pieces]
         skipped = np.maximum(start - starts, 0)

@@ -88,7 +88,7 @@ def test_transformers_reads_the_weights_that_training_keeps(tmp_path: Path) -> N
     content = {parameter(name, WEIGHT): tensor for name, tensor in model.named_parameters()}
     save(content, storage_writer=FileSystemWriter(checkpoint), no_dist=True)
     state = TrainState(
-        position=Position(), epoch_order="windows-1", records=[], workers=1, tensor=1, pipeline=1, optimizer_steps=0,
+        position=Position(), epoch_order="windows-2", records=[], workers=1, tensor=1, pipeline=1, optimizer_steps=0,
         schedule_steps=0, loss_scale=None, precision="fp32", shapes={},
     )  # fmt: skip
     (checkpoint / STATE_FILE).write_text(state.model_dump_json(), encoding="utf-8")

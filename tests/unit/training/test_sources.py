@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from app.runs import Run
 from app.tasks import load_prepared, prepare
 from app.training.data.mixture import Mixture
 from app.training.data.order import SampleOrder
+from app.training.data.passes import Passes
 from app.training.data.recipe_order import order_of
 from app.training.records import EpochRecord
 from app.training.run import prepare_run
@@ -196,3 +198,16 @@ def test_a_stored_recipe_has_its_sources(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, two_sources(tmp_path))
     assert DataConfig.model_validate_json(recipe.data.model_dump_json()) == recipe.data
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+@pytest.mark.parametrize("sizes", [[5], [1, 4, 1, 3, 1], [1] * 6])
+def test_rows_are_the_same_however_few_are_read_at_a_time(sizes: list[int]) -> None:
+    """A source with a small share gives one row to each window."""
+    samples: Any = SimpleNamespace(shard_rows=sizes, first_rows=np.cumsum([0, *sizes]))
+    passes = Passes(samples, np.arange(len(sizes)), (3, 0), sum(sizes) - 1)
+    count = 3 * (sum(sizes) - 1)
+    whole = passes.rows(0, count).tolist()
+    for step in (1, 2, 3):
+        parts = [passes.rows(first, min(first + step, count)) for first in range(0, count, step)]
+        assert np.concatenate(parts).tolist() == whole
+    assert len(set(whole[: sum(sizes) - 1])) == sum(sizes) - 1
