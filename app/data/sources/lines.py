@@ -6,17 +6,27 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
 import orjson
 
 from app.data.sources.cells import kind_in_words
 from app.errors import DataError
+from app.storage import to_path
 
 BOM = b"\xef\xbb\xbf"
 _MAX_LINE_BYTES = 64 * 2**20
+_BUFFER_BYTES = 2**20
 CSV_BLOCK_BYTES = 16 * 2**20
 """A row of a csv file must fit into a block."""
+
+
+@contextmanager
+def open_lines(path: str) -> Iterator[BinaryIO]:
+    """Open a file for ``read_line``. Files of fsspec, such as those on S3, read lines without a limit."""
+    with to_path(path).open("rb") as file:
+        yield file if isinstance(file, io.BufferedReader) else cast(BinaryIO, io.BufferedReader(file, _BUFFER_BYTES))
 
 
 def read_line(file: BinaryIO, path: str) -> bytes:

@@ -12,10 +12,11 @@ import pytest
 from PIL import Image
 from upath import UPath
 
-from app.config import ColumnsConfig, load_recipe
+from app.config import ColumnsConfig, DataConfig, load_recipe
+from app.data.preparation.samples import Documents
 from app.data.sources.labelled import INPUT, LABEL, labelled_columns
 from app.data.sources.source import Source
-from app.data.sources.units import cut_units, list_files, read_unit
+from app.data.sources.units import cut_units, list_files, read_source, read_unit
 from app.storage import to_path
 from app.tasks import prepare
 from tests.preparing import ROWS, language_recipe, prepared, recipe_of, rows_in, text, write_table
@@ -94,16 +95,36 @@ def test_a_line_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest
         prepare(recipe_of(tmp_path / "rows.jsonl"))
 
 
-def test_a_source_on_s3_is_prepared(s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in s3.items():
-        monkeypatch.setenv(name, value)
-    UPath("s3://prepared").mkdir(exist_ok=True)
-    write_table(tmp_path / "rows.parquet", ROWS)
-    to_path("s3://prepared/source/rows.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes())
-    data = prepare(recipe_of("s3://prepared/source", "storage=s3://prepared/storage"))
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.csv", "rows.jsonl"])
+def test_a_source_on_s3_is_prepared(
+    name: str, s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in s3.items():
+        monkeypatch.setenv(key, value)
+    folder = f"s3://prepared-{name.replace('.', '-')}"
+    UPath(folder).mkdir(exist_ok=True)
+    write_table(tmp_path / name, ROWS)
+    to_path(f"{folder}/source/{name}").write_bytes((tmp_path / name).read_bytes())
+    data = prepare(recipe_of(f"{folder}/source", f"storage={folder}/storage"))
     assert sum(data.rows.values()) == len(ROWS)
-    local = prepare(recipe_of(tmp_path / "rows.parquet"))
+    local = prepare(recipe_of(tmp_path / name))
     assert data.fingerprint == local.fingerprint
+
+
+def test_documents_on_s3_are_read(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones are cut. An object whose key ends with a slash stands for a folder."""
+    for key, value in s3.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr("app.data.sources.formats.files.MAX_DOCUMENT_BYTES", 1000)
+    UPath("s3://documents").mkdir(exist_ok=True)
+    storage, lines = to_path("s3://documents").fs, "".join(f"line {number}\n" for number in range(400))
+    for path, content in {"": "", "in/": "", "in/a.txt": lines, "in/b.txt": "two"}.items():
+        storage.pipe_file(f"documents/text/{path}", content.encode())
+    source = Source("s3://documents/text")
+    rows = read_source(source, Documents().columns(DataConfig(source=source.uri)))
+    texts = [text for some in rows for text in some.cells[INPUT].to_pylist()]
+    assert len(texts) > 3
+    assert "".join(texts) == lines + "two"
 
 
 def write_tar(path: Path, samples: Sequence[dict[str, bytes]]) -> None:

@@ -15,7 +15,7 @@ import pyarrow.csv
 from app.data.sources.cells import Columns, Place, Rows, rows_from, texts_of
 from app.data.sources.formats.arrow import batch_rows
 from app.data.sources.formats.base import HEAD_BYTES, Format, Piece, SourceFile, require_text
-from app.data.sources.lines import BOM, CSV_BLOCK_BYTES, csv_row_ends, read_line
+from app.data.sources.lines import BOM, CSV_BLOCK_BYTES, csv_row_ends, open_lines, read_line
 from app.errors import DataError
 from app.storage import to_path
 
@@ -48,7 +48,7 @@ class Csv(Format):
             yield Piece(file.path, file.format, file.bytes)
             return
         start = end = 0
-        with to_path(file.path).open("rb") as opened:
+        with open_lines(file.path) as opened:
             for end in csv_row_ends(opened, file.path, self.separator):
                 if end - start >= size:
                     yield Piece(file.path, file.format, end - start, start, end)
@@ -123,7 +123,7 @@ class Csv(Format):
                 yield batch
 
     def _header(self, path: str) -> _Header:
-        with to_path(path).open("rb") as file:
+        with open_lines(path) as file:
             require_text(path, file.read(HEAD_BYTES))
             file.seek(0)
             start = 0
@@ -256,7 +256,7 @@ class _Quotes:
             ).of("quote.left_open") from error
 
     def _lines(self) -> Iterator[str]:
-        with to_path(self._part.path).open("rb") as file:
+        with open_lines(self._part.path) as file:
             file.seek(self._part.start)
             while file.tell() < self._part.stop and (line := read_line(file, self._part.path)):
                 yield from io.StringIO(line.decode("latin-1"), newline="")

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from app.data.sources.cells import Columns, Rows, each_at
 from app.data.sources.formats.base import DOCUMENTS, Format, Piece, SourceFile, cut_bytes
-from app.data.sources.lines import BOM, go_to_line
+from app.data.sources.lines import BOM, go_to_line, open_lines
 from app.shared_files import map_concurrently
 from app.storage import to_path
 
@@ -82,7 +82,7 @@ def _content(piece: Piece) -> bytes:
     if piece.stop is None:
         content: bytes = to_path(piece.path).read_bytes()
         return content
-    with to_path(piece.path).open("rb") as file:
+    with open_lines(piece.path) as file:
         first, last = (go_to_line(file, position, piece.path) for position in (piece.start, piece.stop))
         file.seek(first)
         part: bytes = file.read(last - first)

@@ -6,8 +6,7 @@ from typing import Any
 
 from app.data.sources.cells import BATCH_BYTES, BATCH_ROWS, Columns, Rows, rows_of_objects
 from app.data.sources.formats.base import HEAD_BYTES, Format, Piece, SourceFile, cut_bytes, require_text
-from app.data.sources.lines import BOM, go_to_line, parse_json, read_line
-from app.storage import to_path
+from app.data.sources.lines import BOM, go_to_line, open_lines, parse_json, read_line
 
 
 class JsonLines(Format):
@@ -52,7 +51,7 @@ def _read(piece: Piece, columns: Columns) -> Iterator[Rows]:
 
 def _rows(piece: Piece) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
     """Yield the number of each line that begins in a piece and the position after it, and its row."""
-    with to_path(piece.path).open("rb") as file:
+    with open_lines(piece.path) as file:
         if not piece.start:
             require_text(piece.path, file.read(HEAD_BYTES))
             file.seek(0)
