@@ -4,8 +4,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+from fsspec import AbstractFileSystem
 from upath import UPath
 
 from app.config import CleanConfig
@@ -96,14 +97,39 @@ def list_source(source: Source, root: UPath) -> list[tuple[UPath, dict[str, Any]
 
 def _found(storage: Any, folder: str, *above: str) -> dict[str, dict[str, Any]]:
     """Return the files in a folder and below. Links to folders are followed. ``above``: where earlier ones led."""
-    listed: dict[str, dict[str, Any]] = storage.find(folder, detail=True)
+    listed = _below(storage, folder)
     return dict(entry for path, info in listed.items() for entry in _resolved(storage, path, info, *above))
+
+
+def _below(storage: Any, folder: str) -> dict[str, dict[str, Any]]:
+    """Return what lies in a folder and below, without folders. fsspec's walk leaves out those that it cannot list."""
+    if storage.async_impl or type(storage).find is not AbstractFileSystem.find:
+        return cast(dict[str, dict[str, Any]], storage.find(folder, detail=True))
+    found: dict[str, dict[str, Any]] = {}
+    folders = [str(storage._strip_protocol(folder))]
+    while folders:
+        above = folders.pop()
+        for info in storage.ls(above, detail=True):
+            path = info["name"].rstrip("/")
+            if info["type"] != "directory":
+                found[info["name"]] = info
+            elif path != above and not _is_skipped(path.rpartition("/")[2]):
+                folders.append(path)
+    return found
+
+
+def _is_skipped(folder: str) -> bool:
+    """Return whether a folder is hidden, or is what a disk has for its repair, which only root may list."""
+    return _is_hidden(folder) or folder == "lost+found"
 
 
 def _resolved(storage: Any, path: str, info: dict[str, Any], *above: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a file, or what a link on a local disk leads to, with the target's size and time of the last change."""
     if not info.get("islink"):
-        yield path, info
+        if info.get("type") == "other":
+            raise DataError(f"{path!r} is a pipe, a socket or a device, and not a file: remove it").of("source.no_file")
+        if not path.endswith("/"):  # an object that stands for a folder, as the console of S3 makes
+            yield path, info
         return
     target = os.path.realpath(path)
     if not os.path.exists(target):
@@ -111,7 +137,7 @@ def _resolved(storage: Any, path: str, info: dict[str, Any], *above: str) -> Ite
             f"{path!r} is a link to {info['destination']!r}, which does not exist: correct or remove it"
         ).of("link.broken")
     if not os.path.isdir(target):
-        yield path, storage.info(target)
+        yield from _resolved(storage, path, storage.info(target))
         return
     if any(
         os.path.commonpath([place, target]) == target for place in (os.path.realpath(os.path.dirname(path)), *above)

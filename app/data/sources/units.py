@@ -4,6 +4,7 @@ Units do not depend on who works on them. So a cluster and a single process writ
 preparation goes on with the units that are left.
 """
 
+import re
 import tarfile
 from collections import ChainMap, Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from upath import UPath
 from app.data.examples import Modality
 from app.data.sources.cells import Columns, Rows
 from app.data.sources.formats import FORMATS, format_of
-from app.data.sources.formats.base import Format, Piece, SourceFile
+from app.data.sources.formats.base import DOCUMENTS, Format, Piece, SourceFile
 from app.data.sources.formats.builtin import BUILTIN_SETS, BUILTIN_TEST_SETS, TEST_KEY
 from app.data.sources.formats.idx import Idx, find_idx
 from app.data.sources.source import Source, find_builtin, list_source, open_source
@@ -31,6 +32,14 @@ Contents = Literal[Modality, "language-modeling", "tagged", "pairs", "chat"]
 WHOLE = 2**63
 """Bytes of a unit that has all files of a source."""
 _READERS = ChainMap[str, Format]({one.name: one for one in (BUILTIN_SETS, BUILTIN_TEST_SETS, Idx())}, FORMATS)
+_MARKS = re.compile(r"_SUCCESS|_(committed|started)_\d+|_(common_)?metadata|.*_\$folder\$")
+"""Names of files without rows that Spark and Hadoop write beside those that have some."""
+_UNFINISHED = re.compile(r"(^|/)_temporary/")
+_VERSIONED = {
+    "Delta Lake": re.compile(r"(^|/)_delta_log/"),
+    "Iceberg": re.compile(r"(^|/)metadata/[^/]+\.metadata\.json$"),
+}
+"""What lies in the folder of a table that keeps the files of earlier versions, by its format."""
 _FILES_OF_CLASSES: dict[str, str] = {"image": "pictures", "audio": "recordings"}
 
 
@@ -81,6 +90,10 @@ def _files_of(
     # A table may name pictures or recordings, or hold them. Beside folders of classes, it is something else.
     read_as = "row" if root.is_file() and contents in _FILES_OF_CLASSES and root.suffix.lower() != ".tar" else contents
     formats = {path: one for path, _ in listed if (one := format_of(path, read_as))}
+    if contents == DOCUMENTS:
+        formats = {path: one for path, one in formats.items() if not _MARKS.fullmatch(path.name)}
+    if root.is_dir() and (tables := [path for path, one in formats.items() if one.has_columns]):
+        _require_plain(source, root, [path for path, _ in listed], tables)
     if contents in _FILES_OF_CLASSES and root.is_dir():
         _require_classes(source, root, [path for path, _ in listed], formats, FORMATS[contents].suffixes)
     if not formats:
@@ -92,6 +105,24 @@ def _files_of(
         for path, info in listed
         if path in formats
     ]
+
+
+def _require_plain(source: Source, root: UPath, files: Sequence[UPath], tables: Sequence[UPath]) -> None:
+    """Raise DataError if tables have rows that are no part of the source: deleted, or of an unfinished job."""
+    start = len(str(root).rstrip("/")) + 1
+    names = [str(path)[start:] for path in tables]
+    if unfinished := next(filter(_UNFINISHED.search, names), None):
+        raise DataError(
+            f"{source} has {unfinished!r}, which an unfinished job of Spark or Hadoop left: wait until it ends, or "
+            "remove its folder _temporary"
+        ).of("source.unfinished", source.key)
+    for kind, sign in _VERSIONED.items():
+        for place in (str(path)[start:] for path in files):
+            if (found := sign.search(place)) and any(name.startswith(place[: found.start()]) for name in names):
+                raise DataError(
+                    f"{source} is a table of {kind}, as {place!r} tells, and keeps files with rows that were deleted: "
+                    "export the table as plain Parquet, and name that folder"
+                ).of("source.versioned", source.key)
 
 
 def _version(path: UPath, info: Mapping[str, Any]) -> str:

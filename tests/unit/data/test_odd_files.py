@@ -5,6 +5,7 @@ import bz2
 import datetime as dt
 import gzip
 import json
+import os
 import re
 from decimal import Decimal
 from pathlib import Path
@@ -418,6 +419,19 @@ REPORTED = [
         contents="row"),
     csv("pandas-dev/pandas#9294", "a,b,c,label\n0, 5, 9, 2\n1, 6, 4,,\n", refused="rows.csv', row 2…5 cells…4 columns",
         contents="row"),
+    Odd("apache/spark#6411", {"a.parquet": parquet(text=["a"], label=["b"]),
+        "_temporary/0/task/a.parquet": parquet(text=["a"], label=["b"])},
+        refused="_temporary/0/task/a.parquet…unfinished job…remove"),
+    Odd("delta-io/delta#489", {"a.parquet": parquet(text=["a"], label=["b"]), "_delta_log/00.json": "{}"},
+        refused="Delta Lake…_delta_log/00.json…export"),
+    Odd("Iceberg", {"t/data/a.parquet": parquet(text=["a"], label=["b"]), "t/metadata/v1.metadata.json": "{}"},
+        refused="Iceberg…t/metadata/v1.metadata.json…export"),
+    Odd("a log of Delta beside other tables", {"a.csv": HEAD + "a,b\n", "t/_delta_log/00.json": "{}"}, ONE,
+        told="1 files…json"),
+    Odd("apache/spark#11088", {"a.csv": "text\na\n", "_SUCCESS": "", "_committed_123": "{}", "b_$folder$": "",
+        "_main.py": "x"}, ["x", "a"], contents="language-modeling", told="3 files are not read"),
+    Odd("a pipe", {"a.csv": HEAD + "a,b\n", "b.csv": os.mkfifo}, refused="b.csv…a pipe…remove"),
+    Odd("what only root may list", {"a.csv": HEAD + "a,b\n", "lost+found/b.csv": "x"}, ONE),
     csv("JuliaData/CSV.jl#54", "text;label\n1,1,10\n", refused="data.columns.input…text;label…write it with commas"),
     tars("ray-project/ray#44068", tar(("0.png", PNG), ("1.png", PNG), ("0.cls", b"a"), ("1.cls", b"b")),
          refused="sample 0…label…it has .png"),
@@ -528,6 +542,23 @@ def test_a_relative_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     assert read_examples(DataConfig(source="tables")) == ONE
     assert read_examples(DataConfig(source="pictures/.x"), "image") == [(PNG, "a")]
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec leaves it out, with all of its class."""
+    for name in ("a/1.png", "b/1.png", ".hidden/1.png"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(PNG)
+    scan = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if path == str(tmp_path / "b") or ".hidden" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"Permission denied: '.*/b'"):
+        read_examples(DataConfig(source=str(tmp_path)), "image")
 
 
 def test_a_new_format_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
