@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from upath import UPath
 
+from app.checksums import sha256_of
 from app.config import ColumnsConfig, DataConfig, Recipe
 from app.data.chat import CUT
 from app.data.examples import MAX_EXAMPLES, CleaningReport, Input, Reason
@@ -18,11 +20,12 @@ from app.data.kinds import in_words, resolve_kinds
 from app.data.preparation.decision import Decision, decide
 from app.data.preparation.encoding import Encoding
 from app.data.preparation.fingerprint import fingerprint_of, settings_of
+from app.data.preparation.named_files import NamedFiles
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.sample import SAMPLE_FILE, Sample, SampleBuilder, fraction_for
 from app.data.preparation.samples import SampleKind, TokenKind
 from app.data.preparation.survey import IN_TEST, IN_TRAIN, IN_VALIDATION, KEPT, SPLITS
-from app.data.preparation.work import Part, UnitResult, UnitWork
+from app.data.preparation.work import WORK, Part, UnitResult, UnitWork
 from app.data.preparation.writers import UNIT_SHARDS
 from app.data.prepared import TEST, TRAIN, VALIDATION
 from app.data.shards import Shard, ShardIndex
@@ -78,14 +81,29 @@ class Preparer:
         listed = self._listed()
         self._require_columns([file for found in listed.sources for file in found])
         settings = settings_of(self.recipe, self.kind)
-        fingerprint = fingerprint_of(listed.files, settings)
-        folder = self.storage / SHARDS / fingerprint[:16]
+        fingerprint = self._with_named(fingerprint_of(listed.files, settings))
+        folder = self._folder(fingerprint)
         if ShardIndex.find(folder) is not None:
             return folder
         with wait_for_lock(folder, f"preparing {config.source!r}"):
             if ShardIndex.find(folder) is None:  # else the job that had the lock has made it
-                self._make(folder, listed, fingerprint, settings)
+                try:
+                    self._make(folder, listed, fingerprint, settings)
+                except DataError as error:
+                    if error.rule == "source.changed":
+                        _discard(folder)
+                    raise
         return folder
+
+    def _folder(self, fingerprint: str) -> UPath:
+        return self.storage / SHARDS / fingerprint[:16]
+
+    def _with_named(self, fingerprint: str) -> str:
+        """Return the fingerprint of the source with the files that its tables name, if they are not as they were."""
+        found = NamedFiles.find(self._folder(fingerprint))
+        if found is None or (now := NamedFiles.of(found.versions)) == found:
+            return fingerprint
+        return sha256_of(f"{fingerprint} {now.sha256}".encode())
 
     def _require_columns(self, files: list[SourceFile]) -> None:
         """Raise DataError if the recipe names a column of a source that has none."""
@@ -268,6 +286,8 @@ class Preparer:
             columns=work.encoding.columns,
             splits={split: shards for split, shards in splits.items() if shards},
         )
+        if named := work.named:
+            NamedFiles.of(named).save(folder)
         index.save(folder)
         work.work.fs.rm(work.work.path, recursive=True)
 
@@ -290,6 +310,13 @@ def require_known(columns: ColumnsConfig, names: Sequence[str]) -> None:
                 f"data.columns.{key} has {unknown[0]!r}, which is no column of numbers or categories: name some of "
                 f"{', '.join(names) or 'none'}"
             ).of("columns.unknown", f"data.columns.{key}")
+
+
+def _discard(folder: UPath) -> None:
+    """Remove what is known of a source that has changed: it would be compared with the source again and again."""
+    (folder / SETTINGS_FILE).unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        folder.fs.rm((folder / WORK).path, recursive=True)
 
 
 def _require_memory(units: Sequence[Unit], max_bytes: int) -> None:

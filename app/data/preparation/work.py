@@ -1,5 +1,6 @@
 """The work on one unit: the survey, and later the shards. It runs in this process or in any other of a cluster."""
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -44,12 +45,13 @@ from app.storage import list_names, stream_atomically, to_path, write_atomically
 _MAX_EXAMPLE = 120
 WORK = ".work"
 """Folder of what a preparation needs until it ends."""
-Part = Literal["kinds", "survey", "sample", "codes", "facts", "moves", "digest", "doubts", "result"]
+Part = Literal["kinds", "survey", "sample", "codes", "facts", "moves", "digest", "named", "doubts", "result"]
 """What is kept of a unit there.
 
 - ``kinds``: its ``UnitKinds``, of a table;
 - ``survey``, ``sample``: its ``SurveyFile`` and its ``Sample``;
 - ``digest``: its ``RowsDigest``, by which the second pass notices that the source changed;
+- ``named``: the locations of the files that its cells name, if there are any;
 - ``facts``: its ``UnitFacts``, written last when it is surveyed;
 - ``doubts``: its ``UnitDoubts``, with ``data.clean.label_noise``;
 - ``codes``: one byte for each row: whether it is kept;
@@ -151,6 +153,12 @@ class UnitWork:
         """Return the facts about a surveyed unit."""
         return UnitFacts.model_validate_json(self.file("facts", number).read_bytes())
 
+    @property
+    def named(self) -> set[str]:
+        """The locations of all files that cells name, once all units are surveyed."""
+        found = [json.loads(self.file("named", number).read_bytes()) for number in sorted(self.finished("named"))]
+        return {location for locations in found for location in locations}
+
     def unmoved_splits(self, number: int) -> NDArray[np.uint8]:
         """Return the split of each row of a unit by its hash, as an index into ``SPLITS``."""
         found = [survey.splits for survey in self.survey_of(number)]
@@ -178,7 +186,7 @@ class UnitWork:
         of_source = ALL_TRAIN if self.encoding.kind.contents == PAIRS else SplitRule.of(self.encoding.config)
         rule: Rule = ALL_TEST if self.units[number].is_test else of_source
         config = self._config_of(number)
-        facts, digest = UnitFacts(rows=0, label_names=[], unreadable=None), RowsDigest()
+        facts, digest, named = UnitFacts(rows=0, label_names=[], unreadable=None), RowsDigest(), set[str]()
         with ExitStack() as stack:
             file = stack.enter_context(stream_atomically(self.survey_of(number).path))
             sample = SampleBuilder(self.sample_fraction, cuts=not self.encoding.kind.strips)
@@ -187,6 +195,7 @@ class UnitWork:
             signatures = stack.enter_context(self.signature_files(number).writer()) if near else None
             for rows in self._rows(number):
                 digest.add(rows)
+                named |= rows.files
                 inputs = self.encoding.kind.inputs(rows, config, verify=True)
                 try:
                     cleaned = surveyor.add(inputs, self.encoding.kind.labels(rows, config), groups_in(rows))
@@ -200,6 +209,8 @@ class UnitWork:
             sample.build().save(self.file("sample", number))
         facts.rows, facts.label_names = surveyor.num_rows, surveyor.label_names
         write_atomically(self.file("digest", number), digest.digest())
+        if named:
+            write_atomically(self.file("named", number), json.dumps(sorted(named)).encode())
         write_atomically(self.file("facts", number), facts.model_dump_json().encode())  # marks the unit as done
         return number
 

@@ -18,6 +18,8 @@ from app.storage import to_path
 
 BATCH_ROWS, BATCH_BYTES = 4096, 4 * 2**20
 """Maximum that is read of a table at a time."""
+FILE_ROWS, _MAX_FILE_ROWS, _FILE_BYTES = 16, 256, 16 * 2**20
+"""Of a table that names files: rows that are read first, and maxima that are read later at a time."""
 Kind = Literal["text", "label", "labels", "group", "value", "file", "nested"]
 """What a task reads a column as.
 
@@ -92,6 +94,11 @@ class Columns:
         """The column of the label, for sources that name it in another way."""
         return next((column for column in self.all if column.kind in ("label", "labels")), None)
 
+    @property
+    def num_first(self) -> int:
+        """Rows to read first: cells may name files of any size."""
+        return FILE_ROWS if any(column.kind == "file" for column in self.all) else BATCH_ROWS
+
     def require_in(self, path: str, found: Sequence[str]) -> None:
         """Raise DataError if a table lacks one of them, or has two of one name."""
         for column in self.all:
@@ -121,20 +128,31 @@ class Rows:
     place: Place
     paths: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     """The files that cells name, by the key of the column and the row, for messages."""
+    files: frozenset[str] = frozenset()
+    """The locations of these files."""
 
     def __len__(self) -> int:
         return len(next(iter(self.cells.values())))
 
+    @property
+    def num_next(self) -> int:
+        """Rows to read next, if they name files as large as these do; else any number."""
+        if not self.files:
+            return BATCH_ROWS
+        size = sum(cells.nbytes for cells in self.cells.values())
+        return max(1, min(_MAX_FILE_ROWS, _FILE_BYTES * len(self) // max(1, size)))
+
 
 def rows_of_batch(batch: pa.RecordBatch, columns: Columns, path: str, place: Place) -> Rows:
     """Return the rows of a table in Arrow. Raises DataError for a cell that is not of its column's kind."""
-    cells, paths = {}, {}
+    cells, paths, files = {}, {}, set[str]()
     for column in columns.all:
         index = batch.schema.get_field_index(column.name)
         given = pa.nulls(batch.num_rows) if index < 0 else batch.column(index)
         converter = _Cells(column, path, place)
         cells[column.key], paths[column.key] = converter.of_array(given), converter.paths
-    return Rows(cells, place, paths)
+        files |= converter.files
+    return Rows(cells, place, paths, frozenset(files))
 
 
 def rows_of_objects(rows: Sequence[Mapping[str, Any]], columns: Columns, path: str, place: Place) -> Rows:
@@ -143,7 +161,7 @@ def rows_of_objects(rows: Sequence[Mapping[str, Any]], columns: Columns, path: s
     Raises:
         DataError: an object lacks a column, or a cell is not of its column's kind.
     """
-    cells, paths = {}, {}
+    cells, paths, files = {}, {}, set[str]()
     for column in columns.all:
         lacking = next((number for number, row in enumerate(rows) if column.name not in row), None)
         if lacking is not None and not column.is_optional:
@@ -154,7 +172,8 @@ def rows_of_objects(rows: Sequence[Mapping[str, Any]], columns: Columns, path: s
         values = [row.get(column.name) for row in rows]
         converter = _Cells(column, path, place)
         cells[column.key], paths[column.key] = converter.of_values(values), converter.paths
-    return Rows(cells, place, paths)
+        files |= converter.files
+    return Rows(cells, place, paths, frozenset(files))
 
 
 @dataclass(frozen=True)
@@ -165,6 +184,7 @@ class _Cells:
     path: str
     place: Place
     paths: dict[int, str] = field(default_factory=dict)
+    files: set[str] = field(default_factory=set)
 
     def of_array(self, given: pa.Array) -> pa.Array:
         """Return the cells of a column in Arrow."""
@@ -231,6 +251,8 @@ class _Cells:
         if self.paths:
             # Storage serves many requests at once.
             contents = map_concurrently(to_path(self.path), lambda item: self._content(*item), self.paths.items())
+            table = to_path(self.path)
+            self.files.update(str(_file_of(table, given)) for given in set(self.paths.values()))
             for number, content in zip(self.paths, contents, strict=True):
                 cells[number] = content
         return pa.array(cells, pa.binary())

@@ -15,13 +15,18 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
-from pydantic import ValidationError
+from pydantic import ByteSize, ValidationError
 from torch import Tensor
 from upath import UPath
 
 from app.compile.export import export_onnx
-from app.config import CleanConfig, Recipe
+from app.config import CleanConfig, ColumnsConfig, Recipe
+from app.config.data import ShardsConfig
+from app.data.images import encode_png
 from app.data.records import RecordProcessor
+from app.data.sources.labelled import LABEL, labelled_columns
+from app.data.sources.source import Source
+from app.data.sources.units import read_source
 from app.engines.onnxruntime import open_oracle
 from app.models.factory import build_model
 from app.models.multimodal import LateFusion
@@ -32,6 +37,7 @@ from app.tensors import OUTPUT, check_tensors
 from app.training.data.ranks import DataRank, validation_share
 from app.training.data.recipe_order import order_of
 from tests.examples import read_examples
+from tests.preparing import write_table
 from tests.records import FIELDS, recipe_of, with_data, write_goods
 from tests.wording import refused
 
@@ -286,3 +292,63 @@ def test_all_multimodal_tasks_read_records() -> None:
     recipe = Recipe.model_validate(given | {"model": {"factory": "a:b"}})
     with refused("source.contents", "data.source"):
         prepare(recipe)
+
+
+def photos_of(data: Any) -> set[bytes]:
+    return {row["photo"] for split in (data.train, data.validation) for row in split.split.inputs if "photo" in row}
+
+
+NEW = encode_png(np.full((6, 6), 7, np.uint8))
+
+
+@pytest.mark.parametrize("where", ["file", "folder", "s3"])
+def test_a_picture_that_a_table_names_is_read_again_once_it_changes(
+    where: str, table: Path, s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of the source are as before (huggingface/datasets#2956)."""
+    source = to_path(table if where == "file" else tmp_path)
+    if where == "s3":
+        for name, value in s3.items():
+            monkeypatch.setenv(name, value)
+        source = to_path("s3://goods")
+        source.mkdir(exist_ok=True)
+        for path in tmp_path.iterdir():
+            (source / path.name).write_bytes(path.read_bytes())
+    recipe = with_data(recipe_of(table), source=str(source))
+    first: Any = prepare(recipe)
+    ((source.parent if where == "file" else source) / "0.png").write_bytes(NEW)
+    second: Any = prepare(recipe)
+    assert photos_of(second) - photos_of(first) == {NEW}
+    assert prepare(recipe).reference == second.reference  # type: ignore[attr-defined]
+
+
+def test_preparation_begins_anew_once_a_picture_has_changed(table: Path, tmp_path: Path) -> None:
+    lines = table.read_text(encoding="utf-8").splitlines()
+    table.write_text("\n".join([lines[0], *(line.replace(",", "," + "w " * 900, 1) for line in lines[1:])]))
+    recipe = with_data(recipe_of(table), shards=ShardsConfig(size=ByteSize(4096), memory=ByteSize(10**6)))
+    torn, whole = tmp_path / "46.png", (tmp_path / "46.png").read_bytes()
+    torn.write_bytes(b"torn")
+    with refused("file.unreadable"):
+        prepare(recipe)
+    torn.write_bytes(whole)
+    (tmp_path / "0.png").write_bytes(NEW)
+    with refused("source.changed"):
+        prepare(recipe)
+    assert NEW in photos_of(prepare(recipe))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet", "arrow"])
+def test_few_large_files_that_a_table_names_are_read_at_a_time(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.data.sources.cells._FILE_BYTES", 10_000)
+    for name, size in (("small", 100), ("large", 4000)):
+        (tmp_path / name).write_bytes(bytes(size))
+    rows = [("small" if number < 300 else "large", "a") for number in range(500)]
+    write_table(tmp_path / f"rows.{suffix}", rows, ["photo", "label"])
+    config = ColumnsConfig.model_validate({"fields": {"photo": {"kind": "image"}}})
+    read = list(read_source(Source(str(tmp_path / f"rows.{suffix}")), labelled_columns(config, "record")))
+    assert [label for batch in read for label in batch.cells[LABEL].to_pylist()] == ["a"] * len(rows)
+    sizes = [sum(cells.nbytes for cells in batch.cells.values()) for batch in read[1:]]
+    assert sum(size > 16 * 4100 for size in sizes) <= 1, "only the batch in which files become large"
+    assert len(read) < 200

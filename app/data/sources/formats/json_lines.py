@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from app.data.sources.cells import BATCH_BYTES, BATCH_ROWS, Columns, Rows, rows_of_objects
+from app.data.sources.cells import BATCH_BYTES, Columns, Rows, rows_of_objects
 from app.data.sources.formats.base import HEAD_BYTES, Format, Piece, SourceFile, cut_bytes, require_text
 from app.data.sources.lines import BOM, go_to_line, open_lines, parse_json, read_line
 
@@ -33,7 +33,7 @@ class JsonLines(Format):
 def _read(piece: Piece, columns: Columns) -> Iterator[Rows]:
     rows: list[Mapping[str, Any]] = []
     numbers: list[int] = []
-    last = 0
+    last, count = 0, columns.num_first
 
     def taken() -> Rows:
         some = numbers
@@ -42,9 +42,10 @@ def _read(piece: Piece, columns: Columns) -> Iterator[Rows]:
     for (number, position), row in _rows(piece):
         rows.append(row)
         numbers.append(number)
-        if position - last >= BATCH_BYTES or len(rows) == BATCH_ROWS:
-            yield taken()
-            rows, numbers, last = [], [], position
+        if position - last >= BATCH_BYTES or len(rows) == count:
+            some = taken()
+            yield some
+            rows, numbers, last, count = [], [], position, some.num_next
     if rows:
         yield taken()
 
