@@ -123,7 +123,10 @@ class Preparer:
         _require_memory(units, config.shards.memory)
         fraction = fraction_for(sum(unit.bytes for unit in units))
         work, columns = self._with_kinds(UnitWork(str(folder), Encoding(self.kind, config), tuple(units), fraction))
-        self._run("reading", work, work.survey, "facts")
+        # The test source comes first: rows of its groups are dropped elsewhere.
+        tests = [unit for unit in units if unit.is_test and config.group_column]
+        for part in filter(None, (tests, units[len(tests) :])):
+            self._run("reading", work, work.survey, "facts", part)
         decision = decide(work, lambda: self._judge(work))
         work = self._with_codec(work, decision)
         self._run("writing shards", work, work.write, "result")
@@ -203,14 +206,22 @@ class Preparer:
                 f"as {changed[0]!r}): prepare the data again"
             ).of("source.changed", "data.source")
 
-    def _run(self, what: str, work: UnitWork, function: Callable[[int], int], part: Part) -> None:
-        """Work on the units that do not have this part yet."""
-        done = work.finished(part)
-        left = [unit.number for unit in work.units if unit.number not in done]
-        progress = UnitProgress(what, [unit.bytes for unit in work.units], done, time.monotonic)
+    def _run(
+        self,
+        what: str,
+        work: UnitWork,
+        function: Callable[[int], int],
+        part: Part,
+        units: Sequence[Unit] | None = None,
+    ) -> None:
+        """Work on those of some units, or of all, that do not have this part yet."""
+        units, done = work.units if units is None else units, work.finished(part)
+        sizes = {unit.number: unit.bytes for unit in units}
+        left = [number for number in sizes if number not in done]
+        progress = UnitProgress(what, sizes, done & sizes.keys(), time.monotonic)
         _release_memory()
         # Small data are worked on here: a task on a cluster would take longer to start.
-        run_units = self.run_units if len(work.units) > 1 else map
+        run_units = self.run_units if len(units) > 1 else map
         for number in run_units(function, left):
             progress.add(number)
         _release_memory()

@@ -1,6 +1,6 @@
 """What a preparation says while it works."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 from app.pages.words import duration
 
@@ -10,8 +10,8 @@ _INTERVAL_S = 10.0
 class UnitProgress:
     """Prints how many units are done, and the time that is left, at most every ten seconds. A quick unit is silent."""
 
-    def __init__(self, what: str, sizes: Sequence[int], done: Collection[int], clock: Callable[[], float]) -> None:
-        """``sizes`` are the bytes of all units, and ``done`` the numbers of those that an earlier attempt has done."""
+    def __init__(self, what: str, sizes: Mapping[int, int], done: Collection[int], clock: Callable[[], float]) -> None:
+        """``sizes`` are bytes by the number of a unit, and ``done`` the numbers that an earlier attempt has done."""
         self._what, self._sizes, self._clock = what, sizes, clock
         self._done = set(done)
         self._done_before = sum(sizes[number] for number in self._done)
@@ -27,7 +27,7 @@ class UnitProgress:
         if now - self._last < _INTERVAL_S and not is_last:
             return
         self._last = now
-        total = sum(self._sizes)
+        total = sum(self._sizes.values())
         done = sum(self._sizes[number] for number in self._done)
         rate = (done - self._done_before) / max(now - self._started, 1e-9)
         left = f", about {duration((total - done) / rate)} left" if rate and done < total else ""

@@ -5,8 +5,11 @@ The rows themselves are not kept. What is dropped is decided afterwards, from th
 
 import hashlib
 import sys
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from decimal import Decimal
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -21,6 +24,7 @@ from app.data.preparation.sample import Hashes, SampleBuilder, fractions_of
 from app.data.preparation.samples import SampleKind
 from app.data.preparation.slices import Arrays, Slices
 from app.data.prepared import TEST, TRAIN, VALIDATION
+from app.data.rows import number_of
 from app.data.targets import LabelError
 
 _MAX_LABELS = 100_000
@@ -31,7 +35,10 @@ SPLITS = (TRAIN, VALIDATION, TEST)
 IN_TRAIN, IN_VALIDATION, IN_TEST = range(3)
 """Places in ``SPLITS``."""
 DIGEST_BYTES = 16
+_MAX_DIGITS = 100
+"""Digits before or after the point from which a number is a text."""
 SPLIT_SALT = 0x9E3779B97F4A7C15
+NO_GROUPS: Hashes = np.empty(0, np.uint64)
 
 
 def code_of(reason: Reason) -> int:
@@ -153,8 +160,9 @@ class Cleaner:
 class Surveyor:
     """Surveys rows of one unit after another."""
 
-    def __init__(self, cleaner: Cleaner, rule: Rule) -> None:
-        self._cleaner, self._rule = cleaner, rule
+    def __init__(self, cleaner: Cleaner, rule: Rule, test_groups: Hashes = NO_GROUPS) -> None:
+        """``test_groups``: keys of the groups of ``data.test_source``, whose rows are dropped elsewhere."""
+        self._cleaner, self._rule, self._test_groups = cleaner, rule, test_groups
         self._labels: dict[str, int] = {}
 
     @property
@@ -182,6 +190,9 @@ class Surveyor:
                 "name the column of the class",
                 given[-1] or "",
             )
+        if groups is not None and len(self._test_groups):
+            keys = split_keys(groups, np.zeros(len(groups), np.uint64))
+            codes[(codes == KEPT) & np.isin(keys, self._test_groups)] = code_of("in_test")
         # Equal inputs are in one split, whatever their labels.
         splits = self._rule.split(split_keys(groups, of_inputs[1]))
         return cleaned, of_inputs[1], Survey(high, low, splits, codes, np.array(places, np.int32))
@@ -190,9 +201,11 @@ class Surveyor:
 class SurveyWriter(Surveyor):
     """Surveys the rows of one unit into a file. It holds a slice of them in memory."""
 
-    def __init__(self, cleaner: Cleaner, rule: Rule, sample: SampleBuilder, file: BinaryIO) -> None:
+    def __init__(
+        self, cleaner: Cleaner, rule: Rule, sample: SampleBuilder, file: BinaryIO, test_groups: Hashes
+    ) -> None:
         """Write the survey to ``file``. Add rows to ``sample`` unless they are dropped on their own."""
-        super().__init__(cleaner, rule)
+        super().__init__(cleaner, rule, test_groups)
         self._sample = sample
         self._file, self._slices = pa.ipc.new_file(file, SURVEY_SCHEMA), Slices()
         self.num_rows = 0
@@ -245,8 +258,21 @@ def split_keys(groups: Sequence[str] | None, low: Hashes) -> Hashes:
     return np.array([_key_of(group) if group else own[row] for row, group in enumerate(groups)], np.uint64)
 
 
+def group_keys(groups: Iterable[str]) -> Hashes:
+    """Return the different keys of groups, without that of rows that have none."""
+    return np.array(sorted({_key_of(group) for group in groups if group}), np.uint64)
+
+
 def _key_of(group: str) -> int:
-    return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), sys.byteorder)
+    return int.from_bytes(hashlib.blake2b(_one_spelling(group).encode(), digest_size=8).digest(), sys.byteorder)
+
+
+def _one_spelling(group: str) -> str:
+    """Return one text for all spellings of a number, and for all Unicode forms of a text: they are one group."""
+    with suppress(ArithmeticError):  # an exponent of many digits
+        if number_of(group) is not None and abs((number := (Decimal(group) + 0).normalize()).adjusted()) < _MAX_DIGITS:
+            return format(number, "f")
+    return unicodedata.normalize("NFC", group)
 
 
 def hashes_of(items: Iterable[Sequence[Input]]) -> Hashes:

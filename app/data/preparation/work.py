@@ -17,19 +17,21 @@ from app.config import DataConfig
 from app.data.examples import MAX_EXAMPLES, REASONS, Natural, Reason
 from app.data.kinds import ColumnKind, merge_kinds
 from app.data.preparation.encoding import Encoding
-from app.data.preparation.sample import SampleBuilder
+from app.data.preparation.sample import Hashes, SampleBuilder
 from app.data.preparation.samples import TokenKind, groups_in
 from app.data.preparation.signatures import SignatureFiles
 from app.data.preparation.survey import (
     ALL_TEST,
     ALL_TRAIN,
     KEPT,
+    NO_GROUPS,
     SPLITS,
     Cleaner,
     Rule,
     SplitRule,
     SurveyFile,
     SurveyWriter,
+    group_keys,
 )
 from app.data.preparation.writers import SplitWriter
 from app.data.shards import Shard, ShardPlace
@@ -45,12 +47,13 @@ from app.storage import list_names, stream_atomically, to_path, write_atomically
 _MAX_EXAMPLE = 120
 WORK = ".work"
 """Folder of what a preparation needs until it ends."""
-Part = Literal["kinds", "survey", "sample", "codes", "facts", "moves", "digest", "named", "doubts", "result"]
+Part = Literal["kinds", "survey", "sample", "codes", "facts", "moves", "digest", "groups", "named", "doubts", "result"]
 """What is kept of a unit there.
 
 - ``kinds``: its ``UnitKinds``, of a table;
 - ``survey``, ``sample``: its ``SurveyFile`` and its ``Sample``;
 - ``digest``: its ``RowsDigest``, by which the second pass notices that the source changed;
+- ``groups``: of a unit of ``data.test_source``, the keys of its groups;
 - ``named``: the locations of the files that its cells name, if there are any;
 - ``facts``: its ``UnitFacts``, written last when it is surveyed;
 - ``doubts``: its ``UnitDoubts``, with ``data.clean.label_noise``;
@@ -185,17 +188,19 @@ class UnitWork:
         # Pairs are held out afterwards.
         of_source = ALL_TRAIN if self.encoding.kind.contents == PAIRS else SplitRule.of(self.encoding.config)
         rule: Rule = ALL_TEST if self.units[number].is_test else of_source
-        config = self._config_of(number)
+        config, groups = self._config_of(number), set[str]()
         facts, digest, named = UnitFacts(rows=0, label_names=[], unreadable=None), RowsDigest(), set[str]()
         with ExitStack() as stack:
             file = stack.enter_context(stream_atomically(self.survey_of(number).path))
             sample = SampleBuilder(self.sample_fraction, cuts=not self.encoding.kind.strips)
-            surveyor = SurveyWriter(Cleaner(self.encoding.config.clean, self.encoding.kind), rule, sample, file)
+            cleaner = Cleaner(self.encoding.config.clean, self.encoding.kind)
+            surveyor = SurveyWriter(cleaner, rule, sample, file, self._test_groups(number))
             near = self.encoding.config.clean.near_duplicates is not None
             signatures = stack.enter_context(self.signature_files(number).writer()) if near else None
             for rows in self._rows(number):
                 digest.add(rows)
                 named |= rows.files
+                groups.update(groups_in(rows) or ())
                 inputs = self.encoding.kind.inputs(rows, config, verify=True)
                 try:
                     cleaned = surveyor.add(inputs, self.encoding.kind.labels(rows, config), groups_in(rows))
@@ -209,10 +214,19 @@ class UnitWork:
             sample.build().save(self.file("sample", number))
         facts.rows, facts.label_names = surveyor.num_rows, surveyor.label_names
         write_atomically(self.file("digest", number), digest.digest())
+        if self.units[number].is_test:
+            write_atomically(self.file("groups", number), group_keys(groups).tobytes())
         if named:
             write_atomically(self.file("named", number), json.dumps(sorted(named)).encode())
         write_atomically(self.file("facts", number), facts.model_dump_json().encode())  # marks the unit as done
         return number
+
+    def _test_groups(self, number: int) -> Hashes:
+        """Return the keys of the groups of ``data.test_source``, once its units are surveyed; none for such a unit."""
+        tests = [] if self.units[number].is_test else [unit.number for unit in self.units if unit.is_test]
+        if not tests or not self.encoding.config.group_column:
+            return NO_GROUPS
+        return np.concatenate([np.frombuffer(self.file("groups", test).read_bytes(), np.uint64) for test in tests])
 
     def write(self, number: int) -> int:
         """Write the shards of a unit, and return its number. Raises DataError if the source changed meanwhile."""

@@ -104,6 +104,19 @@ def test_what_is_in_the_test_source_is_neither_trained_nor_validated_on(tmp_path
     assert "2 also in data.test_source" in data.summary
 
 
+def test_groups_of_the_test_source_are_neither_trained_nor_validated_on(tmp_path: Path) -> None:
+    for name, rows, authors in (("all", 60, 12), ("test", 9, 3)):
+        lines = [f"{name} {n},{('yes', 'no')[n % 2]},{n % authors}" for n in range(rows)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["text,label,author", *lines, f"{name} alone,yes,"]))
+    sources = {"source": str(tmp_path / "all.csv"), "test_source": str(tmp_path / "test.csv")}
+    data = data_of(DataConfig(**sources, group_column="author", validation_fraction=0.3), TextProcessor)
+    found = rows_in(data)
+    seen = {item for item, _ in (*found["train"], *found["validation"])}
+    assert seen == {f"all {n}" for n in range(60) if n % 12 > 2} | {"all alone"}
+    assert len(found["test"]) == 10
+    assert "15 also in data.test_source" in data.summary
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

@@ -312,7 +312,7 @@ def test_keys_that_shards_do_not_go_with_are_refused(overrides: list[str], rule:
 
 def test_progress_says_how_much_time_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
-    progress = UnitProgress("reading", [1_000_000] * 10, {0}, lambda: now[0])
+    progress = UnitProgress("reading", dict.fromkeys(range(10), 1_000_000), {0}, lambda: now[0])
     for number, seconds in ((1, 5.0), (2, 12.0), (3, 18.0)):
         now[0] = seconds
         progress.add(number)

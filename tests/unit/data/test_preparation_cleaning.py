@@ -3,9 +3,12 @@
 import random
 from pathlib import Path
 
+import numpy as np
+import pytest
 from PIL import Image
 
 from app.config import load_recipe
+from app.data.preparation.survey import split_keys
 from app.tasks import prepare
 from tests.preparing import ROWS, WORDS, prepared, recipe_of, rows_in, text, write_table
 from tests.wording import refused
@@ -144,3 +147,13 @@ def test_texts_are_dropped_by_language_and_symbols(tmp_path: Path) -> None:
     assert report.examples["language"] == [item for item, reason in odd if reason == "language"]
     with refused("language.unknown", "data.clean.languages"):
         prepared(tmp_path / "rows.csv", "data.clean={languages: [english]}")
+
+
+@pytest.mark.parametrize(
+    "spellings", [["é", "e\u0301"], ["1.10", "1.1", "1.100"], ["7", "007", "7e0"], ["0", "-0.0"], ["1e5", "100000"]]
+)
+def test_all_spellings_of_a_group_are_in_one_split(spellings: list[str]) -> None:
+    others = ["E", "1.11", "70", "1e-99999999999999999999", "9007199254740993", "9007199254740992", "x", "1_0", "nan"]
+    keys = split_keys([*spellings, *others], np.zeros(len(spellings) + len(others), np.uint64)).tolist()
+    assert len(set(keys[: len(spellings)])) == 1
+    assert len(set(keys)) == 1 + len(others)
