@@ -115,7 +115,8 @@ class ChatConfig(Section):
     )
 
 
-_MIN_SHARD_BYTES = 4096
+_MIN_SHARD_BYTES, _MAX_SHARD_BYTES = 4096, 2**30
+"""Arrow counts the bytes of a column of texts with 31 bits."""
 
 
 class ShardsConfig(Section):
@@ -139,6 +140,10 @@ class ShardsConfig(Section):
         if self.size < _MIN_SHARD_BYTES:
             raise RecipeError(
                 f"size is {self.size} bytes, less than a shard can be: give {_MIN_SHARD_BYTES} or more"
+            ).of("shards.size")
+        if self.size > _MAX_SHARD_BYTES:
+            raise RecipeError(
+                f"size is {self.size} bytes, more than a shard can be: give {_MAX_SHARD_BYTES} or less"
             ).of("shards.size")
         if self.memory < 8 * self.size:
             raise RecipeError(

@@ -139,7 +139,7 @@ class Rows:
         """Rows to read next, if they name files as large as these do; else any number."""
         if not self.files:
             return BATCH_ROWS
-        size = sum(cells.nbytes for cells in self.cells.values())
+        size = sum(int(cells.nbytes) for cells in self.cells.values())
         return max(1, min(_MAX_FILE_ROWS, _FILE_BYTES * len(self) // max(1, size)))
 
 
@@ -209,9 +209,11 @@ class _Cells:
             elif _utf8(given) is None:
                 given = given.cast(pa.binary())
         try:
-            if pa.types.is_time64(given.type):
-                given = given.cast(pa.time64("us"))
+            if (kind := _in_microseconds(given.type)) != given.type:
+                given = given.cast(kind)
             cells: list[Any] = given.to_pylist()
+            if self.column.kind == "nested":
+                cells = [_without_nulls(cell) for cell in cells]
         except (pa.ArrowException, ValueError, OverflowError) as error:
             raise DataError(
                 f"{self.place(0)}, or a row after it: {self.column.name!r} is of the type {given.type}, and a value "
@@ -314,6 +316,22 @@ def _plain(given: pa.Array) -> pa.Array:
     return given.cast(pa.binary()) if is_binary else given
 
 
+def _without_nulls(cell: Any) -> Any:
+    """Return a cell without the keys that are null: Arrow gives all objects of a column the same keys."""
+    if isinstance(cell, dict):
+        return {key: _without_nulls(value) for key, value in cell.items() if value is not None}
+    return [_without_nulls(item) for item in cell] if isinstance(cell, list) else cell
+
+
+def _in_microseconds(kind: pa.DataType) -> pa.DataType:
+    """Return the type of a time, a length of time or a moment as Python has it. Only pandas has nanoseconds."""
+    if pa.types.is_time64(kind):
+        return pa.time64("us")
+    if pa.types.is_duration(kind):
+        return pa.duration("us")
+    return pa.timestamp("us", kind.tz) if pa.types.is_timestamp(kind) and kind.unit == "ns" else kind
+
+
 def _exact(given: pa.Array) -> pa.Array:
     """Return numbers as texts give them: 0.1 for that of float32, and null for NaN, which means a missing value."""
     if not pa.types.is_floating(given.type):
@@ -399,7 +417,9 @@ def _as_value(value: Any) -> bool | float | str | None:
         return None
     if isinstance(value, bool | int | float):
         return value
-    return float(value) if isinstance(value, Decimal) else text_of(value)
+    if isinstance(value, Decimal) and Decimal(str(number := float(value))) == value:
+        return number
+    return text_of(value)  # a decimal with too many digits for a float stays exact
 
 
 def _as_file(value: Any) -> bytes | str | None:

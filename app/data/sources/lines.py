@@ -71,9 +71,18 @@ _LARGE = 2.0**63
 
 
 def _has_large(row: Mapping[str, Any]) -> bool:
-    return float in map(type, row.values()) and any(
-        type(cell) is float and abs(cell) >= _LARGE for cell in row.values()
-    )
+    waiting = [*row.values()]
+    while waiting:
+        value = waiting.pop()
+        kind = type(value)
+        if kind is float:
+            if abs(value) >= _LARGE:
+                return True
+        elif kind is list:
+            waiting += value
+        elif kind is dict:
+            waiting += value.values()
+    return False
 
 
 def _parse_python(line: bytes, place: Callable[[], str], where: str) -> Any:

@@ -19,8 +19,12 @@ from upath import UPath
 
 from app.config import Recipe, dump_recipe, load_recipe
 from app.data.chat import CONVERSATIONS, LEARNED, ChatBlocks, ChatData
+from app.data.conversations import MESSAGES
 from app.data.preparation.chats import pack
 from app.data.prepared import IGNORED
+from app.data.sources.cells import Columns
+from app.data.sources.source import Source
+from app.data.sources.units import read_source
 from app.models.traits import require_apart
 from app.runs import Run
 from app.tasks import load_prepared, prepare
@@ -360,3 +364,17 @@ def test_sources_are_mixed_and_groups_stay_together(tmp_path: Path) -> None:
         order.num_batches(1) * 4 // 3,
         order.num_batches(1) * 4 - order.num_batches(1) * 4 // 3,
     ]
+
+
+def test_parquet_gives_the_conversations_of_json_lines(tmp_path: Path) -> None:
+    """An Arrow column gives all objects the same keys, with null where one is missing (modelscope/ms-swift#10125)."""
+    calls = [{"name": "f", "arguments": {"city": "Paris"}}, {"name": "g", "arguments": {"size": 1}}]
+    chats = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "name": "x"}],
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}],
+    ]
+    pq.write_table(pa.table({"messages": chats}), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    for name in ("rows.parquet", "rows.jsonl"):
+        rows = read_source(Source(str(tmp_path / name)), Columns("chat", (MESSAGES,)))
+        assert [json.loads(cell) for some in rows for cell in some.cells[MESSAGES.key].to_pylist()] == chats

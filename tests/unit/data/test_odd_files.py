@@ -23,6 +23,7 @@ from app.data.preparation.samples import Documents, Labelled, TaggedTexts
 from app.data.sources import units
 from app.data.sources.formats import FORMATS
 from app.data.sources.labelled import INPUT, LABEL, labelled_columns
+from app.data.sources.lines import parse_json
 from app.data.sources.source import Source
 from app.data.sources.units import list_files, read_source
 from app.data.streaming.messages import Message
@@ -249,6 +250,15 @@ TABLES = [
     *table("a text that is no UTF-8", [("a", "x"), LEFT_OUT], of={"text": NOT_UTF_8}),
     *table("a label that is no UTF-8", refused="row…'label'…UTF-8", of={"label": NOT_UTF_8}),
     *table("decimals", [("one", "1"), ("two", "1.1")], of={"label": pa.array([Decimal("1.00"), Decimal("1.10")])}),
+    *table("decimals with too many digits for a float", contents="row", columns={
+        "features": ["n"], "categories": ["n"]}, read=[({"n": "9007199254740993"}, "x"), ({"n": "0.1"}, "y")], of={
+        "n": pa.array([Decimal(2**53 + 1), Decimal("0.10")], pa.decimal128(38, 2))}),
+    *table("nanoseconds of a moment", [("one", "1970-01-01 00:00:00.000001"), ("two", "")], of={
+        "label": pa.array([1000, None], pa.timestamp("ns"))}),
+    *table("parts of a microsecond", refused="row 1…'label'…timestamp[ns]…texts", of={
+        "label": pa.array([1, None], pa.timestamp("ns"))}),
+    *table("a length of time in two units", [("one", "0:00:01"), ("two", "")], kinds=["arrow"], of={
+        "label": pa.array([10**9, None], pa.duration("ns"))}),
     *table("dates", [("one", "2020-01-02"), ("two", "")], of={"label": pa.array([DAY, None])}),
     *table("a day as a feature", [({"n": "2020-01-02"}, "x"), ({"n": None}, "y")], contents="row", columns={
         "features": ["n"]}, of={"n": pa.array([DAY, None])}),
@@ -334,6 +344,8 @@ FILES = [
     pictures("truncated", {"a/1.png": PNG, "a/2.png": PNG[:40], "a/3.png": b"", "b/1.png": PNG},
              [(PNG, "a"), LEFT_OUT, LEFT_OUT, (PNG, "b")]),
     pictures("another format than the ending", {"a/1.jpg": PNG}, [(PNG, "a")]),
+    pictures("a class that is no UTF-8", {os.fsdecode(b"caf\xe9/1.png"): PNG, "b/1.png": PNG},
+        refused="1.png…the folder is not text in UTF-8…rename"),
     pictures("odd names", {" a /1 2#?%20.png": PNG, "ü/1.png": PNG}, [(PNG, "a"), (PNG, "ü")]),
     pictures("a link to a file", {"a/1.png": PNG, "b/1.png": link("../a/1.png")}, [(PNG, "a"), (PNG, "b")]),
     pictures("a link to a folder", {"../else/1.png": PNG, "a/1.png": PNG, "b": link("../else")},
@@ -542,6 +554,19 @@ def test_a_relative_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     assert read_examples(DataConfig(source="tables")) == ONE
     assert read_examples(DataConfig(source="pictures/.x"), "image") == [(PNG, "a")]
+
+
+def test_large_numbers_in_lists_stay_exact() -> None:
+    row = parse_json(b'{"label": [123456789012345678901, {"x": -9223372036854775809}], "y": 1.5}', lambda: "here")
+    assert row == {"label": [123456789012345678901, {"x": -9223372036854775809}], "y": 1.5}
+
+
+def test_a_large_document_is_cut_into_the_same_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.data.sources.formats.files.MAX_DOCUMENT_BYTES", 10)
+    text = "\ufeffa\n\ufeffb\r\n\u2028\ufeff\n" * 20
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    odd = Odd("", {}, contents="language-modeling")
+    assert "".join(read(tmp_path, odd)) == text.removeprefix("\ufeff")
 
 
 def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,6 +280,7 @@ def test_every_plan_shares_out_a_sharded_batch(tmp_path: Path) -> None:
     [
         ("data.shards={cache: 1MB}", "shards.cache", "data.shards"),
         ("data.shards={size: 10}", "shards.size", "data.shards"),
+        ("data.shards={size: 4GB, memory: 64GB}", "shards.size", "data.shards"),
         ("data.shards={size: big}", "recipe.byte_size", "data.shards.size"),
     ],
 )

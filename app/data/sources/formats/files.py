@@ -10,6 +10,7 @@ import pyarrow as pa
 from app.data.sources.cells import Columns, Rows, each_at
 from app.data.sources.formats.base import DOCUMENTS, Format, Piece, SourceFile, cut_bytes
 from app.data.sources.lines import BOM, go_to_line, open_lines
+from app.errors import DataError
 from app.shared_files import map_concurrently
 from app.storage import to_path
 
@@ -43,9 +44,19 @@ class ClassFolders(Format):
         for some in _grouped(pieces):
             cells = {columns.content.key: pa.array(_contents(some), pa.binary())}
             if columns.label:
-                labels = [PurePosixPath(to_path(piece.path).path).parent.name.strip() for piece in some]
-                cells[columns.label.key] = pa.array(labels, pa.string())
+                cells[columns.label.key] = pa.array(map(_class_of, some), pa.string())
             yield Rows(cells, each_at([repr(piece.path) for piece in some]))
+
+
+def _class_of(piece: Piece) -> str:
+    folder = PurePosixPath(to_path(piece.path).path).parent.name
+    try:
+        folder.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{piece.path!r}: the name of the folder is not text in UTF-8: rename it").of(
+            "text.encoding"
+        ) from error
+    return folder.strip()
 
 
 class TextFiles(Format):
@@ -65,7 +76,7 @@ class TextFiles(Format):
 
     def read(self, pieces: Sequence[Piece], columns: Columns) -> Iterator[Rows]:
         for some in _grouped(pieces):
-            contents = [_decoded(content) for content in _contents(some)]
+            contents = [_decoded(content, piece) for content, piece in zip(_contents(some), some, strict=True)]
             # A piece without the beginning of a line is part of the piece before.
             kept = [number for number, piece in enumerate(some) if piece.stop is None or contents[number] != ""]
             if kept:
@@ -89,10 +100,10 @@ def _content(piece: Piece) -> bytes:
     return part
 
 
-def _decoded(content: bytes) -> str | None:
-    """Return a text; None if it is not UTF-8."""
+def _decoded(content: bytes, piece: Piece) -> str | None:
+    """Return a text; None if it is not UTF-8. Only at the beginning of a file, a byte order mark is no part of it."""
     try:
-        return content.removeprefix(BOM).decode()
+        return (content if piece.start else content.removeprefix(BOM)).decode()
     except UnicodeDecodeError:
         return None
 
