@@ -29,6 +29,8 @@ ProgressCallback = Callable[[], None]
 """Called after each piece that is read or written, so that slow storage is not taken for a hang."""
 
 
+_READ_AHEAD_BYTES = 2**23
+"""Bytes of a file on S3 that are read ahead. The driver's default of 50 MiB is most of what a unit of a source has."""
 _COPIED_AT_ONCE = 2**24
 """Bytes of a file that are in memory while it is copied."""
 _VERSION_KEYS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
@@ -50,7 +52,11 @@ def to_path(location: str | Path) -> UPath:
     Create every path with this function, also from the string of another path: ``UPath(...)`` would cache listings.
     """
     path = UPath(location)
-    return UPath(location, use_listings_cache=False) if path.protocol in _CACHE_LISTINGS else path
+    if path.protocol not in _CACHE_LISTINGS:
+        return path
+    if path.protocol in ("s3", "s3a"):
+        return UPath(location, use_listings_cache=False, default_block_size=_READ_AHEAD_BYTES)
+    return UPath(location, use_listings_cache=False)
 
 
 def version_of(entry: Mapping[str, Any]) -> str | None:

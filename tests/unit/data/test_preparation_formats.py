@@ -8,11 +8,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from PIL import Image
+from s3fs.core import S3File
 from upath import UPath
 
 from app.config import ColumnsConfig, DataConfig, load_recipe
+from app.data.examples import Modality
 from app.data.preparation.samples import Documents
 from app.data.sources.labelled import INPUT, LABEL, labelled_columns
 from app.data.sources.source import Source
@@ -137,6 +142,33 @@ def write_tar(path: Path, samples: Sequence[dict[str, bytes]]) -> None:
                 tar.addfile(member, io.BytesIO(content))
 
 
+@pytest.mark.parametrize("contents", ["text", "image"])
+def test_tars_and_pictures_on_s3_read_as_on_a_disk(
+    s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: Modality
+) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    folder, bucket = tmp_path / "source" / "some", UPath(f"s3://files-{contents}")
+    bucket.mkdir(exist_ok=True)
+    folder.mkdir(parents=True)
+    if contents == "text":
+        write_tar(folder / "a.tar", [{"txt": item.encode(), "cls": label.encode()} for item, label, _ in ROWS])
+    for number in range(3 * (contents == "image")):
+        Image.new("L", (8, 8), number).save(folder / f"{number}.png")
+    bucket.fs.put(str(tmp_path / "source"), bucket.path, recursive=True)
+    found, given = (
+        [
+            row
+            for unit in cut_units(list_files(Source(str(source)), contents), 10**6)
+            for rows in read_unit(unit, labelled_columns(ColumnsConfig(), contents))
+            for row in zip(*(cells.to_pylist() for cells in rows.cells.values()), strict=True)
+        ]
+        for source in (bucket / "source", tmp_path / "source")
+    )
+    assert found == given
+    assert len(found) == {"text": len(ROWS), "image": 3}[contents]
+
+
 def test_texts_in_tars_are_read(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
@@ -169,3 +201,35 @@ def test_pictures_in_tars_are_read(tmp_path: Path) -> None:
     data = prepare(recipe)
     assert sum(data.rows.values()) == 120
     assert data.report.examples["unreadable"] == [f"'{tmp_path / 'pictures.tar'}', sample some/00120"]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_unit_of_a_file_on_s3_is_fetched_about_once(
+    s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    UPath("s3://fetched").mkdir(exist_ok=True)
+    letters, path = np.random.default_rng(0).integers(97, 123, (40_000, 1000), np.uint8), tmp_path / f"rows.{suffix}"
+    table = pa.table({"text": [row.tobytes().decode() for row in letters], "label": ["some"] * len(letters)})
+    if suffix == "parquet":
+        pa.parquet.write_table(table, path, row_group_size=10_000, compression="none", use_dictionary=["label"])
+    else:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in table.to_pylist()))
+    to_path(f"s3://fetched/rows.{suffix}").write_bytes(path.read_bytes())
+    fetched: list[int] = []
+    fetch = S3File._fetch_range
+
+    def counted(file: S3File, start: int, end: int) -> bytes:
+        fetched.append(end - start)
+        content: bytes = fetch(file, start, end)
+        return content
+
+    units = cut_units(list_files(Source(f"s3://fetched/rows.{suffix}"), "text"), 20_000_000)
+    monkeypatch.setattr(S3File, "_fetch_range", counted)
+    columns = labelled_columns(ColumnsConfig(), "text")
+    assert sum(len(rows) for unit in units for rows in read_unit(unit, columns)) == len(letters)
+    assert len(units) > 1
+    # Of lines, 8 MiB are read ahead. Of row groups, the first page is read twice.
+    twice = len(units) * 2**23 if suffix == "jsonl" else 0.3 * path.stat().st_size
+    assert sum(fetched) < path.stat().st_size + twice
