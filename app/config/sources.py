@@ -83,6 +83,16 @@ class ColumnsConfig(Section):
         "characters of the text in the field input",
     )
 
+    @model_validator(mode="after")
+    def _label_is_not_an_input(self) -> Self:
+        fields = [column for name, field in self.fields.items() for column in field.columns or [field.column or name]]
+        if self.label in {*(self.features or ()), *fields}:
+            raise RecipeError(
+                f"label {self.label!r} is also a column that the model reads, so it would learn to copy it: take it "
+                "out of features and fields"
+            ).of("label.is_input")
+        return self
+
 
 class SourceConfig(Section):
     """One of several sources."""

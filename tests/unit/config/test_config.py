@@ -105,6 +105,9 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("serve={fallback_labels: {market: spot}}", "labels.fallback", "serve"),
         ("serve.tls={certificate: /c.pem}", "recipe.missing", "serve.tls.key"),
         ("train={linear_baseline: true, report_samples: 0}", "keys.contradict", "train"),
+        ("data.columns={features: [a, label]}", "label.is_input", "data.columns"),
+        ("data.columns={label: a, fields: {a: {kind: text}}}", "label.is_input", "data.columns"),
+        ("data.columns={label: a, fields: {x: {kind: row, columns: [a]}}}", "label.is_input", "data.columns"),
     ],
 )
 def test_what_cannot_work_is_refused_with_key_value_and_way_out(override: str, rule: str, key: str | None) -> None:

@@ -370,6 +370,8 @@ FILES = [
     tars("a label that is no UTF-8", tar(("0.png", PNG), ("0.cls", b"\xe9")), refused="sample 0…'label'…UTF-8"),
     tars("two pictures", tar(("0.png", PNG), ("0.jpg", PNG), ("0.cls", b"a")), refused="sample 0…2 members…keep one"),
     tars("a member twice", tar(("0.png", PNG), ("0.png", PNG), ("0.cls", b"a")), refused="sample 0…two members .png"),
+    tars("a name that is no UTF-8", tar(("caf\udce9.png", PNG[:9]), ("caf\udce9.txt", b"a")), [LEFT_OUT]),
+    tars("a name that is no UTF-8, and no label", tar(("caf\udce9.png", PNG)), refused="sample caf\\udce9…label"),
     tars("members apart", tar(("0.png", PNG), ("1.png", PNG), ("0.cls", b"a")), refused="sample 0…label"),
     tars("rows", tar(("0.json", b'{"n": 1, "label": "a"}')), refused="some.tar' has none of the files", contents="row"),
     Odd("documents", {

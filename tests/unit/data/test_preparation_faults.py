@@ -23,6 +23,7 @@ from app.errors import DataError
 from app.storage import open_storage, to_path
 from app.tasks import find_task, prepare
 from tests.examples import read_examples
+from tests.odd import picture, tar
 from tests.preparing import ROWS, prepared, recipe_of, rows_in, text, write_table
 from tests.wording import refused
 
@@ -355,3 +356,15 @@ def test_a_look_refuses_unreadable_rows_only_if_there_are_no_others(
     assert "rows.csv" not in capfd.readouterr().err
     data: Any = prepare(recipe)
     assert data.report.dropped["not_text"] == 32
+
+
+def test_a_sample_of_a_tar_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
+    samples = [(f"caf\udce9 {number}", picture(number), b"ab"[number % 2 :][:1]) for number in range(40)]
+    samples.append(("caf\udce9 torn", b"torn", b"a"))
+    members = [member for name, png, label in samples for member in ((f"{name}.png", png), (f"{name}.cls", label))]
+    (tmp_path / "some.tar").write_bytes(tar(*members))
+    overrides = [f"data.source={tmp_path}/some.tar", "train.linear_baseline=false", "data.clean.max_unreadable=0.1"]
+    data = prepare(load_recipe("recipes/digits.yaml", overrides))
+    assert data.report.dropped == {"unreadable": 1}
+    with refused("rows.unreadable", "data.source"):
+        prepare(load_recipe("recipes/digits.yaml", overrides[:2]))

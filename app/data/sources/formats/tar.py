@@ -112,17 +112,22 @@ def _samples(path: str) -> Iterator[_Sample]:
             if content is None or not stem:  # a folder, or a hidden file
                 continue
             if key != folder + slash + stem and members:
-                yield _Sample(f"{path!r}, sample {key}", members)
+                yield _Sample(_place(path, key), members)
                 members = {}
             key = folder + slash + stem
             if (extension := extension.lower()) in members:
-                raise DataError(f"{path!r}, sample {key} has two members .{extension}: rename or remove one").of(
+                raise DataError(f"{_place(path, key)} has two members .{extension}: rename or remove one").of(
                     "tar.member_repeated"
                 )
             members[extension] = content.read().removeprefix(BOM if extension in _TEXTS else b"")
         _require_end(path, tar.offset)
     if members:
-        yield _Sample(f"{path!r}, sample {key}", members)
+        yield _Sample(_place(path, key), members)
+
+
+def _place(path: str, key: str) -> str:
+    """Return the place of a sample for messages. Its name may be no UTF-8."""
+    return f"{path!r}, sample {key.encode(errors='backslashreplace').decode()}"
 
 
 def _require_end(path: str, offset: int) -> None:
