@@ -124,13 +124,11 @@ def _read_row(text: str) -> dict[str, Any]:
     try:
         row = json.loads(text)
     except ValueError as error:
-        raise RequestError(f"a row is {text!r}, which is not JSON: expected an object such as '{{\"age\": 40}}'").of(
+        raise RequestError(f"a row is {text!r}, which is not JSON: expected an object such as {_ROW}").of(
             "json.invalid", "--row"
         ) from error
     if not isinstance(row, dict):
-        raise RequestError(f"a row is {text}: expected an object such as '{{\"age\": 40}}'").of(
-            "row.not_an_object", "--row"
-        )
+        raise RequestError(f"a row is {text}: expected an object such as {_ROW}").of("row.not_an_object", "--row")
     return row
 
 

@@ -21,11 +21,6 @@ class GenerationRequest:
     timeout_s: float | None = None
     """Limit on the time from the request's arrival to the complete answer."""
 
-    @property
-    def promised_tokens(self) -> int:
-        """Maximum tokens that the request takes in the cache: the prompt and all answers."""
-        return len(self.prompt) + self.num_answers * self.sampling.max_tokens
-
 
 @dataclass(frozen=True)
 class GeneratedToken:
