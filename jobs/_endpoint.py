@@ -16,13 +16,15 @@ from ray.serve.config import BackpressureConfig
 from ray.serve.schema import ApplicationStatus, DeploymentStatusTrigger, ReplicaState
 from tenacity import RetryError, retry, retry_if_result, stop_after_delay, wait_fixed
 
+from app.best_effort import best_effort
 from app.errors import ClusterError
 from app.serving.config import EndpointConfig
 from app.serving.demand import Demand
 from app.serving.pool_configs import PoolConfigs
 from app.serving.pools import APPLICATION, Pool, application_of, named, pool_of, prefix_of
 from jobs._claim import keep_claim
-from jobs._cluster import require, require_node
+from jobs._cluster import may_grow, require, require_node
+from jobs._code import drop_code, keep_code
 from jobs._serve_internals import Deployed, await_proxies, deployed_in
 from serve_deployments.autoscaling import autoscaling_of
 from serve_deployments.model_server import ModelServer
@@ -118,6 +120,8 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
                 "undeploy it"
             ).of("rollback.fails") from error
         raise ClusterError(f"the endpoint goes on with what it served before: {cause}").of("rollout.fails") from error
+    kept = {config.revision for config in after.by_pool.values()}
+    best_effort(lambda: drop_code(kept), "the code of earlier replicas stays in Ray's memory", "the endpoint")
 
 
 def _failed(pool: Pool, before: PoolConfigs, previous: Mapping[str, Deployed]) -> Exception | None:
@@ -250,7 +254,9 @@ def _run(pool: Pool, pools: PoolConfigs, previous: Mapping[str, Deployed], timeo
         with suppress(TimeoutError):
             serve.delete(application)
         return
-    scaling = config.scaling
+    scaling, environment = config.scaling, _environment_of(previous.get(application), config)
+    if may_grow() and config.revision:  # the node of the local cluster keeps it on its disk
+        keep_code(config.revision, environment)
     server = ModelServer.options(  # type: ignore[attr-defined] # from the decorator
         version=config.revision,
         # Ray 2.60 accepts a version only with this. Without a version, every deploy replaces all replicas.
@@ -265,7 +271,7 @@ def _run(pool: Pool, pools: PoolConfigs, previous: Mapping[str, Deployed], timeo
             "num_gpus": scaling.gpus,
             "resources": scaling.resources,
             **config.demand.placement.options,
-            **_environment_of(previous.get(application), config),
+            **environment,
         },
         **(
             {"num_replicas": scaling.max_replicas}

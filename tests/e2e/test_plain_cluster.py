@@ -1,5 +1,6 @@
 """A cluster of several nodes, started by plain ``ray start``, whose head has no CPUs for work."""
 
+import json
 import re
 import socket
 from collections.abc import Iterator
@@ -47,11 +48,16 @@ def test_what_deploy_would_refuse_ends_a_lifecycle_before_its_first_step(
     assert not [*cluster.storage.glob("runs/*/*")], "something has run"
 
 
-def test_the_whole_way_and_clients_of_both_protocols(cluster: PlainCluster, ports: list[int]) -> None:
+def test_the_whole_way_and_clients_of_both_protocols(cluster: PlainCluster, ports: list[int], tmp_path: Path) -> None:
     http, grpc = ports
-    chosen = ["train.labels={kind: quick}", "train.resources={fast: 1}", "data.shards={}"]
+    chosen = ["train.labels={kind: quick}", "train.resources={fast: 1}"]
     done = submit(cluster.environment, "lifecycle", *DIGITS, *address(ports), *chosen)
     assert done["status"] == "succeeded"
+    # A source of one unit is prepared in the job's own process.
+    rows = [{"text": f"text {number}", "label": number % 2} for number in range(1000)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    texts = [f"data.source={tmp_path}/rows.jsonl", "data.shards={size: 4096}"]
+    assert submit(cluster.environment, "prepare", "recipes/reviews.yaml", *texts, *chosen)["status"] == "succeeded"
     (quick,) = (node["node_id"] for node in cluster.listed("nodes") if node["labels"].get("kind") == "quick")
     actors, tasks = cluster.listed("actors"), cluster.listed("tasks")
     for name, found in (

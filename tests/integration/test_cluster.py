@@ -97,6 +97,39 @@ wait_until(lambda: not psutil.pid_exists(pid.result()))
     assert done.returncode == 0, done.stderr
 
 
+def test_code_stays_in_the_cluster_after_its_job_until_it_is_dropped(tmp_path: Path) -> None:
+    job = """
+import ray, sys
+from jobs._code import keep_code
+ray.init(sys.argv[1], runtime_env={"working_dir": sys.argv[2]})
+if sys.argv[2].endswith("kept"):
+    keep_code("revision", {})
+"""
+    script = """
+import ray, subprocess, sys
+from ray.experimental.internal_kv import _internal_kv_list
+from jobs._code import drop_code
+from tests.helpers import wait_until
+
+context = ray.init(num_cpus=1, include_dashboard=False)
+for folder in sys.argv[2:]:
+    subprocess.run([sys.executable, "-c", sys.argv[1], context.address_info["gcs_address"], folder], check=True)
+wait_until(lambda: len(_internal_kv_list("gcs://")) == 1)
+drop_code({"revision"})
+assert len(_internal_kv_list("gcs://")) == 1
+drop_code({"another"})
+wait_until(lambda: not _internal_kv_list("gcs://"))
+"""
+    folders = [tmp_path / "kept", tmp_path / "unused"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / folder.name).touch()
+    # Ray keeps what was uploaded for ten minutes, by default.
+    environment = {"RAY_RUNTIME_ENV_TEMPORARY_REFERENCE_EXPIRATION_S": "1"}
+    done = run("python", "-c", script, job, *map(str, folders), environment=environment)
+    assert done.returncode == 0, done.stderr
+
+
 def test_status_lists_the_ports_that_others_could_reach(cluster: dict[str, str]) -> None:
     shown = run("rayloom", "status", "--ports", environment=cluster).stdout
     state = json.loads((Path(cluster["RAYLOOM_HOME"]) / "cluster/cluster.json").read_text(encoding="utf-8"))
