@@ -202,22 +202,23 @@ class CrossEntropy(MeanLoss):
         return (1.0 - self.teacher.weight) * loss + self.teacher.weight * self._divergence(logits, taught)
 
     def _labelled(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy with the labels.
+        """Return the mean cross-entropy with the labels. A row weighs as much as its class.
 
-        torch would divide by the weights of the micro-batch, so that a row would count differently on each rank.
+        torch would divide by the weights of the micro-batch, so that a row would count differently on each rank. It
+        would also weigh the classes that a row is smoothed over. Then most of a row's target would be the rarest class
+        (github.com/pytorch/pytorch/issues/104776).
         """
         smoothing = self.label_smoothing
+        if self.weights is not None:
+            row_weights, targets = _weigh_rows(logits.new_tensor(self.weights), targets)
+            losses = functional.cross_entropy(
+                logits, targets, ignore_index=IGNORED, label_smoothing=smoothing, reduction="none"
+            )
+            return (losses * row_weights).sum() / (row_weights > 0).sum().clamp(min=1)
         if targets.is_floating_point():
-            weights = None if self.weights is None else logits.new_tensor(self.weights)
-            return functional.cross_entropy(logits, targets, weights, label_smoothing=smoothing)
-        if self.weights is None:
-            mean = functional.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=smoothing)
-            return torch.where((targets != IGNORED).any(), mean, torch.zeros_like(mean))
-        weights = logits.new_tensor(self.weights)
-        total = functional.cross_entropy(
-            logits, targets, weights, ignore_index=IGNORED, label_smoothing=smoothing, reduction="sum"
-        )
-        return total / (targets != IGNORED).sum().clamp(min=1)
+            return functional.cross_entropy(logits, targets, label_smoothing=smoothing)
+        mean = functional.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=smoothing)
+        return torch.where((targets != IGNORED).any(), mean, torch.zeros_like(mean))
 
     def _divergence(self, logits: Tensor, taught: Tensor) -> Tensor:
         """Return KL(teacher || student) at the temperature, times its square: so gradients keep their size."""
@@ -258,6 +259,18 @@ def select_counted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     is_target = ~targets.isnan() if targets.is_floating_point() else targets != IGNORED
     counted = is_target.reshape(len(targets), -1).any(dim=1)
     return (outputs, targets) if counted.all() else (outputs[counted], targets[counted])
+
+
+def _weigh_rows(weights: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weight of each row, 0 if it does not count, and its targets.
+
+    The loss of a mixed row is the sum of its classes' weighted losses, each by its share.
+    """
+    if not targets.is_floating_point():
+        return torch.where(targets == IGNORED, 0.0, weights[targets.clamp(min=0)]), targets
+    shares = targets * weights
+    row_weights = shares.sum(-1)
+    return row_weights, shares / row_weights.unsqueeze(-1)
 
 
 def _flatten(output: object, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -211,6 +211,26 @@ def test_weights_of_classes_keep_the_mean_and_add_up_over_ranks() -> None:
     assert np.ptp(class_weights("balanced", data)) < 0.1  # the digits come about equally often
 
 
+def test_weights_of_classes_leave_label_smoothing_even() -> None:
+    loss, whole = CrossEntropy(label_smoothing=0.3, weights=(0.5, 1.0, 300.0)), torch.eye(3)
+    smoothed = torch.tensor([0.8, 0.1, 0.1])  # what a row of class 0 should be predicted as
+    for label, weight in enumerate([0.5, 1.0, 300.0]):
+        outputs = smoothed.roll(label)[None].log().requires_grad_()
+        value = loss.mean(outputs, torch.tensor([label]))
+        value.backward()  # type: ignore[no-untyped-call]
+        assert outputs.grad is not None
+        assert outputs.grad.abs().max() < 1e-6 * weight
+        assert value.item() == pytest.approx(weight * -(smoothed * smoothed.log()).sum().item())
+        assert loss.mean(outputs, whole[[label]]).item() == pytest.approx(value.item()), "a row mixed with itself"
+    outputs = torch.randn(1, 3)
+    parts = [loss.mean(outputs, torch.tensor([label])).item() for label in range(3)]
+    mixed = loss.mean(outputs, torch.tensor([[0.7, 0.1, 0.2]])).item()
+    assert mixed == pytest.approx(0.7 * parts[0] + 0.1 * parts[1] + 0.2 * parts[2])
+    alone = loss.mean(outputs, torch.tensor([1])).item()
+    assert loss.mean(outputs.expand(3, 3), torch.tensor([IGNORED, 1, IGNORED])).item() == pytest.approx(alone)
+    assert loss.mean(outputs, torch.tensor([IGNORED])).item() == 0.0
+
+
 def test_the_best_epoch_is_chosen_by_a_metric_of_ones_own() -> None:
     fields = {"train_loss": 1.0, "val_loss": 1.0, "samples_per_s": 1.0}
     given = [
