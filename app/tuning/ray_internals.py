@@ -1,6 +1,7 @@
 """Ray's private parts that a search needs, each use with its reason. No other module of ``app/tuning`` touches them."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 from ray.train import get_context
 from ray.train.v2._internal.execution.callback import TrainContextCallback
 from ray.tune.experiment import Trial
-from ray.tune.schedulers import MedianStoppingRule, PopulationBasedTraining, TrialScheduler
+from ray.tune.schedulers import AsyncHyperBandScheduler, MedianStoppingRule, PopulationBasedTraining, TrialScheduler
 from ray.util.queue import Empty, Queue
 
 from app.tuning.space import Value
@@ -41,6 +42,30 @@ class WaitAfterReport(TrainContextCallback):  # type: ignore[misc] # Ray has no 
                     # Later epochs and restarted workers have to find it, too.
                     self._turns.put(STOP)
                 return
+
+
+class Halving(AsyncHyperBandScheduler):  # type: ignore[misc] # Ray has no types
+    """Ray Tune's asynchronous HyperBand, also with values that are infinite: they are worse than all others.
+
+    Ray Tune compares with a percentile. One between an infinite and a finite value is NaN, which stops no trial, and
+    the public API has no other comparison. So the largest number is recorded in place of infinity.
+    """
+
+    def on_trial_result(self, tune_controller: object, trial: Trial, result: dict[str, Any]) -> str:
+        """Judge a trial after an epoch."""
+        decision = str(super().on_trial_result(tune_controller, trial, result))
+        self._bound_rewards(trial)
+        return decision
+
+    def on_trial_complete(self, tune_controller: object, trial: Trial, result: dict[str, Any]) -> None:
+        """Record the last epoch of a trial."""
+        super().on_trial_complete(tune_controller, trial, result)
+        self._bound_rewards(trial)
+
+    def _bound_rewards(self, trial: Trial) -> None:
+        for recorded in (recorded for bracket in self._brackets for _, recorded in bracket._rungs):
+            if trial.trial_id in recorded:
+                recorded[trial.trial_id] = max(recorded[trial.trial_id], -sys.float_info.max)
 
 
 class MedianRule(MedianStoppingRule):  # type: ignore[misc] # Ray has no types

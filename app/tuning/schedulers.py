@@ -8,12 +8,12 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import FrozenTrial, TrialState
 from ray import tune
 from ray.tune.experiment import Trial
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
 from app.config import TrainConfig, TuneConfig
 from app.errors import RecipeError
 from app.tuning.promotion import Promotion
-from app.tuning.ray_internals import MedianRule, Population
+from app.tuning.ray_internals import Halving, MedianRule, Population
 from app.tuning.space import Space, Value
 from app.tuning.trial_config import EPOCH, NUMBER, VALUE
 from app.tuning.trials import is_paused
@@ -77,7 +77,7 @@ def create_scheduler(
     rungs = {"max_t": epochs, "grace_period": min(config.grace_epochs, epochs)}
     match config.scheduler:
         case "hyperband":  # Li et al. 2018, asynchronous. With sampler tpe, this is BOHB (Falkner et al. 2018)
-            return AsyncHyperBandScheduler(
+            return Halving(
                 **reading,
                 **rungs,
                 reduction_factor=config.reduction_factor,
@@ -110,7 +110,7 @@ def replay(scheduler: TrialScheduler, ended: list[FrozenTrial]) -> None:
             continue
         if isinstance(scheduler, MedianRule):
             scheduler.add_past_trial(past, results)
-        elif isinstance(scheduler, AsyncHyperBandScheduler):
+        elif isinstance(scheduler, Halving):
             scheduler.on_trial_add(None, past)
             for result in results:
                 scheduler.on_trial_result(None, past, result)

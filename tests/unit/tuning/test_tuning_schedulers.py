@@ -12,9 +12,11 @@ from sqlalchemy.engine import URL
 from upath import UPath
 
 import tune_spaces.image
-from app.config import Recipe, load_recipe
+from app.config import Objective, Recipe, load_recipe
+from app.config.metrics import Mode
 from app.tuning.budget import SearchBudget
 from app.tuning.promotion import Promotion
+from app.tuning.ray_internals import Halving
 from app.tuning.schedulers import create_scheduler, replay
 from app.tuning.search import Search
 from app.tuning.searcher import StudySearcher
@@ -57,6 +59,18 @@ def test_a_search_that_goes_on_compares_with_the_trials_before_it() -> None:
     replay(scheduler, [past(0.9 + number / 1000) for number in range(40)])
     scheduler.on_trial_add(None, trial := Trial())
     assert told(scheduler, trial, 1, 0.1) == TrialScheduler.STOP
+
+
+@pytest.mark.parametrize(("mode", "good"), [("max", 0.9), ("min", 0.1)])
+def test_hyperband_ends_trials_whose_metric_is_not_finite(mode: Mode, good: float) -> None:
+    assert isinstance(scheduler_of("hyperband"), Halving)
+    scheduler = Halving(time_attr=EPOCH, metric=VALUE, mode=mode, max_t=EPOCHS, reduction_factor=4, brackets=1)
+    values = [good, *[Objective("val_loss", mode).worst] * 20, 0.5]
+    trials = [Trial(number) for number in range(len(values))]
+    for trial in trials:
+        scheduler.on_trial_add(None, trial)
+    decisions = [told(scheduler, trial, 1, value) for trial, value in zip(trials, values, strict=True)]
+    assert decisions == ["CONTINUE", *["STOP"] * 20, "CONTINUE"]
 
 
 def test_every_bracket_of_a_search_that_goes_on_compares_with_the_trials_before_it() -> None:
