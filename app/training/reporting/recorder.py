@@ -1,5 +1,6 @@
 """The records of a run, made after each sync and passed to the sinks that write or show them."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,7 +107,8 @@ class Recorder:
         return EpochRecord(
             epoch=position.epoch,
             step=position.step,
-            train_loss=position.loss_sum / max(position.losses, 1),
+            # An epoch whose steps were all left out, or skipped by fp16, has none.
+            train_loss=position.loss_sum / position.losses if position.losses else math.nan,
             samples_per_s=position.samples / position.seconds if position.seconds else 0.0,
             phase_s=dict(phase_s),
             **validation,

@@ -1,6 +1,7 @@
 """What a run records of its steps, and what it hears, also where its storage fails for a while."""
 
 import json
+import math
 import resource
 import threading
 import uuid
@@ -79,6 +80,11 @@ def test_a_run_that_was_paused_on_an_epochs_last_batch_still_knows_its_rate() ->
     now = 5000.0  # more than an hour later, in another process, with no batch left
     validated = {"val_loss": 0.5, "val_accuracy": 0.5}
     assert begin(paused).make_epoch(paused, validated).samples_per_s == STEPS * 64 / 4.0
+
+
+def test_an_epoch_without_a_step_has_no_training_loss() -> None:
+    recorder = Recorder(torch.device("cpu"), None, report, lambda *_: [], started=0.0)
+    assert math.isnan(recorder.make_epoch(Position(), {"val_loss": 0.5}).train_loss)
 
 
 def record(step: int) -> EpochRecord:
