@@ -39,6 +39,11 @@ _SPLIT = (
     "data.group_column", "data.clean",
 )  # fmt: skip
 """Keys and sections that choose the rows of the validation split."""
+_OF_TRAIN_LOSS = (
+    "train.label_smoothing", "train.class_weights", "train.temperature", "train.teacher", "train.augment",
+    "train.curriculum", "data.sampling", "data.sources", "data.temperature", "data.clean.label_noise",
+)  # fmt: skip
+"""Keys and sections that define the training loss, or choose or change the samples that it is a mean over."""
 _TRAINING_ROWS = "data.clean.label_noise"
 """The key of ``data.clean`` that drops rows of the training split alone."""
 _DEGREES = ("train.plan.tensor", "train.plan.pipeline")
@@ -233,7 +238,7 @@ def _from_ray(domain: Any) -> BaseDistribution:
     if isinstance(sampler, Quantized):
         sampler, step = sampler.get_sampler(), sampler.q
     log = isinstance(sampler, LogUniform)
-    if log and step and step != 1:
+    if log and step and (step != 1 or isinstance(domain, Float)):
         raise ValueError(f"{domain} is logarithmic and quantized, which Optuna cannot draw: leave the steps out")
     if isinstance(domain, Categorical):
         return CategoricalDistribution(domain.categories)
@@ -241,8 +246,10 @@ def _from_ray(domain: Any) -> BaseDistribution:
         if isinstance(domain, Float):
             return FloatDistribution(domain.lower, domain.upper, log=log, step=None if log else step)
         if isinstance(domain, Integer):
-            # Ray Tune excludes the upper end, unless it draws in steps.
-            return IntDistribution(domain.lower, domain.upper - (step is None), log=log, step=int(step or 1))
+            if step in (None, 1):  # then Ray Tune excludes the upper end
+                return IntDistribution(domain.lower, domain.upper - 1, log=log)
+            # Otherwise it draws the multiples of the step between the ends.
+            return IntDistribution(-(-domain.lower // step) * step, domain.upper // step * step, step=step)
     raise ValueError(f"{domain} cannot be drawn by Optuna: use uniform, loguniform, randint, lograndint or choice")
 
 
@@ -283,8 +290,11 @@ def _why_incomparable(key: str, recipe: Recipe) -> str | None:
         return "which chooses the rows of the validation split"
     if _is_within(key, ["data.tokenizer"]) and recipe.task in ("language-modeling", "chat"):
         return "and metrics of language models are means over its tokens"
-    if key == "train.temperature" and recipe.tune and any(goal.metric == "val_loss" for goal in recipe.tune.objectives):
+    metrics = {goal.metric for goal in recipe.tune.objectives} if recipe.tune else set()
+    if key == "train.temperature" and "val_loss" in metrics:
         return "by which val_loss is divided"
+    if _is_within(key, _OF_TRAIN_LOSS) and "train_loss" in metrics:
+        return "which changes what train_loss measures"
     return None
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import optuna
 import pytest
 from ray import tune
+from ray.tune.search.sample import Integer
 
 from app.config import Recipe, load_recipe
 from app.tuning.space import Space, load_space
@@ -161,6 +162,8 @@ def test_a_space_draws_keys_of_sections_that_the_recipe_leaves_out(recipe: Recip
         (3, "space.type"),
         ({"train.optimizer.lr": tune.qloguniform(1e-4, 1e-1, 1e-5)}, "space.range"),
         ({"train.optimizer.lr": tune.randn()}, "space.range"),
+        ({"train.gradient_clipping": tune.qloguniform(1, 100, 1)}, "space.range"),
+        ({"model.args.width": tune.qrandint(10, 12, 8)}, "space.range"),
     ],
 )
 def test_a_space_that_cannot_be_searched_is_refused(
@@ -176,6 +179,11 @@ def test_a_space_that_cannot_be_searched_is_refused(
         ("stdlib_gpt", "data.tokenizer.vocab_size", "val_loss", False),
         ("docstrings", "train.temperature", "val_loss", False),
         ("docstrings", "train.temperature", "val_mrr", True),
+        ("docstrings", "train.temperature", "train_loss", False),
+        ("digits", "train.label_smoothing", "train_loss", False),
+        ("digits", "train.label_smoothing", "val_loss", True),
+        ("digits", "train.augment.mix.mixup", "train_loss", False),
+        ("digits", "train.optimizer.lr", "train_loss", True),
         ("reviews", "data.tokenizer.vocab_size", "val_loss", True),
     ],
 )
@@ -223,6 +231,14 @@ def test_ray_tunes_spaces_are_taken(define: Callable[[object], Space]) -> None:
     assert {item["train.optimizer.name"] for item in seen} == {"adamw", "sgd"}
     assert all(1e-4 <= float(str(item["train.optimizer.lr"])) <= 1e-1 for item in seen)
     assert all(item["train.label_smoothing"] == 0.1 for item in seen)
+
+
+@pytest.mark.parametrize(
+    "domain", [tune.qrandint(10, 100, 30), tune.qrandint(8, 32, 8), tune.qrandint(1, 4, 1), tune.qlograndint(1, 4, 1)]
+)
+def test_steps_of_ray_tunes_spaces_are_its_own_multiples(define: Callable[[object], Space], domain: Integer) -> None:
+    space = define({"model.args.width": domain})
+    assert {draw(space, seed)["model.args.width"] for seed in range(60)} == {*domain.sample(size=300)}
 
 
 def test_a_trial_has_as_few_workers_as_its_plan_needs() -> None:
