@@ -46,7 +46,8 @@ class ColumnsConfig(Section):
         default="|", description="for several labels in one text: what is between them"
     )
     features: Annotated[list[str], Field(min_length=1)] | None = Field(
-        default=None, description="for tabular tasks: columns that the model reads; default: all but label"
+        default=None,
+        description="for tabular tasks: columns that the model reads; default: all but label and data.group_column",
     )
     categories: list[str] = Field(
         default=[],
@@ -82,6 +83,14 @@ class ColumnsConfig(Section):
         description="for token-classification, in place of tokens and tags: field of a list of {start, end, label}, in "
         "characters of the text in the field input",
     )
+
+    @model_validator(mode="after")
+    def _column_has_one_kind(self) -> Self:
+        if both := sorted({*self.numbers} & {*self.categories}):
+            raise RecipeError(
+                f"numbers and categories both name {both[0]!r}: a column is of one kind, so take it out of one of them"
+            ).of("column.two_kinds")
+        return self
 
     @model_validator(mode="after")
     def _label_is_not_an_input(self) -> Self:

@@ -140,11 +140,11 @@ class Preparer:
         for one, files in zip(config.each_source(), sources, strict=True):
             # Rows of all sources have the features of the first one.
             shared = {"features": named[0].features} if named and one.columns.features is None else {}
-            named.append(self.kind.resolve(files, one.columns.model_copy(update=shared)))
+            named.append(self.kind.resolve(files, one.columns.model_copy(update=shared), config.group_column))
             if self.kind.contents == "row" and not named[-1].features:
-                raise DataError(f"data.source {one.source!r} has only the column of the label: give it features").of(
-                    "columns.only_label", "data.source"
-                )
+                raise DataError(
+                    f"data.source {one.source!r} has no columns but those of the label and the group: give it features"
+                ).of("columns.only_label", "data.source")
         for place, columns in enumerate(named):
             if {*(columns.features or ())} != {*(named[0].features or ())}:
                 raise DataError(
@@ -152,7 +152,7 @@ class Preparer:
                     "leave them out"
                 ).of("sources.differ", "data.sources")
         if tests:
-            self.kind.resolve(tests, named[0])
+            self.kind.resolve(tests, named[0], config.group_column)
         if not config.sources:
             return config.model_copy(update={"columns": named[0]})
         each = [one.model_copy(update={"columns": columns}) for one, columns in zip(config.sources, named, strict=True)]

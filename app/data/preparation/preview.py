@@ -55,7 +55,7 @@ def _inputs(rows: Rows, config: DataConfig, kind: SampleKind) -> Iterator[Input 
 
 
 def _resolved(config: DataConfig, files: Sequence[SourceFile], kind: SampleKind) -> DataConfig:
-    return config.model_copy(update={"columns": kind.resolve(files, config.columns)})
+    return config.model_copy(update={"columns": kind.resolve(files, config.columns, config.group_column)})
 
 
 def _sources(config: DataConfig) -> Iterator[tuple[DataConfig, Source]]:

@@ -86,8 +86,8 @@ class SampleKind(ABC):
         """Return whether one of several equal rows is kept. By default, rows of tables may be equal."""
         return self.contents not in ("row", "record") if config.deduplicate is None else config.deduplicate
 
-    def resolve(self, files: Sequence[SourceFile], columns: ColumnsConfig) -> ColumnsConfig:  # noqa: ARG002
-        """Return the columns of a source with all that are read. A stream has no files.
+    def resolve(self, files: Sequence[SourceFile], columns: ColumnsConfig, group: str | None) -> ColumnsConfig:  # noqa: ARG002
+        """Return the columns of a source with all that are read. A stream has no files, and ``group`` is no input.
 
         Raises:
             DataError: the files lack one, or the recipe has to name it.
@@ -170,8 +170,8 @@ class Labelled(SampleKind):
     def are_classes(self) -> bool:
         return self.targets.rule.are_classes
 
-    def resolve(self, files: Sequence[SourceFile], columns: ColumnsConfig) -> ColumnsConfig:
-        return resolve_columns(files, columns, self.contents)
+    def resolve(self, files: Sequence[SourceFile], columns: ColumnsConfig, group: str | None) -> ColumnsConfig:
+        return resolve_columns(files, columns, self.contents, group)
 
     def columns(self, config: DataConfig) -> Columns:
         return labelled_columns(config.columns, self.contents, config.group_column, self.targets.rule.cell)
@@ -217,7 +217,7 @@ class TaggedTexts(SampleKind):
     what: ClassVar[Literal["texts"]] = "texts"
     strips: ClassVar[bool] = True
 
-    def resolve(self, files: Sequence[SourceFile], columns: ColumnsConfig) -> ColumnsConfig:
+    def resolve(self, files: Sequence[SourceFile], columns: ColumnsConfig, group: str | None) -> ColumnsConfig:  # noqa: ARG002
         return resolve_tagged(files, columns)
 
     def columns(self, config: DataConfig) -> Columns:

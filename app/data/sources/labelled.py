@@ -24,8 +24,10 @@ _INDEX_NAME = re.compile(r"|Unnamed: 0(\.\d+)*|__index_level_\d+__")
 """What pandas calls the index of a table that it writes as a column."""
 
 
-def resolve_columns(files: Sequence[SourceFile], config: ColumnsConfig, contents: Contents) -> ColumnsConfig:
-    """Return the columns of tables with all features named: those of the first file, except the label.
+def resolve_columns(
+    files: Sequence[SourceFile], config: ColumnsConfig, contents: Contents, group: str | None = None
+) -> ColumnsConfig:
+    """Return the columns of tables with all features named: those of the first file, except the label and ``group``.
 
     Raises:
         DataError: a table lacks a feature or a field, which a row of JSON lines may lack; or there are no files, and
@@ -43,7 +45,7 @@ def resolve_columns(files: Sequence[SourceFile], config: ColumnsConfig, contents
     features = config.features
     if features is None and contents == "row":
         index = [name for name in first if _INDEX_NAME.fullmatch(name)]
-        features = [name for name in first if name != config.label and name not in index]
+        features = [name for name in first if name not in {config.label, group, *index}]
         if index:
             warn(
                 f"{path!r}: pandas calls the index of a table {', '.join(map(repr, index))}, so it is left out: name "

@@ -101,7 +101,7 @@ def initial_encoding(recipe: Recipe, kind: SampleKind) -> Encoding:
 
 def _columns_of(kind: SampleKind, config: DataConfig) -> ColumnsConfig:
     """Return the columns with their kinds. Part of a stream does not show them, so the default is numbers."""
-    columns = kind.resolve([], config.columns)
+    columns = kind.resolve([], config.columns, config.group_column)
     named = config.model_copy(update={"columns": columns})
     values = [column.name for column in kind.columns(named).values]
     require_known(columns, values)

@@ -106,6 +106,7 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("serve.tls={certificate: /c.pem}", "recipe.missing", "serve.tls.key"),
         ("train={linear_baseline: true, report_samples: 0}", "keys.contradict", "train"),
         ("data.columns={features: [a, label]}", "label.is_input", "data.columns"),
+        ("data.columns={numbers: [a, b], categories: [b]}", "column.two_kinds", "data.columns"),
         ("data.columns={label: a, fields: {a: {kind: text}}}", "label.is_input", "data.columns"),
         ("data.columns={label: a, fields: {x: {kind: row, columns: [a]}}}", "label.is_input", "data.columns"),
     ],
