@@ -1,7 +1,6 @@
 """The built-in tasks, each with a recipe on real data."""
 
 import base64
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,4 +122,4 @@ def _inputs(name: str) -> list[Any]:
     chosen = _spread(examples.inputs)
     if examples.modality == "image":
         return [base64.b64encode(image).decode() for image in chosen]
-    return [json.loads(row) for row in chosen] if examples.modality in ("row", "record") else chosen
+    return chosen
