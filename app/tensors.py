@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Literal, Self
 
@@ -45,8 +45,9 @@ They are the features of one vector, and rounding is alike in all. A feature may
 class TensorSpec:
     """The expected type and shape of a tensor. A size of -1 varies; the first is the batch.
 
-    ``max_length`` limits the varying sizes other than the batch. Values are from 0 to below ``values_below``. ``sizes``
-    names the varying sizes in order. Sizes with one name are equal; without names, those at the same place are.
+    ``max_length`` limits the varying sizes other than the batch. If ``values_below`` is not None, values are from
+    ``values_from`` to below it. ``sizes`` names the varying sizes in order. Sizes with one name are equal; without
+    names, those at the same place are.
     """
 
     name: str
@@ -55,6 +56,7 @@ class TensorSpec:
     max_length: int | None = None
     values_below: int | None = None
     sizes: tuple[str, ...] = ()
+    values_from: int = 0
 
     def check(self, tensor: NDArray[Any]) -> None:
         """Raise RequestError, which names the tensor, if it does not fit."""
@@ -65,10 +67,16 @@ class TensorSpec:
                 f"input {self.name!r} has shape {list(tensor.shape)}: expected {list(self.shape)}, where the first -1 "
                 f"is the number of rows and each other any size{limit}"
             ).of("tensor.shape", self.name)
-        if self.values_below is not None and not (tensor.min() >= 0 and tensor.max() < self.values_below):
+        self.check_values(tensor)
+
+    def check_values(self, tensor: NDArray[Any]) -> None:
+        """Raise RequestError, which names the tensor, if a value is out of range."""
+        if self.values_below is not None and not (
+            tensor.min() >= self.values_from and tensor.max() < self.values_below
+        ):
             raise RequestError(
                 f"input {self.name!r} has values from {tensor.min()} to {tensor.max()}: "
-                f"expected 0 to {self.values_below - 1}"
+                f"expected {self.values_from} to {self.values_below - 1}"
             ).of("tensor.range", self.name)
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
@@ -77,6 +85,17 @@ class TensorSpec:
             raise RequestError(f"input {self.name!r} is {dtype_name(dtype)}: expected {dtype_name(self.dtype)}").of(
                 "tensor.type"
             )
+
+    def within(self, *others: "TensorSpec") -> Self:
+        """Return the spec with the values that it and each of ``others`` allow."""
+        limited = [spec for spec in (self, *others) if spec.values_below is not None]
+        if not limited:
+            return self
+        return replace(
+            self,
+            values_from=max(spec.values_from for spec in limited),
+            values_below=min(spec.values_below for spec in limited if spec.values_below is not None),
+        )
 
     def _takes(self, axis: int, size: int) -> bool:
         expected = self.shape[axis]

@@ -16,7 +16,7 @@ from scipy.special import bdtrc
 from app.compile.reference import BATCH, Judge, Reference, Tally
 from app.config import ComputePrecision, GatesConfig
 from app.engines.base import Engine, Signature
-from app.errors import CompileError
+from app.errors import CompileError, EngineError, RequestError
 from app.repository.score import ACCURACY, Score, Scored
 from app.tensors import Tensors
 
@@ -74,6 +74,7 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
     is_counted = False
     judged = reference.judge.output if reference.judge.metric else None
     for batch, expected in reference.batches(max_rows):
+        _check_values(engine, batch.inputs)
         given = engine.run(batch.inputs)
         tally.add(given, batch)
         before, after = reference.judge.hits(expected, batch), reference.judge.hits(given, batch)
@@ -105,6 +106,15 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
         lost=lost if is_counted else None,
         gained=gained if is_counted else None,
     )
+
+
+def _check_values(engine: Engine, inputs: Tensors) -> None:
+    """Raise EngineError if the engine does not take a value of the rows, as OpenVINO takes none beyond 32 bits."""
+    try:
+        for spec in engine.signature.inputs:
+            spec.check_values(inputs[spec.name])
+    except RequestError as error:
+        raise EngineError(f"{engine.name} does not take the rows: {error}").of(error.rule, error.key) from error
 
 
 @dataclass

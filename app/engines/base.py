@@ -15,7 +15,17 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from app.config import ComputePrecision
 from app.engines.architecture import Device
 from app.errors import CompileError, EngineError, RayloomError
-from app.tensors import Tensor, Tensors, TensorSpec, check_tensors, concat_rows, count_rows, group_by_shape, slice_rows
+from app.tensors import (
+    Tensor,
+    Tensors,
+    TensorSpec,
+    check_tensors,
+    concat_rows,
+    count_rows,
+    group_by_shape,
+    is_finite,
+    slice_rows,
+)
 
 Member = TypeVar("Member")
 
@@ -158,6 +168,18 @@ def library_errors(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise EngineError(f"{what}: {error}").of("engine.not_opened") from error
+
+
+def require_finite(inputs: Tensors, engine: str) -> None:
+    """Raise EngineError if a float input is not finite, for an engine that may answer a number all the same.
+
+    A maximum with NaN may be the other number, and a NaN that is rounded to int8 is one.
+    """
+    for name, tensor in inputs.items():
+        if tensor.dtype.kind == "f" and not is_finite(tensor):
+            raise EngineError(
+                f"input {name!r} is not finite, and {engine} may make a number of it: give finite numbers"
+            ).of("input.not_finite", name)
 
 
 class PooledEngine(ABC, Generic[Member]):

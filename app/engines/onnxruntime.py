@@ -9,7 +9,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from app.engines.architecture import usable_cores
-from app.engines.base import EngineSettings, PooledEngine, Signature, spec_of
+from app.engines.base import EngineSettings, PooledEngine, Signature, require_finite, spec_of
 from app.errors import EngineError, RequestError
 from app.tensors import Tensors, TensorSpec
 
@@ -56,10 +56,13 @@ class OnnxRuntimeEngine(PooledEngine[onnxruntime.InferenceSession]):
         signature = Signature(_specs(path, session.get_inputs()), _specs(path, session.get_outputs()))
         self._names = [spec.name for spec in signature.outputs]
         self._strings = [spec.name for spec in signature.inputs if spec.dtype.hasobject]
+        self._is_quantized = settings.precision in ("int8", "fp8")
         # A session may be called from several threads, so all streams share it.
         super().__init__(signature, [session] * settings.streams)
 
     def _run(self, member: onnxruntime.InferenceSession, inputs: Tensors) -> Tensors:
+        if self._is_quantized:
+            require_finite(inputs, "a quantized layer")
         texts = {name: _as_texts(name, inputs[name]) for name in self._strings}
         return dict(zip(self._names, member.run(self._names, {**inputs, **texts}), strict=True))
 

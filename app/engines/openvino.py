@@ -2,14 +2,16 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import openvino
 
 from app.checksums import sha256_of_file
 from app.config import ComputePrecision
-from app.engines.base import EngineSettings, PooledEngine, Signature, spec_of
+from app.engines.base import EngineSettings, PooledEngine, Signature, require_finite, spec_of
 from app.engines.cache import CacheFile
+from app.engines.openvino_indices import FAULT, read_guarded
 from app.errors import EngineError
 from app.tensors import Tensors, TensorSpec
 
@@ -52,12 +54,19 @@ class OpenVinoEngine(PooledEngine[openvino.InferRequest]):
         # model, on whatever thread: the next signal would then kill the process. So the loading thread ends first.
         with ThreadPoolExecutor(1, "openvino") as loading:
             model = loading.submit(_load, path, settings).result()
-        signature = Signature(_specs(path, model.inputs), _specs(path, model.outputs))
+        outputs = [port for port in model.outputs if FAULT not in port.get_names()]
+        self._tells_faults = len(outputs) < len(model.outputs)
+        signature = Signature(tuple(map(_limited, _specs(path, model.inputs))), _specs(path, outputs))
         super().__init__(signature, (model.create_infer_request() for _ in range(settings.streams)))
 
     def _run(self, member: openvino.InferRequest, inputs: Tensors) -> Tensors:
+        require_finite(inputs, "OpenVINO")
         # The inputs outlive the call, so they need not be copied.
         results = member.infer(dict(inputs), share_inputs=True)
+        if self._tells_faults and results[FAULT].any():
+            raise EngineError(
+                "an index is out of range, and OpenVINO would take zeros for what it points to: give one in range"
+            ).of("index.range")
         return {spec.name: results[spec.name] for spec in self.signature.outputs}
 
 
@@ -95,14 +104,14 @@ def _compile(
     OpenVINO's own CACHE_DIR does not help: its key is the file's path, which changes whenever a version is fetched.
     """
     if settings.cache is None:
-        return core.compile_model(path, _DEVICE, properties)
+        return core.compile_model(read_guarded(core, path), _DEVICE, properties)
     cpu = [str(core.get_property(_DEVICE, name)) for name in ("FULL_DEVICE_NAME", "OPTIMIZATION_CAPABILITIES")]
     content = settings.sha256 or sha256_of_file(path)
-    kept = CacheFile.of(settings.cache, "openvino", openvino.__version__, *cpu, str(properties), content)
+    kept = CacheFile.of(settings.cache, "openvino, indices", openvino.__version__, *cpu, str(properties), content)
     if (compiled := kept.read()) is not None:
         with suppress(RuntimeError):  # written by another build of the same version
             return core.import_model(compiled, _DEVICE, properties)
-    model = core.compile_model(path, _DEVICE, properties)
+    model = core.compile_model(read_guarded(core, path), _DEVICE, properties)
     kept.write(model.export_model().getvalue())
     return model
 
@@ -117,6 +126,13 @@ def _specs(path: Path, ports: list[openvino.ConstOutput]) -> tuple[TensorSpec, .
         shape = tuple(size.get_length() if size.is_static else -1 for size in sizes)
         specs.append(spec_of(path, _name_of(port), port.get_element_type().get_type_name(), _DTYPES, shape))
     return tuple(specs)
+
+
+def _limited(spec: TensorSpec) -> TensorSpec:
+    """Return the spec of an input within 32 bits, because OpenVINO cuts off the rest of a whole number."""
+    if spec.dtype.name not in ("int64", "uint64", "uint32"):
+        return spec
+    return replace(spec, values_from=0 if spec.dtype.kind == "u" else -(2**31), values_below=2**31)
 
 
 def _name_of(port: openvino.ConstOutput) -> str:

@@ -6,13 +6,13 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 import openvino
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper, save_model
 from torch import nn
 from torch.backends import mha
 
@@ -294,3 +294,87 @@ def test_openvino_computes_a_quantized_file(tmp_path: Path) -> None:
         {"given": np.array([[1.05, 1.6]], np.float32)}
     )
     assert answer["answer"].tolist() == [[1.0 + 15.0]]
+
+
+def relu(path: Path) -> Path:
+    return save_onnx(path, [helper.make_node("Relu", ["given"], ["answer"])])
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "make"),
+    [
+        ("openvino", "fp32", relu),  # which would answer 0 for NaN
+        ("openvino", "int8", lambda path: quantized(TensorProto.INT8, path)),
+        ("onnxruntime", "int8", lambda path: quantized(TensorProto.INT8, path)),
+    ],
+)
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_an_engine_makes_no_number_of_what_is_not_finite(
+    odd: float, name: str, precision: Literal["fp32", "int8"], make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    engine = open_engine(name, make(tmp_path / "model.onnx"), EngineSettings(precision=precision))
+    with refused("input.not_finite", "given"):
+        engine.infer({"given": np.array([[1.0, 2.0], [odd, 1.0]], np.float32)})
+
+
+def test_onnx_runtime_keeps_nan_in_float32(tmp_path: Path) -> None:
+    """A model may take it for a number that is missing."""
+    engine = open_engine("onnxruntime", relu(tmp_path / "model.onnx"))
+    assert np.isnan(engine.infer({"given": np.array([[np.nan, 1.0]], np.float32)})["answer"][0, 0])
+
+
+TABLE = np.arange(1.0, 13.0, dtype=np.float32).reshape(6, 2)
+
+
+def table_of(way: str, path: Path) -> Path:
+    """Write a model that looks rows up by indices, which it computes in some ``way``."""
+    constants = {"table": TABLE, "two": np.array([2]), "first": np.array(0)}
+    nodes = {
+        "with an offset": [
+            helper.make_node("Add", ["given", "two"], ["index"]),
+            helper.make_node("Gather", ["table", "index"], ["answer"]),
+        ],
+        "of one column": [
+            helper.make_node("Gather", ["given", "first"], ["column"], axis=1),
+            helper.make_node("Gather", ["table", "column"], ["answer"]),
+        ],
+    }[way]
+    used = {name for node in nodes for name in node.input} - {"given"}
+    rows_only = way == "of one column"
+    given = helper.make_tensor_value_info("given", TensorProto.INT64, ["rows", 1] if rows_only else ["rows"])
+    answer = helper.make_tensor_value_info("answer", TensorProto.FLOAT, ["rows", 2])
+    initializers = [numpy_helper.from_array(array, name) for name, array in constants.items() if name in used]
+    graph = helper.make_graph(nodes, "g", [given], [answer], initializers)
+    save_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    return path
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("way", ["with an offset", "of one column"])
+def test_openvino_takes_no_zeros_for_an_index_out_of_range(way: str, cached: bool, tmp_path: Path) -> None:
+    path, settings = table_of(way, tmp_path / "m.onnx"), EngineSettings(cache=tmp_path / "cache" if cached else None)
+    if cached:
+        open_engine("openvino", path, settings).close()
+    engine, offset = open_engine("openvino", path, settings), 2 if way == "with an offset" else 0
+
+    def answer(index: int) -> list[float]:
+        shape = (1, 1) if way == "of one column" else (1,)
+        found: list[float] = engine.infer({"given": np.full(shape, index - offset)})["answer"][0].tolist()
+        return found
+
+    assert [spec.name for spec in engine.signature.outputs] == ["answer"]
+    assert [answer(index) for index in (0, 5, -1, -6)] == TABLE[[0, 5, -1, -6]].tolist()
+    for index in (6, -7, 2**31 - 1):
+        with refused("index.range"):
+            answer(index)
+
+
+@pytest.mark.parametrize("number", [2**31, 2**32 + 5, -(2**31) - 1])
+def test_openvino_takes_no_whole_number_beyond_32_bits(number: int, tmp_path: Path) -> None:
+    """It would cut it off, and find 2³² + 5 equal to 5."""
+    node = helper.make_node("Identity", ["given"], ["answer"])
+    engine = open_engine("openvino", save_onnx(tmp_path / "m.onnx", [node], dtype=TensorProto.INT64))
+    whole = np.array([[2**31 - 1, -(2**31)]])
+    assert (engine.infer({"given": whole})["answer"] == whole).all()
+    with refused("tensor.range", "given"):
+        engine.infer({"given": np.array([[number, 0]])})
