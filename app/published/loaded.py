@@ -2,6 +2,7 @@
 
 import base64
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,8 +68,13 @@ class LoadedModel:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The tensors that a request may have."""
-        return self.processor.inputs if self.processor else self.manifest.signature.inputs
+        """The tensors that a request may have: those of the processor or the file, with the values that all take."""
+        own, of_file = self.manifest.signature.inputs, self.engine.signature.inputs
+        limits = defaultdict[str, list[TensorSpec]](list)
+        for spec in (*own, *of_file):
+            limits[spec.name].append(spec)
+        given = self.processor.inputs if self.processor else own
+        return tuple(spec.within(*limits[spec.name]) for spec in given)
 
     @property
     def answers_vectors(self) -> bool:
@@ -168,8 +174,10 @@ class LoadedModel:
 
     def _blank(self, rows: int, length: int | None) -> Tensors:
         return {
-            spec.name: np.ones(
-                [rows, *(length or spec.max_length or 1 if size == -1 else size for size in spec.shape[1:])], spec.dtype
+            spec.name: np.full(
+                [rows, *(length or spec.max_length or 1 if size == -1 else size for size in spec.shape[1:])],
+                0 if spec.values_below == 1 else 1,
+                spec.dtype,
             )
             for spec in self.inputs
         }

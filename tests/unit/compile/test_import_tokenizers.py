@@ -13,9 +13,11 @@ from tokenizers import Tokenizer
 from upath import UPath
 
 from app.published.loaded import load_model
+from app.tensors import check_tensors
 from tests.importing import EXACT, imported, write
 from tests.pretrained import TEXTS, write_tokenizer
 from tests.unit.compile.test_import_hugging_face import answers, logits_of, written
+from tests.wording import refused
 
 SEQUENCE = "BertForSequenceClassification"
 VECTORS = np.random.default_rng(1).standard_normal((21, 2)).astype(np.float32)
@@ -185,6 +187,9 @@ def test_a_model_of_segments_gets_those_of_a_single_text(tmp_path: Path) -> None
     given = answers(loaded, TEXTS)
     loaded.engine.close()
     assert [spec.name for spec in loaded.inputs] == ["input_ids", "attention_mask", "token_type_ids"]
+    ones = {spec.name: np.ones((1, 4), np.int64) for spec in loaded.inputs}
+    with refused("tensor.range", "token_type_ids"):  # the model has two segments
+        check_tensors({**ones, "token_type_ids": np.array([[0, 1, 2, 0]])}, loaded.inputs)
     expected = logits_of(model, other).softmax(1)
     np.testing.assert_allclose([[*answer["scores"].values()] for answer in given], expected, atol=1e-5)
 
