@@ -1,7 +1,7 @@
 """An imported model as it is compiled: its ONNX file, its rows, and the right answers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,12 +28,14 @@ from app.errors import CompileError, DataError, EngineError, RecipeError
 from app.repository.manifest import Lineage, Split
 from app.tasks.judgement import spread
 from app.tasks.metrics import Accuracy, Metric
-from app.tensors import concat_rows, is_finite, slice_rows
+from app.tensors import Tensors, concat_rows, is_finite, slice_rows
 
 AnyRows = TypeVar("AnyRows", TensorRows, LabelledDataset)
 
 _RANDOM_ROWS = 64
 _DEFAULT_SIZE = 64
+_LARGE = 1000
+_LARGE_DTYPES = (np.float32, np.float64)
 _MIN_ROWS_FOR_INT8 = 64
 """A quarter of the rows is for int8's ranges, and no fewer than 16 are enough for them."""
 
@@ -267,6 +269,25 @@ def _check_outputs(engine: Engine, rows: ImportRows) -> None:
                 f"output {name!r} of a row depends on the other rows of its batch, so clients would change each "
                 "other's answers: rows influence each other; put the batch first"
             ).of("rows.dependent")
+    _check_large_row(engine, inputs, alone)
+
+
+def _check_large_row(engine: Engine, inputs: Tensors, alone: Tensors) -> None:
+    """Raise CompileError if a row with large numbers changes the answers of another, as one range for all rows does."""
+    if engine.signature.takes_one_row or not any(tensor.dtype in _LARGE_DTYPES for tensor in inputs.values()):
+        return
+    beside = {
+        name: np.concatenate([tensor[:1], _LARGE * tensor[:1]]) if tensor.dtype in _LARGE_DTYPES else tensor[[0, 0]]
+        for name, tensor in inputs.items()
+    }
+    with suppress(EngineError):  # numbers that the model does not take
+        for name, output in engine.run(beside).items():
+            if not _is_same(alone[name][:1], output[:1]):
+                raise CompileError(
+                    f"output {name!r} of a row depends on the numbers of other rows, as where int8 has one range for a "
+                    "whole batch, so clients would change each other's answers: quantize the file with fixed ranges, "
+                    "or export it for one row a call"
+                ).of("rows.dependent")
 
 
 def _is_same(alone: NDArray[Any], together: NDArray[Any]) -> bool:

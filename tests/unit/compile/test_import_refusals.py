@@ -17,7 +17,18 @@ from app.compile.imported.samples import read_rows
 from app.engines.base import Signature
 from app.errors import DataError
 from app.tensors import TensorSpec
-from tests.importing import EXACT, TRITON, WIDTH, dense, external, imported, labelled_rows, lengthwise, triton_model
+from tests.importing import (
+    EXACT,
+    TRITON,
+    WIDTH,
+    dense,
+    external,
+    imported,
+    labelled_rows,
+    lengthwise,
+    triton_model,
+    write,
+)
 from tests.wording import refused
 
 
@@ -83,6 +94,19 @@ def two_triton_models(folder: Path) -> Path:
     triton_model(folder / "one")
     triton_model(folder / "two")
     return folder
+
+
+def with_a_range_for_each_batch(folder: Path) -> Path:
+    """A file with dynamic int8, which quantizes a batch by its largest number."""
+    weight = np.random.default_rng(5).integers(-127, 127, (WIDTH, WIDTH), np.int8)
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["pixels"], ["rounded", "scale", "zero"]),
+        helper.make_node("MatMulInteger", ["rounded", "weight", "zero"], ["whole"]),
+        helper.make_node("Cast", ["whole"], ["product"], to=Type.FLOAT),
+        helper.make_node("Mul", ["product", "scale"], ["logits"]),
+    ]
+    info = (Type.FLOAT, ["n", WIDTH])
+    return write(folder / "m.onnx", nodes, {"pixels": info}, {"logits": info}, {"weight": weight})
 
 
 def text_file(folder: Path) -> Path:
@@ -166,6 +190,10 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
     (
         lambda folder: lengthwise(folder / "m.onnx", "Softmax", axis=0),
         "output 'hidden' of a row depends on the other rows .*: rows influence each other; put the batch first",
+    ),
+    (
+        with_a_range_for_each_batch,
+        "output 'logits' of a row depends on the numbers of other rows, .*: quantize the file with fixed ranges, or",
     ),
     (lambda folder: folder / "none.onnx", "does not exist: give a .onnx file"),
     (a_pipe, "is neither a file nor a folder: give a .onnx file"),
