@@ -88,7 +88,8 @@ class TensorSpec:
 
     def within(self, *others: "TensorSpec") -> Self:
         """Return the spec with the values that it and each of ``others`` allow."""
-        limited = [spec for spec in (self, *others) if spec.values_below is not None]
+        specs: tuple[TensorSpec, ...] = (self, *others)
+        limited = [spec for spec in specs if spec.values_below is not None]
         if not limited:
             return self
         return replace(
