@@ -25,6 +25,9 @@ from app.config.section import (
 )
 from app.errors import RecipeError
 
+_MAX_TIMEOUT_S = 365 * 86_400.0
+"""Longer ones overflow the timeouts of torch's collectives."""
+
 
 class OptimizerConfig(Section):
     """The optimizer and its rates."""
@@ -224,7 +227,7 @@ class TrainConfig(Section):
     profile: ProfileConfig | None = Field(
         default=None, description="write a trace of a few steps, with a summary of their time, into the run's folder"
     )
-    hang_timeout_s: Annotated[float, Field(gt=0.0)] = Field(
+    hang_timeout_s: Annotated[float, Field(gt=0.0, le=_MAX_TIMEOUT_S)] = Field(
         default=600.0, description="seconds without progress after which a worker counts as hung, and is named"
     )
 

@@ -180,7 +180,8 @@ def leave_process_group() -> None:
 
 def seed_random(seed: int) -> None:
     """Seed the generators of torch, Python and NumPy, which a model or its data may draw from."""
-    torch.manual_seed(seed)
+    # The seed of a rank may be more than the largest.
+    torch.manual_seed(seed if seed < 2**64 else seed - 2**64)
     _seed_libraries(seed)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from app.config import EarlyStoppingConfig, ModelConfig, ScheduleConfig, TrainConfig, load_recipe
@@ -22,6 +23,7 @@ from app.training.engine.deepspeed_engine import Factors, StepResult
 from app.training.engine.optimizer import lr_factor
 from app.training.records import EpochRecord, best_of, should_stop
 from app.training.resume import start_or_resume
+from app.training.worker import collective_timeout, seed_random
 from tests.helpers import ROOT
 from tests.orders import batches_of, in_memory
 from tests.wording import refused
@@ -231,3 +233,17 @@ def test_the_latest_run_is_found_whatever_other_runs_left() -> None:
     (earlier.folder / CONFIG_FILE).write_text("name: digits\nolder: 1\n", encoding="utf-8")
     with refused("run.unreadable"):
         start_or_resume("train", recipe)
+
+
+def test_ranks_after_the_largest_seed_begin_again_at_zero() -> None:
+    drawn = []
+    for seed in (2**64, 0):
+        seed_random(seed)
+        drawn.append(torch.rand(3).tolist())
+    assert drawn[0] == drawn[1]
+
+
+def test_a_timeout_that_torch_cannot_count_is_refused() -> None:
+    assert collective_timeout(TrainConfig(hang_timeout_s=365 * 86_400.0)).days == 365
+    with pytest.raises(ValidationError):
+        TrainConfig(hang_timeout_s=1e12)
