@@ -30,7 +30,7 @@ ProgressCallback = Callable[[], None]
 
 
 _READ_AHEAD_BYTES = 2**23
-"""Bytes of a file on S3 that are read ahead. The driver's default of 50 MiB is most of what a unit of a source has."""
+"""Bytes of read-ahead on S3. The driver's default of 50 MiB is almost a whole unit of a source."""
 _COPIED_AT_ONCE = 2**24
 """Bytes of a file that are in memory while it is copied."""
 _VERSION_KEYS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")

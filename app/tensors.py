@@ -45,9 +45,9 @@ They are the features of one vector, and rounding is alike in all. A feature may
 class TensorSpec:
     """The expected type and shape of a tensor. A size of -1 varies; the first is the batch.
 
-    ``max_length`` limits the varying sizes other than the batch. If ``values_below`` is not None, values are from
-    ``values_from`` to below it. ``sizes`` names the varying sizes in order. Sizes with one name are equal; without
-    names, those at the same place are.
+    ``max_length`` limits the varying sizes other than the batch. If ``values_below`` is not None, values are at
+    least ``values_from`` and less than ``values_below``. ``sizes`` names the varying sizes in order. Sizes with one
+    name are equal; without names, those at the same place are.
     """
 
     name: str
@@ -87,7 +87,7 @@ class TensorSpec:
             )
 
     def within(self, *others: "TensorSpec") -> Self:
-        """Return the spec with the values that it and each of ``others`` allow."""
+        """Return the spec, limited to values that each of ``others`` allows too."""
         specs: tuple[TensorSpec, ...] = (self, *others)
         limited = [spec for spec in specs if spec.values_below is not None]
         if not limited:

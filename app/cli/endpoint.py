@@ -46,13 +46,13 @@ class EndpointClient:
         return self._request("POST", "v2/repository/index", _INDEX) or []
 
     def holds(self, name: str, version: int) -> bool:
-        """Return True if the endpoint serves a version, in any role, or may serve it in a pool that sleeps.
+        """Return whether the endpoint serves a version in any role, or a sleeping pool may serve it.
 
         Raises:
             ClusterError: the endpoint does not answer the request.
         """
-        # The index has the versions that are not loaded, and the statistics have the stages of a cascade, as
-        # CASCADE/STAGE. A pool that sleeps does not say which version it serves.
+        # Only the index lists versions that are not loaded. Only the statistics list the stages of a cascade, as
+        # CASCADE/STAGE. A sleeping pool does not report its version.
         held = {(model.name, model.version or str(version)) for model in self.models()}
         if statistics := self._request("GET", "v2/models/stats", _STATISTICS):
             held |= {(model.name.rpartition("/")[2], model.version) for model in statistics.model_stats}
@@ -130,8 +130,8 @@ class EndpointClient:
                 "RECIPE'"
             ).of("endpoint.no_answer")
         return ClusterError(
-            f"{self.url} gave no whole answer ({first_line(error)}), because its replica starts, is busy or was "
-            "replaced: ask again"
+            f"{self.url} gave no complete answer ({first_line(error)}), because its replica is starting, is busy "
+            "or was replaced: ask again"
         ).of("answer.cut")
 
     def _refused(self, answer: httpx.Response) -> RequestError:

@@ -109,7 +109,7 @@ def compare(engine: Engine, reference: Reference, max_rows: int = BATCH) -> Pari
 
 
 def _check_values(engine: Engine, inputs: Tensors) -> None:
-    """Raise EngineError if the engine does not take a value of the rows, as OpenVINO takes none beyond 32 bits."""
+    """Raise EngineError if a value is outside the engine's range, such as the 32 bits of OpenVINO."""
     try:
         for spec in engine.signature.inputs:
             spec.check_values(inputs[spec.name])

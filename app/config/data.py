@@ -116,7 +116,7 @@ class ChatConfig(Section):
 
 
 _MIN_SHARD_BYTES, _MAX_SHARD_BYTES = 4096, 2**30
-"""Arrow counts the bytes of a column of texts with 31 bits."""
+"""The maximum keeps a column of texts within the 31 bits of Arrow's offsets."""
 
 
 class ShardsConfig(Section):

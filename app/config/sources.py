@@ -88,7 +88,7 @@ class ColumnsConfig(Section):
     def _column_has_one_kind(self) -> Self:
         if both := sorted({*self.numbers} & {*self.categories}):
             raise RecipeError(
-                f"numbers and categories both name {both[0]!r}: a column is of one kind, so take it out of one of them"
+                f"numbers and categories both name {both[0]!r}: a column has one kind, so remove it from one of them"
             ).of("column.two_kinds")
         return self
 
@@ -97,8 +97,8 @@ class ColumnsConfig(Section):
         fields = [column for name, field in self.fields.items() for column in field.columns or [field.column or name]]
         if self.label in {*(self.features or ()), *fields}:
             raise RecipeError(
-                f"label {self.label!r} is also a column that the model reads, so it would learn to copy it: take it "
-                "out of features and fields"
+                f"label {self.label!r} is also a column that the model reads, so it would learn to copy it: remove "
+                "it from features and fields"
             ).of("label.is_input")
         return self
 

@@ -260,7 +260,7 @@ class OpenShard:
         _, offsets, content = column.buffers()
         # The address means nothing if all are empty.
         bounds, first = np.frombuffer(offsets, np.int32), content.address - self._address
-        # With ``self``, the function would keep the shard open.
+        # A function that holds ``self`` would keep the shard open.
         path, number, are_texts = self.path, self._file.fileno(), column.type == pa.string()
 
         def take(rows: NDArray[np.int64]) -> NDArray[Any]:
@@ -279,7 +279,7 @@ class OpenShard:
 
 
 _Take = Callable[[NDArray[np.int64]], NDArray[Any]]
-"""Takes rows of a column of a shard."""
+"""A function that returns rows of one column of a shard."""
 
 
 def require_intact(path: str, shard: Shard, found: str) -> None:

@@ -171,14 +171,14 @@ def library_errors(what: str) -> Iterator[None]:
 
 
 def require_finite(inputs: Tensors, engine: str) -> None:
-    """Raise EngineError if a float input is not finite, for an engine that may answer a number all the same.
+    """Raise EngineError if a float input has NaN or infinity, which the engine may turn into a finite number.
 
-    A maximum with NaN may be the other number, and a NaN that is rounded to int8 is one.
+    A maximum may ignore NaN, and int8 has no NaN.
     """
     for name, tensor in inputs.items():
         if tensor.dtype.kind == "f" and not is_finite(tensor):
             raise EngineError(
-                f"input {name!r} is not finite, and {engine} may make a number of it: give finite numbers"
+                f"input {name!r} is not finite, and {engine} may turn it into a finite number: give finite numbers"
             ).of("input.not_finite", name)
 
 

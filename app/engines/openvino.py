@@ -65,7 +65,7 @@ class OpenVinoEngine(PooledEngine[openvino.InferRequest]):
         results = member.infer(dict(inputs), share_inputs=True)
         if self._tells_faults and results[FAULT].any():
             raise EngineError(
-                "an index is out of range, and OpenVINO would take zeros for what it points to: give one in range"
+                "an index is out of range, and OpenVINO would read zeros there: give indices in range"
             ).of("index.range")
         return {spec.name: results[spec.name] for spec in self.signature.outputs}
 
@@ -129,7 +129,7 @@ def _specs(path: Path, ports: list[openvino.ConstOutput]) -> tuple[TensorSpec, .
 
 
 def _limited(spec: TensorSpec) -> TensorSpec:
-    """Return the spec of an input within 32 bits, because OpenVINO cuts off the rest of a whole number."""
+    """Return the spec of an input, limited to 32 bits because OpenVINO truncates larger integers."""
     if spec.dtype.name not in ("int64", "uint64", "uint32"):
         return spec
     return replace(spec, values_from=0 if spec.dtype.kind == "u" else -(2**31), values_below=2**31)

@@ -1,4 +1,4 @@
-"""An output that tells whether an index is out of range. OpenVINO takes zeros for what such an index points to."""
+"""An extra model output that reports indices out of range. OpenVINO itself would read zeros there."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import openvino
 from openvino import opset13
 
 FAULT = "rayloom.index_fault"
-"""The name of the output: a single bool."""
+"""Name of the extra output, a single bool."""
 
 _GATHERING = ("Gather", "GatherElements")
 _SHAPE_ONLY = ("Convert", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
@@ -30,7 +30,7 @@ def read_guarded(core: openvino.Core, path: Path) -> openvino.Model:
 
 
 def _faults(model: openvino.Model) -> Iterator[openvino.Node]:
-    """Yield for each gathering by computed indices whether one of them is out of range."""
+    """Yield a bool for each gather by computed indices: whether one of them is out of range."""
     dependent = set[str]()
     for node in model.get_ordered_ops():
         kind, inputs = node.get_type_name(), node.input_values()
@@ -44,7 +44,7 @@ def _faults(model: openvino.Model) -> Iterator[openvino.Node]:
 
 
 def _is_input(value: openvino.Output) -> bool:
-    """Return whether indices are an input as it is, whose values are checked before: ``TensorSpec.values_below``."""
+    """Return whether indices are an unchanged input, whose values ``TensorSpec.values_below`` limits already."""
     node = value.get_node()
     while node.get_type_name() in _SHAPE_ONLY:
         node = node.input_value(0).get_node()

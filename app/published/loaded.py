@@ -68,7 +68,7 @@ class LoadedModel:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The tensors that a request may have: those of the processor or the file, with the values that all take."""
+        """The input tensors of a request, limited to values that processor, manifest and file all accept."""
         own, of_file = self.manifest.signature.inputs, self.engine.signature.inputs
         limits = defaultdict[str, list[TensorSpec]](list)
         for spec in (*own, *of_file):

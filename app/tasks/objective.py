@@ -202,10 +202,10 @@ class CrossEntropy(MeanLoss):
         return (1.0 - self.teacher.weight) * loss + self.teacher.weight * self._divergence(logits, taught)
 
     def _labelled(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy with the labels. A row weighs as much as its class.
+        """Return the mean cross-entropy with the labels, each row weighted by its class.
 
         torch would divide by the weights of the micro-batch, so that a row would count differently on each rank. It
-        would also weigh the classes that a row is smoothed over. Then most of a row's target would be the rarest class
+        would also weight the smoothed part of a target, so most of that part would go to the rarest class
         (github.com/pytorch/pytorch/issues/104776).
         """
         smoothing = self.label_smoothing

@@ -45,10 +45,10 @@ class WaitAfterReport(TrainContextCallback):  # type: ignore[misc] # Ray has no 
 
 
 class Halving(AsyncHyperBandScheduler):  # type: ignore[misc] # Ray has no types
-    """Ray Tune's asynchronous HyperBand, also with values that are infinite: they are worse than all others.
+    """Ray Tune's asynchronous HyperBand, with infinite values as the worst of all.
 
-    Ray Tune compares with a percentile. One between an infinite and a finite value is NaN, which stops no trial, and
-    the public API has no other comparison. So the largest number is recorded in place of infinity.
+    Ray Tune compares with a percentile. Between an infinite and a finite value it is NaN, which stops no trial, and
+    the public API offers no other comparison. So the largest float is recorded instead of infinity.
     """
 
     def on_trial_result(self, tune_controller: object, trial: Trial, result: dict[str, Any]) -> str:

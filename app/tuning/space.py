@@ -43,7 +43,7 @@ _OF_TRAIN_LOSS = (
     "train.label_smoothing", "train.class_weights", "train.temperature", "train.teacher", "train.augment",
     "train.curriculum", "data.sampling", "data.sources", "data.temperature", "data.clean.label_noise",
 )  # fmt: skip
-"""Keys and sections that define the training loss, or choose or change the samples that it is a mean over."""
+"""Keys and sections that define the training loss, or choose or change its samples."""
 _TRAINING_ROWS = "data.clean.label_noise"
 """The key of ``data.clean`` that drops rows of the training split alone."""
 _DEGREES = ("train.plan.tensor", "train.plan.pipeline")

@@ -27,11 +27,11 @@ the pages of shards that it has mapped. mosaicml-streaming is not here: it does 
 transformers 5."""
 _LIMITS = """\
 Ray Data and datasets have read ahead for seconds when their first batch comes, and their rates from then on count these
-rows. Ray Data's rate from then on was 123,000 to 226,000 in three runs of 2026-11-30, and Rayloom's, warm, 383,000 to
-395,000: so the first two goals were 1.7 and 3.1 in one of them.
+rows. In three runs of 2026-11-30, this rate was 123,000 to 226,000 for Ray Data, and 383,000 to 395,000 for Rayloom,
+warm. So the first two ratios were 1.7 and 3.1 in one of the runs.
 
-A seek needs a window before its first batch: one or two shards of 8 MB for each of 16 streams, 256 MB in all. The S3
-server takes 5 to 9 ms of CPU for each MB, on the same two cores, so this takes a second or more."""
+Before its first batch, a seek reads a window of 256 MB: one or two shards of 8 MB for each of 16 streams. The S3 server
+runs on the same two cores and takes 5 to 9 ms of CPU per MB. So the window takes a second or more."""
 _COLD, _WARM, _DATASETS, _RAY_DATA = "Rayloom, cold", "Rayloom, warm", "datasets", "Ray Data"
 Readings = Mapping[str, Sequence[Reading]]
 

@@ -118,9 +118,9 @@ Every contender is one process with 2 threads in fp32. AdamW has a constant rate
 - **Chats** are questions about functions of the standard library, answered by their docstrings. A GPT of 4 layers
   trains for {CHAT_STEPS} steps of {CHAT_BLOCKS} packed blocks, or of {CHATS} conversations padded to the longest.
   Rayloom batches conversations of similar length. Random batches are a plain loop of torch.
-- **Packing is no faster than Rayloom's own padding**: 96 % of the tokens in batches of similar length are useful, and
-  34 % in random ones. So little is left to gain. A packed block of 256 tokens computes 255 pairs of attention for each
-  useful token, and masks those between conversations. Batches of similar length compute 109.
+- **Packing is no faster than Rayloom's own padding**: 96 % of the tokens in batches of similar length are useful,
+  against 34 % in random ones. So packing has little to gain. A packed block of 256 tokens computes 255 attention scores
+  per useful token, including masked ones between conversations. Batches of similar length compute 109.
 - **Steps/s beside the Trainer**: a round lasts 35 steps, and its ratio varies more than the distance from the goal.
 """
 

@@ -273,20 +273,20 @@ def _check_outputs(engine: Engine, rows: ImportRows) -> None:
 
 
 def _check_large_row(engine: Engine, inputs: Tensors, alone: Tensors) -> None:
-    """Raise CompileError if a row with large numbers changes the answers of another, as one range for all rows does."""
+    """Raise CompileError if large numbers in a row change another's answers, as with one int8 range for a batch."""
     if engine.signature.takes_one_row or not any(tensor.dtype in _LARGE_DTYPES for tensor in inputs.values()):
         return
     beside = {
         name: np.concatenate([tensor[:1], _LARGE * tensor[:1]]) if tensor.dtype in _LARGE_DTYPES else tensor[[0, 0]]
         for name, tensor in inputs.items()
     }
-    with suppress(EngineError):  # numbers that the model does not take
+    with suppress(EngineError):  # the model does not accept numbers this large
         for name, output in engine.run(beside).items():
             if not _is_same(alone[name][:1], output[:1]):
                 raise CompileError(
-                    f"output {name!r} of a row depends on the numbers of other rows, as where int8 has one range for a "
+                    f"output {name!r} of a row depends on the numbers of other rows, as with one int8 range for a "
                     "whole batch, so clients would change each other's answers: quantize the file with fixed ranges, "
-                    "or export it for one row a call"
+                    "or export it with a batch size of 1"
                 ).of("rows.dependent")
 
 

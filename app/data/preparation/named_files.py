@@ -1,4 +1,4 @@
-"""The files that cells of tables name, such as pictures. Shards are made of them, too."""
+"""Versions of the files that table cells name, such as pictures: if one changes, its shards are out of date."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -16,13 +16,13 @@ _FILE = "named_files.json"
 
 
 class NamedFiles(BaseModel):
-    """The version of each file, by its location. None: it is gone, or HTTP cannot list it."""
+    """Version of each file by its location; None if the file is gone, or on HTTP, which has no listings."""
 
     versions: dict[str, str | None]
 
     @classmethod
     def of(cls, locations: Iterable[str]) -> Self:
-        """Return the files as they are now. Takes one listing of each folder."""
+        """Return the current versions. Lists each folder once."""
         folders = defaultdict[str, list[UPath]](list)
         for location in sorted(locations):
             path = to_path(location)
@@ -38,18 +38,18 @@ class NamedFiles(BaseModel):
         return sha256_of(self.model_dump_json().encode())
 
     def save(self, folder: UPath) -> None:
-        """Write the versions beside the shards that are made of the files."""
+        """Write the versions beside the shards that were made from the files."""
         write_atomically(folder / _FILE, self.model_dump_json().encode())
 
     @classmethod
     def find(cls, folder: UPath) -> Self | None:
-        """Return what ``save`` wrote; None if tables name no files, or their shards are not made yet."""
+        """Return what ``save`` wrote; None if tables name no files, or there are no shards yet."""
         content = read(folder / _FILE)
         return None if content is None else cls.model_validate_json(content)
 
 
 def _versions_in(paths: list[UPath]) -> dict[str, str | None]:
-    """Return the versions of files of one folder."""
+    """Return the versions of files in one folder."""
     if paths[0].protocol in ("http", "https"):
         return {str(path): None for path in paths}
     storage, listed = paths[0].fs, dict[str, dict[str, Any]]()

@@ -99,7 +99,7 @@ class Preparer:
         return self.storage / SHARDS / fingerprint[:16]
 
     def _with_named(self, fingerprint: str) -> str:
-        """Return the fingerprint of the source with the files that its tables name, if they are not as they were."""
+        """Return the fingerprint of the source. Files that its tables name are added once one of them has changed."""
         found = NamedFiles.find(self._folder(fingerprint))
         if found is None or (now := NamedFiles.of(found.versions)) == found:
             return fingerprint
@@ -123,7 +123,7 @@ class Preparer:
         _require_memory(units, config.shards.memory)
         fraction = fraction_for(sum(unit.bytes for unit in units))
         work, columns = self._with_kinds(UnitWork(str(folder), Encoding(self.kind, config), tuple(units), fraction))
-        # The test source comes first: rows of its groups are dropped elsewhere.
+        # The test source is surveyed first, because other sources drop rows of its groups.
         tests = [unit for unit in units if unit.is_test and config.group_column]
         for part in filter(None, (tests, units[len(tests) :])):
             self._run("reading", work, work.survey, "facts", part)
@@ -143,7 +143,7 @@ class Preparer:
             named.append(self.kind.resolve(files, one.columns.model_copy(update=shared), config.group_column))
             if self.kind.contents == "row" and not named[-1].features:
                 raise DataError(
-                    f"data.source {one.source!r} has no columns but those of the label and the group: give it features"
+                    f"data.source {one.source!r} has no columns except the label and the group: add columns of features"
                 ).of("columns.only_label", "data.source")
         for place, columns in enumerate(named):
             if {*(columns.features or ())} != {*(named[0].features or ())}:
@@ -214,7 +214,7 @@ class Preparer:
         part: Part,
         units: Sequence[Unit] | None = None,
     ) -> None:
-        """Work on those of some units, or of all, that do not have this part yet."""
+        """Run ``function`` on each of ``units`` (default: all) that lacks this part."""
         units, done = work.units if units is None else units, work.finished(part)
         sizes = {unit.number: unit.bytes for unit in units}
         left = [number for number in sizes if number not in done]
@@ -324,7 +324,7 @@ def require_known(columns: ColumnsConfig, names: Sequence[str]) -> None:
 
 
 def _discard(folder: UPath) -> None:
-    """Remove what is known of a source that has changed: it would be compared with the source again and again."""
+    """Remove the facts about a source that has changed: else each later attempt would fail on them again."""
     (folder / SETTINGS_FILE).unlink(missing_ok=True)
     with suppress(FileNotFoundError):
         folder.fs.rm((folder / WORK).path, recursive=True)

@@ -11,7 +11,7 @@ class UnitProgress:
     """Prints how many units are done, and the time that is left, at most every ten seconds. A quick unit is silent."""
 
     def __init__(self, what: str, sizes: Mapping[int, int], done: Collection[int], clock: Callable[[], float]) -> None:
-        """``sizes`` are bytes by the number of a unit, and ``done`` the numbers that an earlier attempt has done."""
+        """``sizes`` maps the numbers of units to bytes. ``done`` has the numbers that an earlier attempt finished."""
         self._what, self._sizes, self._clock = what, sizes, clock
         self._done = set(done)
         self._done_before = sum(sizes[number] for number in self._done)

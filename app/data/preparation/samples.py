@@ -87,7 +87,7 @@ class SampleKind(ABC):
         return self.contents not in ("row", "record") if config.deduplicate is None else config.deduplicate
 
     def resolve(self, files: Sequence[SourceFile], columns: ColumnsConfig, group: str | None) -> ColumnsConfig:  # noqa: ARG002
-        """Return the columns of a source with all that are read. A stream has no files, and ``group`` is no input.
+        """Return the columns with all that are read. A stream has no files. The column ``group`` is not an input.
 
         Raises:
             DataError: the files lack one, or the recipe has to name it.

@@ -36,7 +36,7 @@ IN_TRAIN, IN_VALIDATION, IN_TEST = range(3)
 """Places in ``SPLITS``."""
 DIGEST_BYTES = 16
 _MAX_DIGITS = 100
-"""Digits before or after the point from which a number is a text."""
+"""Decimal exponent, of either sign, from which a number is compared as a text."""
 SPLIT_SALT = 0x9E3779B97F4A7C15
 NO_GROUPS: Hashes = np.empty(0, np.uint64)
 
@@ -161,7 +161,7 @@ class Surveyor:
     """Surveys rows of one unit after another."""
 
     def __init__(self, cleaner: Cleaner, rule: Rule, test_groups: Hashes = NO_GROUPS) -> None:
-        """``test_groups``: keys of the groups of ``data.test_source``, whose rows are dropped elsewhere."""
+        """``test_groups``: keys of the groups of ``data.test_source``. Other sources drop rows of these groups."""
         self._cleaner, self._rule, self._test_groups = cleaner, rule, test_groups
         self._labels: dict[str, int] = {}
 
@@ -259,7 +259,7 @@ def split_keys(groups: Sequence[str] | None, low: Hashes) -> Hashes:
 
 
 def group_keys(groups: Iterable[str]) -> Hashes:
-    """Return the different keys of groups, without that of rows that have none."""
+    """Return the distinct keys of groups. Rows without a group have none."""
     return np.array(sorted({_key_of(group) for group in groups if group}), np.uint64)
 
 
@@ -268,8 +268,8 @@ def _key_of(group: str) -> int:
 
 
 def _one_spelling(group: str) -> str:
-    """Return one text for all spellings of a number, and for all Unicode forms of a text: they are one group."""
-    with suppress(ArithmeticError):  # an exponent of many digits
+    """Return the same text for all spellings of a number or Unicode forms of a text, which are one group."""
+    with suppress(ArithmeticError):  # the exponent has too many digits for Decimal
         if number_of(group) is not None and abs((number := (Decimal(group) + 0).normalize()).adjusted()) < _MAX_DIGITS:
             return format(number, "f")
     return unicodedata.normalize("NFC", group)

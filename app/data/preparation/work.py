@@ -53,7 +53,7 @@ Part = Literal["kinds", "survey", "sample", "codes", "facts", "moves", "digest",
 - ``kinds``: its ``UnitKinds``, of a table;
 - ``survey``, ``sample``: its ``SurveyFile`` and its ``Sample``;
 - ``digest``: its ``RowsDigest``, by which the second pass notices that the source changed;
-- ``groups``: of a unit of ``data.test_source``, the keys of its groups;
+- ``groups``: the keys of its groups, only for a unit of ``data.test_source``;
 - ``named``: the locations of the files that its cells name, if there are any;
 - ``facts``: its ``UnitFacts``, written last when it is surveyed;
 - ``doubts``: its ``UnitDoubts``, with ``data.clean.label_noise``;
@@ -222,7 +222,7 @@ class UnitWork:
         return number
 
     def _test_groups(self, number: int) -> Hashes:
-        """Return the keys of the groups of ``data.test_source``, once its units are surveyed; none for such a unit."""
+        """Return the keys of the groups of ``data.test_source``, which is surveyed first; none for its own units."""
         tests = [] if self.units[number].is_test else [unit.number for unit in self.units if unit.is_test]
         if not tests or not self.encoding.config.group_column:
             return NO_GROUPS

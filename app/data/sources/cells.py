@@ -19,7 +19,7 @@ from app.storage import to_path
 BATCH_ROWS, BATCH_BYTES = 4096, 4 * 2**20
 """Maximum that is read of a table at a time."""
 FILE_ROWS, _MAX_FILE_ROWS, _FILE_BYTES = 16, 256, 16 * 2**20
-"""Of a table that names files: rows that are read first, and maxima that are read later at a time."""
+"""For tables that name files: rows of the first read, then the maximum rows and bytes of each later read."""
 Kind = Literal["text", "label", "labels", "group", "value", "file", "nested"]
 """What a task reads a column as.
 
@@ -96,7 +96,7 @@ class Columns:
 
     @property
     def num_first(self) -> int:
-        """Rows to read first: cells may name files of any size."""
+        """Number of rows to read first; few if cells name files, whose sizes are unknown."""
         return FILE_ROWS if any(column.kind == "file" for column in self.all) else BATCH_ROWS
 
     def require_in(self, path: str, found: Sequence[str]) -> None:
@@ -136,7 +136,7 @@ class Rows:
 
     @property
     def num_next(self) -> int:
-        """Rows to read next, if they name files as large as these do; else any number."""
+        """Number of rows to read next, if their files are about as large as those of these rows."""
         if not self.files:
             return BATCH_ROWS
         size = sum(int(cells.nbytes) for cells in self.cells.values())
@@ -317,14 +317,14 @@ def _plain(given: pa.Array) -> pa.Array:
 
 
 def _without_nulls(cell: Any) -> Any:
-    """Return a cell without the keys that are null: Arrow gives all objects of a column the same keys."""
+    """Return a cell without null keys, because Arrow gives all objects of a column the same keys."""
     if isinstance(cell, dict):
         return {key: _without_nulls(value) for key, value in cell.items() if value is not None}
     return [_without_nulls(item) for item in cell] if isinstance(cell, list) else cell
 
 
 def _in_microseconds(kind: pa.DataType) -> pa.DataType:
-    """Return the type of a time, a length of time or a moment as Python has it. Only pandas has nanoseconds."""
+    """Return a type of time, duration or timestamp in microseconds. Python has no nanoseconds."""
     if pa.types.is_time64(kind):
         return pa.time64("us")
     if pa.types.is_duration(kind):

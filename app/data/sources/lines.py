@@ -24,7 +24,7 @@ CSV_BLOCK_BYTES = 16 * 2**20
 
 @contextmanager
 def open_lines(path: str) -> Iterator[BinaryIO]:
-    """Open a file for ``read_line``. Files of fsspec, such as those on S3, read lines without a limit."""
+    """Open a file for ``read_line``. Files of fsspec are wrapped, as their ``readline`` takes no limit."""
     with to_path(path).open("rb") as file:
         yield file if isinstance(file, io.BufferedReader) else cast(BinaryIO, io.BufferedReader(file, _BUFFER_BYTES))
 

@@ -102,7 +102,7 @@ def _found(storage: Any, folder: str, *above: str) -> dict[str, dict[str, Any]]:
 
 
 def _below(storage: Any, folder: str) -> dict[str, dict[str, Any]]:
-    """Return what lies in a folder and below, without folders. fsspec's walk leaves out those that it cannot list."""
+    """Return all files below a folder. fsspec's walk would silently skip folders that cannot be listed."""
     if storage.async_impl or type(storage).find is not AbstractFileSystem.find:
         return cast(dict[str, dict[str, Any]], storage.find(folder, detail=True))
     found: dict[str, dict[str, Any]] = {}
@@ -119,7 +119,7 @@ def _below(storage: Any, folder: str) -> dict[str, dict[str, Any]]:
 
 
 def _is_skipped(folder: str) -> bool:
-    """Return whether a folder is hidden, or is what a disk has for its repair, which only root may list."""
+    """Return whether a folder is hidden, or the ``lost+found`` of a disk, which only root may list."""
     return _is_hidden(folder) or folder == "lost+found"
 
 
@@ -127,8 +127,8 @@ def _resolved(storage: Any, path: str, info: dict[str, Any], *above: str) -> Ite
     """Yield a file, or what a link on a local disk leads to, with the target's size and time of the last change."""
     if not info.get("islink"):
         if info.get("type") == "other":
-            raise DataError(f"{path!r} is a pipe, a socket or a device, and not a file: remove it").of("source.no_file")
-        if not path.endswith("/"):  # an object that stands for a folder, as the console of S3 makes
+            raise DataError(f"{path!r} is a pipe, a socket or a device, not a file: remove it").of("source.no_file")
+        if not path.endswith("/"):  # the S3 console makes such an object for a folder
             yield path, info
         return
     target = os.path.realpath(path)

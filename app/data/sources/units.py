@@ -33,13 +33,13 @@ WHOLE = 2**63
 """Bytes of a unit that has all files of a source."""
 _READERS = ChainMap[str, Format]({one.name: one for one in (BUILTIN_SETS, BUILTIN_TEST_SETS, Idx())}, FORMATS)
 _MARKS = re.compile(r"_SUCCESS|_(committed|started)_\d+|_(common_)?metadata|.*_\$folder\$")
-"""Names of files without rows that Spark and Hadoop write beside those that have some."""
+"""Names of marker files without rows, which Spark and Hadoop write beside data files."""
 _UNFINISHED = re.compile(r"(^|/)_temporary/")
 _VERSIONED = {
     "Delta Lake": re.compile(r"(^|/)_delta_log/"),
     "Iceberg": re.compile(r"(^|/)metadata/[^/]+\.metadata\.json$"),
 }
-"""What lies in the folder of a table that keeps the files of earlier versions, by its format."""
+"""Signs of a table whose folder keeps files of earlier versions, by table format."""
 _FILES_OF_CLASSES: dict[str, str] = {"image": "pictures", "audio": "recordings"}
 
 
@@ -108,7 +108,7 @@ def _files_of(
 
 
 def _require_plain(source: Source, root: UPath, files: Sequence[UPath], tables: Sequence[UPath]) -> None:
-    """Raise DataError if tables have rows that are no part of the source: deleted, or of an unfinished job."""
+    """Raise DataError if files may hold rows that are not in the table: deleted ones, or an unfinished job's."""
     start = len(str(root).rstrip("/")) + 1
     names = [str(path)[start:] for path in tables]
     if unfinished := next(filter(_UNFINISHED.search, names), None):
@@ -120,7 +120,7 @@ def _require_plain(source: Source, root: UPath, files: Sequence[UPath], tables: 
         for place in (str(path)[start:] for path in files):
             if (found := sign.search(place)) and any(name.startswith(place[: found.start()]) for name in names):
                 raise DataError(
-                    f"{source} is a table of {kind}, as {place!r} tells, and keeps files with rows that were deleted: "
+                    f"{source} is a {kind} table, as {place!r} shows, so its files may hold deleted rows: "
                     "export the table as plain Parquet, and name that folder"
                 ).of("source.versioned", source.key)
 

@@ -128,10 +128,10 @@ def _run_workers(work: Callable[..., T], workers: int, threads: int, *arguments:
         for rank in range(workers):
             receiver, sender = context.Pipe(duplex=False)
             environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "MASTER_PORT": port}
-            # Not a daemon, which may start no loader processes.
+            # Not a daemon: a daemon may not start loader processes.
             process = context.Process(target=_enter, args=(sender, environment, threads, work, arguments))
             process.start()
-            # Without this copy, the end of a worker shows as the end of its pipe.
+            # With the parent's copy closed, the pipe ends when the worker does.
             sender.close()
             pipes.append(receiver)
             processes.append(process)

@@ -107,7 +107,7 @@ class Recorder:
         return EpochRecord(
             epoch=position.epoch,
             step=position.step,
-            # An epoch whose steps were all left out, or skipped by fp16, has none.
+            # NaN, not 0, if all steps of the epoch were left out, or skipped by fp16.
             train_loss=position.loss_sum / position.losses if position.losses else math.nan,
             samples_per_s=position.samples / position.seconds if position.seconds else 0.0,
             phase_s=dict(phase_s),

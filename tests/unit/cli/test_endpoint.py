@@ -18,7 +18,7 @@ STAGE = {"name": "loaded/stage", "version": "2"}
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Lists models, and breaks off in the middle of an answer."""
+    """A server that lists models, and breaks off in the middle of an answer."""
 
     def answer(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -572,7 +572,7 @@ def test_a_large_document_is_cut_into_the_same_characters(tmp_path: Path, monkey
 
 
 def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fsspec leaves it out, with all of its class."""
+    """fsspec's walk would skip it, with all rows of its class."""
     for name in ("a/1.png", "b/1.png", ".hidden/1.png"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_bytes(PNG)

@@ -358,7 +358,7 @@ def test_a_look_refuses_unreadable_rows_only_if_there_are_no_others(
     assert data.report.dropped["not_text"] == 32
 
 
-def test_a_sample_of_a_tar_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
+def test_a_sample_of_a_tar_may_have_a_name_that_is_not_utf8(tmp_path: Path) -> None:
     samples = [(f"caf\udce9 {number}", picture(number), b"ab"[number % 2 :][:1]) for number in range(40)]
     samples.append(("caf\udce9 torn", b"torn", b"a"))
     members = [member for name, png, label in samples for member in ((f"{name}.png", png), (f"{name}.cls", label))]

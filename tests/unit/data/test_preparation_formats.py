@@ -230,6 +230,6 @@ def test_a_unit_of_a_file_on_s3_is_fetched_about_once(
     columns = labelled_columns(ColumnsConfig(), "text")
     assert sum(len(rows) for unit in units for rows in read_unit(unit, columns)) == len(letters)
     assert len(units) > 1
-    # Of lines, 8 MiB are read ahead. Of row groups, the first page is read twice.
+    # Lines are read ahead by 8 MiB. The first page of a row group is read twice.
     twice = len(units) * 2**23 if suffix == "jsonl" else 0.3 * path.stat().st_size
     assert sum(fetched) < path.stat().st_size + twice

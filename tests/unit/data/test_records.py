@@ -305,7 +305,7 @@ NEW = encode_png(np.full((6, 6), 7, np.uint8))
 def test_a_picture_that_a_table_names_is_read_again_once_it_changes(
     where: str, table: Path, s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files of the source are as before (huggingface/datasets#2956)."""
+    """The table itself has not changed (huggingface/datasets#2956)."""
     source = to_path(table if where == "file" else tmp_path)
     if where == "s3":
         for name, value in s3.items():

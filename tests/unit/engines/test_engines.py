@@ -309,7 +309,7 @@ def relu(path: Path) -> Path:
     ],
 )
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
-def test_an_engine_makes_no_number_of_what_is_not_finite(
+def test_an_engine_refuses_input_that_is_not_finite(
     odd: float, name: str, precision: Literal["fp32", "int8"], make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     engine = open_engine(name, make(tmp_path / "model.onnx"), EngineSettings(precision=precision))
@@ -318,7 +318,7 @@ def test_an_engine_makes_no_number_of_what_is_not_finite(
 
 
 def test_onnx_runtime_keeps_nan_in_float32(tmp_path: Path) -> None:
-    """A model may take it for a number that is missing."""
+    """A model may read NaN as a missing number."""
     engine = open_engine("onnxruntime", relu(tmp_path / "model.onnx"))
     assert np.isnan(engine.infer({"given": np.array([[np.nan, 1.0]], np.float32)})["answer"][0, 0])
 
@@ -327,7 +327,7 @@ TABLE = np.arange(1.0, 13.0, dtype=np.float32).reshape(6, 2)
 
 
 def table_of(way: str, path: Path) -> Path:
-    """Write a model that looks rows up by indices, which it computes in some ``way``."""
+    """Write a model that gathers rows by indices, computed in the given ``way``."""
     constants = {"table": TABLE, "two": np.array([2]), "first": np.array(0)}
     nodes = {
         "with an offset": [
@@ -351,7 +351,7 @@ def table_of(way: str, path: Path) -> Path:
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("way", ["with an offset", "of one column"])
-def test_openvino_takes_no_zeros_for_an_index_out_of_range(way: str, cached: bool, tmp_path: Path) -> None:
+def test_openvino_refuses_an_index_out_of_range(way: str, cached: bool, tmp_path: Path) -> None:
     path, settings = table_of(way, tmp_path / "m.onnx"), EngineSettings(cache=tmp_path / "cache" if cached else None)
     if cached:
         open_engine("openvino", path, settings).close()
@@ -370,8 +370,8 @@ def test_openvino_takes_no_zeros_for_an_index_out_of_range(way: str, cached: boo
 
 
 @pytest.mark.parametrize("number", [2**31, 2**32 + 5, -(2**31) - 1])
-def test_openvino_takes_no_whole_number_beyond_32_bits(number: int, tmp_path: Path) -> None:
-    """It would cut it off, and find 2³² + 5 equal to 5."""
+def test_openvino_refuses_integers_beyond_32_bits(number: int, tmp_path: Path) -> None:
+    """OpenVINO would truncate it, and read 2³² + 5 as 5."""
     node = helper.make_node("Identity", ["given"], ["answer"])
     engine = open_engine("openvino", save_onnx(tmp_path / "m.onnx", [node], dtype=TensorProto.INT64))
     whole = np.array([[2**31 - 1, -(2**31)]])

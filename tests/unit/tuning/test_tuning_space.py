@@ -236,7 +236,7 @@ def test_ray_tunes_spaces_are_taken(define: Callable[[object], Space]) -> None:
 @pytest.mark.parametrize(
     "domain", [tune.qrandint(10, 100, 30), tune.qrandint(8, 32, 8), tune.qrandint(1, 4, 1), tune.qlograndint(1, 4, 1)]
 )
-def test_steps_of_ray_tunes_spaces_are_its_own_multiples(define: Callable[[object], Space], domain: Integer) -> None:
+def test_quantized_integers_are_multiples_as_in_ray_tune(define: Callable[[object], Space], domain: Integer) -> None:
     space = define({"model.args.width": domain})
     assert {draw(space, seed)["model.args.width"] for seed in range(60)} == {*domain.sample(size=300)}
 

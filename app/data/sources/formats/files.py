@@ -101,7 +101,7 @@ def _content(piece: Piece) -> bytes:
 
 
 def _decoded(content: bytes, piece: Piece) -> str | None:
-    """Return a text; None if it is not UTF-8. Only at the beginning of a file, a byte order mark is no part of it."""
+    """Return a text; None if it is not UTF-8. A byte order mark is removed only at the beginning of a file."""
     try:
         return (content if piece.start else content.removeprefix(BOM)).decode()
     except UnicodeDecodeError:

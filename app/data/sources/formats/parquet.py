@@ -18,7 +18,7 @@ from app.storage import to_path
 _FIRST_ROWS = 64
 """Rows of a row group that are read first, to measure their size."""
 _BUFFER_BYTES, _MIN_BUFFER_BYTES = 2**24, 2**18
-"""Bytes of all columns that are read at a time, and the least of one. By default Arrow reads all of a row group."""
+"""Buffer of all columns together, and the minimum of one column. By default Arrow reads a whole row group."""
 
 
 class Parquet(Format):
@@ -45,7 +45,7 @@ class Parquet(Format):
         return names
 
     def read(self, pieces: Sequence[Piece], columns: Columns) -> Iterator[Rows]:
-        # Adjacent row groups of a file are read from one opened file: to open it, its metadata are read.
+        # Opening a file reads its metadata, so adjacent row groups share one open file.
         for path, group in groupby(pieces, attrgetter("path")):
             with _opened(path) as opened:
                 table = _table(opened, max(_MIN_BUFFER_BYTES, _BUFFER_BYTES // max(1, len(columns.names))))
@@ -59,7 +59,7 @@ class Parquet(Format):
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
     location = to_path(path)
-    # Arrow has a buffer for each column. Read-ahead would fetch much more for each part of a column.
+    # Arrow buffers each column itself. Read-ahead by fsspec would fetch far more than the part of a column.
     with location.fs.open(location.path, cache_type="none") as opened:
         yield opened
 

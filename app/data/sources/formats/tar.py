@@ -126,7 +126,7 @@ def _samples(path: str) -> Iterator[_Sample]:
 
 
 def _place(path: str, key: str) -> str:
-    """Return the place of a sample for messages. Its name may be no UTF-8."""
+    """Return the place of a sample for messages. Its name may not be UTF-8."""
     return f"{path!r}, sample {key.encode(errors='backslashreplace').decode()}"
 
 
