@@ -471,7 +471,7 @@ def read(source: Path, odd: Odd) -> list[Any]:
         return [text for some in rows for text in some.cells[INPUT].to_pylist()]
     if odd.contents == "tagged":
         kind = TaggedTexts()
-        columns = kind.resolve(list_files(Source(str(source)), kind.contents), config.columns)
+        columns = kind.resolve(list_files(Source(str(source)), kind.contents), config.columns, None)
         given = config.model_copy(update={"columns": columns})
         return [
             (text, json.loads(tags))
