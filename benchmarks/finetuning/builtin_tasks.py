@@ -1,7 +1,7 @@
 """The built-in tasks, each with a recipe on real data."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,8 +118,11 @@ def _spread(items: Sequence[Any]) -> list[Any]:
 
 def _inputs(name: str) -> list[Any]:
     """Return inputs of built-in data as requests have them."""
-    examples = BUILTIN[name]()
-    chosen = _spread(examples.inputs)
-    if examples.modality == "image":
-        return [base64.b64encode(image).decode() for image in chosen]
-    return chosen
+    return list(map(_as_json, _spread(BUILTIN[name]().inputs)))
+
+
+def _as_json(item: Any) -> Any:
+    """Return a text, a file in base64, or a row or record of these and numbers."""
+    if isinstance(item, Mapping):
+        return {key: _as_json(value) for key, value in item.items()}
+    return base64.b64encode(item).decode() if isinstance(item, bytes) else item

@@ -1,5 +1,6 @@
 """The report of the benchmark of fine-tuning."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from app.config import BUILT_IN_TASKS
 from benchmarks.finetuning import pruning, tasks
 from benchmarks.finetuning.__main__ import goals, report
+from benchmarks.finetuning.builtin_tasks import cases
 from benchmarks.finetuning.contenders import CONTENDERS, Figures
 from benchmarks.finetuning.imports import Imported
 from benchmarks.machine import Conditions
@@ -40,6 +42,14 @@ def test_one_seed_that_loses_too_much_misses_the_goal_of_pruning() -> None:
         text = pruning.report(found, Conditions())
         assert words in text
         assert "| 2 | 0.9900 | 0.8000 | " in text
+
+
+@pytest.mark.slow
+def test_every_built_in_task_has_a_case_whose_inputs_are_json(tmp_path: Path) -> None:
+    found = cases(tmp_path)
+    assert sorted(case.task for case in found) == sorted(BUILT_IN_TASKS)
+    for case in found:
+        assert json.loads(json.dumps(case.inputs)) == list(case.inputs)
 
 
 COMPILED = tasks.Compiled("accuracy", 0.9, 0.895, "openvino int8", 0.005, 0.01, 5, 1, 1e-6, 1e-4)
