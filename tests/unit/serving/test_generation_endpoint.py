@@ -213,7 +213,8 @@ def test_a_client_loses_its_place_if_it_reads_nothing_and_not_if_it_reads_slowly
                 while connection._stalled is timer and connection.transport.get_write_buffer_size() >= unread:
                     read += client.recv(4096)
                 server.run(let_time_pass(connection, timer))
-                assert admission.ongoing == 1
+                # The answer may have ended, but only the first client lost its place.
+                assert served.statistics.failures == {FailureReason.CANCELLED: 1}
             while part := client.recv(2**15):
                 read += part
             assert read.count(b'"finish_reason":"') == 64
