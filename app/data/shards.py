@@ -261,12 +261,12 @@ class OpenShard:
         # The address means nothing if all are empty.
         bounds, first = np.frombuffer(offsets, np.int32), content.address - self._address
         # A function that holds ``self`` would keep the shard open.
-        path, number, are_texts = self.path, self._file.fileno(), column.type == pa.string()
+        path, descriptor, are_texts = self.path, self._file.fileno(), column.type == pa.string()
 
         def take(rows: NDArray[np.int64]) -> NDArray[Any]:
             starts, ends = bounds[rows].tolist(), bounds[rows + 1].tolist()
             cells: list[Any] = [
-                os.pread(number, end - start, first + start) if end > start else b""
+                os.pread(descriptor, end - start, first + start) if end > start else b""
                 for start, end in zip(starts, ends, strict=True)
             ]
             if sum(map(len, cells)) != sum(ends) - sum(starts):

@@ -59,12 +59,12 @@ def batch_rows(batch: pa.RecordBatch, columns: Columns, path: str, row: int, whe
         row: number of the first row.
         where: what it is counted from, if it is not the beginning of the file.
     """
-    most, start = rows_that_fit(batch), 0
-    count = min(most, columns.num_first)
+    max_rows, start = rows_that_fit(batch), 0
+    count = min(max_rows, columns.num_first)
     while start < batch.num_rows:
         rows = rows_of_batch(batch.slice(start, count), columns, path, rows_from(path, row + start, where))
         yield rows
-        start, count = start + count, min(most, rows.num_next)
+        start, count = start + count, min(max_rows, rows.num_next)
 
 
 def rows_that_fit(batch: pa.RecordBatch) -> int:
