@@ -96,7 +96,7 @@ def _taken_down(environment: dict[str, str]) -> Iterator[None]:
     assert child.returncode == 0, errors
 
 
-SGD = ["train.optimizer.name=sgd", "train.optimizer.lr=0.1", "train.optimizer.momentum=0.9", "train.max_steps=20"]
+SGD = ["train.optimizer={name: sgd, lr: 0.1, momentum: 0.9}", "train.max_steps=20"]
 
 
 def documented(page: str, **names: Any) -> dict[str, Any]:

@@ -40,6 +40,16 @@ class OptimizerConfig(Section):
     momentum: Fraction = Field(default=0.0, description="for sgd")
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), strict=False, description="for adamw")
 
+    @model_validator(mode="after")
+    def _has_rates_of_its_own(self, info: ValidationInfo) -> Self:
+        for key, name in (("momentum", "sgd"), ("betas", "adamw")):
+            given = getattr(self, key)
+            if self.name != name and given != type(self).model_fields[key].default and not is_stored(info):
+                raise RecipeError(
+                    f"{key} {given} is for {name}, and name is {self.name}: leave {key} out, or set name to {name}"
+                ).of("keys.contradict")
+        return self
+
 
 class ScheduleConfig(Section):
     """How the learning rate changes over the optimizer steps of a run."""

@@ -105,6 +105,8 @@ def test_overrides_set_one_value(override: str, read: Callable[[Recipe], bool]) 
         ("serve={fallback_labels: {market: spot}}", "labels.fallback", "serve"),
         ("serve.tls={certificate: /c.pem}", "recipe.missing", "serve.tls.key"),
         ("train={linear_baseline: true, report_samples: 0}", "keys.contradict", "train"),
+        ("train.optimizer.momentum=0.9", "keys.contradict", "train.optimizer"),
+        ("train.optimizer={name: sgd, betas: [0.9, 0.98]}", "keys.contradict", "train.optimizer"),
         ("data.columns={features: [a, label]}", "label.is_input", "data.columns"),
         ("data.columns={numbers: [a, b], categories: [b]}", "column.two_kinds", "data.columns"),
         ("data.columns={label: a, fields: {a: {kind: text}}}", "label.is_input", "data.columns"),
