@@ -4,16 +4,14 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from app.config.plan_rules import Setting
-from app.planner.cluster import cluster_of
-from app.planner.search import Problem, search
+from app.planner.search import search
 from benchmarks.machine import Conditions, machine, versions
 from benchmarks.markdown import Goal, table, verdict
 from benchmarks.planning.accuracy import accuracy_goals, choice_section, later_section, memory_section, time_section
 from benchmarks.planning.fake_check import fake_world_section
+from benchmarks.planning.safety import GPT3, safety_section
 from benchmarks.planning.scaling import scaling_figures
 from benchmarks.planning.this_machine import machine_section
-from benchmarks.planning.transformer import TransformerShape, transformer_profile
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 _HEAD = """# What the planner predicts, and what was measured
@@ -86,10 +84,7 @@ def _goals() -> str:
 
 def _search_goal() -> Goal:
     """Search the plans of GPT-3 175 B on 1,024 GPUs."""
-    shape = TransformerShape(96, 12288, 96, 51200, 2048, 49152, 96, split_vocabulary=False)
-    profile = transformer_profile("gpt-175b", shape)
-    setting = Setting((1024, 1024), "bf16", "gpu", "adamw", profile.traits, ("input_ids",))
-    found = search(Problem(profile, cluster_of("1024xa100-80"), setting, 1536))
+    found = search(GPT3.problem)
     reached = (
         f"{found.search_s:.2f} s, {len(found.candidates)} plans fit, {sum(found.refusals.counts.values()):,} refused"
     )
@@ -110,6 +105,7 @@ _SECTIONS: dict[str, Callable[[], str]] = {
     "Goals": _goals,
     "Step time": time_section,
     "Memory": memory_section,
+    "What it costs to be safe": safety_section,
     "Runs that were not in the table": later_section,
     "Choice of a plan": choice_section,
     "Scaling figures": _scaling,
