@@ -1,13 +1,16 @@
 """What the planner predicts for the same cases."""
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 
+from app.config.plan import Precision
 from app.planner.calibration import Calibration
 from app.planner.cluster import Link, this_machine
 from app.planner.measure import measure
 from app.planner.plan import parallel_plan
+from app.planner.profile import ModelProfile
 from app.planner.search import Problem, price_plan
 from app.planner.stack import RAYLOOM
 from app.planner.traffic import traffic
@@ -50,7 +53,12 @@ def sent_bytes(case: Case) -> float:
 
 def _problem(case: Case) -> Problem:
     config = case.config(MACHINES)
-    tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
-    profile = measure(blueprint().model, {"input_ids": tokens}, case.precision)
+    profile = _profile(case.precision)
     setting = config.setting(profile.traits, ("input_ids",))
     return Problem(profile, this_machine(MACHINES), setting, config.batch_size)
+
+
+@cache
+def _profile(precision: Precision) -> ModelProfile:
+    tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+    return measure(blueprint().model, {"input_ids": tokens}, precision)
