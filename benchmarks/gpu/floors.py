@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from app.config import Precision, Recipe
+from app.config import ModelConfig, Precision, Recipe
 from app.models.factory import build_model
 from app.planner.cluster import Device
 from app.telemetry.mfu import flops_per_sample
@@ -41,19 +42,27 @@ def training_floor(recipe: Recipe) -> Floor:
     Each micro-batch reads the weights in its forward and in its backward pass, and writes the gradients. The optimizer
     reads the gradients, reads and writes its state, and writes the weights.
     """
-    facts = gpt_facts(recipe)
-    with torch.device("meta"):
-        shape = build_model(recipe.model, facts)
-        sample = torch.zeros(1, facts["max_length"], dtype=torch.int64)
-    parameters = sum(parameter.numel() for parameter in shape.parameters())
+    operations, parameters = _work_of(recipe.model.model_dump_json(), **gpt_facts(recipe))
     config = recipe.train
     layout = config.layout(1)
     number = _NUMBER_BYTES[config.precision]
     batches = layout.gradient_accumulation * parameters * number * 3
     return Floor(
-        operations=config.batch_size * flops_per_sample(shape, {"input_ids": sample}),
+        operations=config.batch_size * operations,
         nbytes=batches + parameters * (_ADAM_BYTES + 2 * number),
     )
+
+
+@cache  # the steps train two models, under ten plans
+def _work_of(model: str, vocab_size: int, max_length: int) -> tuple[float, int]:
+    """Return the operations of training on one sample and the parameters of ``model``, a ModelConfig as JSON."""
+    with torch.device("meta"):
+        shape = build_model(
+            ModelConfig.model_validate_json(model), {"vocab_size": vocab_size, "max_length": max_length}
+        )
+        sample = torch.zeros(1, max_length, dtype=torch.int64)
+    parameters = sum(parameter.numel() for parameter in shape.parameters())
+    return flops_per_sample(shape, {"input_ids": sample}), parameters
 
 
 def forward_floor(model: nn.Module, inputs: Mapping[str, Tensor], precision: Precision) -> Floor:
