@@ -37,22 +37,12 @@ from app.published.loaded import load_model
 from app.repository.repository import Repository
 from app.runs import Result, Run, execute
 from app.tensors import OUTPUT
-from tests.compiling import DIGITS, compilation_of, digits_in, on_cpu, on_gpu, report_in, train_digits
+from tests.compiling import DIGITS, compilation_of, on_cpu, on_gpu, report_in
 from tests.helpers import result_of
 from tests.preparing import in_shards, rows_in
 from tests.wording import refused
 
 FAST = ["compile.precisions=[fp32]", "compile.engines=[openvino]", "compile.batch_sizes=[1]"]
-
-
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
-    return train_digits(tmp_path_factory.mktemp("storage"))
-
-
-@pytest.fixture(scope="module")
-def weights(storage: UPath) -> UPath:
-    return digits_in(storage)
 
 
 @pytest.fixture(scope="module")

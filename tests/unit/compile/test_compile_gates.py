@@ -1,8 +1,9 @@
 """Variants of the digits: what keeps one out, and how those that are left are timed."""
 
 import math
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from app.compile.run import compile_model
 from app.compile.source_model import SourceModel, load_source_model
 from app.compile.timing import Concurrency, OperatingPoint
 from app.compile.variants import RequestedVariants, Variant
-from app.config import CompileConfig, GatesConfig, load_recipe
+from app.config import CompileConfig, GatesConfig, Precision, load_recipe
 from app.engines.base import Engine
 from app.errors import CompileError, EngineError
 from app.repository.manifest import Quantization
@@ -32,24 +33,28 @@ from app.repository.score import Score
 from app.runs import Run, execute
 from app.tensors import OUTPUT, Tensors
 from benchmarks.compile.models import leave_fresh, write_weights
-from tests.compiling import DIGITS, compilation_of, digits_in, on_cpu, report_in, train_digits
+from tests.compiling import DIGITS, compilation_of, on_cpu, report_in
 from tests.helpers import ROOT
 from tests.wording import refused
 
 
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
-    return train_digits(tmp_path_factory.mktemp("storage"))
+@dataclass(frozen=True, kw_only=True)
+class ExportedOnce(SourceModel):
+    """A model whose ONNX files are copied after the first export."""
+
+    folder: Path
+
+    def export(self, path: Path, precision: Precision, shard_mb: int) -> None:
+        if not (exported := self.folder / precision).exists():
+            super().export(exported, precision, shard_mb)
+        shutil.copy(exported, path)
 
 
 @pytest.fixture(scope="module")
-def weights(storage: UPath) -> UPath:
-    return digits_in(storage)
-
-
-@pytest.fixture(scope="module")
-def source_model(weights: UPath) -> SourceModel:
-    return load_source_model(weights, load_recipe(DIGITS), threads=1)
+def source_model(weights: UPath, tmp_path_factory: pytest.TempPathFactory) -> SourceModel:
+    loaded = load_source_model(weights, load_recipe(DIGITS), threads=1)
+    folder = tmp_path_factory.mktemp("exported")
+    return ExportedOnce(**{field.name: getattr(loaded, field.name) for field in fields(loaded)}, folder=folder)
 
 
 def point_of(variant: Variant, batch_size: int, throughput: float) -> OperatingPoint:
