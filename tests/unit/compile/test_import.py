@@ -160,7 +160,8 @@ def test_rows_of_ones_own_give_an_accuracy_and_int8(tmp_path: Path, kind: str) -
     else:
         table = pd.DataFrame({"pixels": [row.tolist() for row in pixels], "label": classes})
         table.to_parquet(samples) if kind == "parquet" else table.to_json(samples, orient="records", lines=True)
-    output = imported(tmp_path, "dense", path, f"--samples={samples}", "compile.batch_sizes=[1]", "--json")
+    few = ["compile.engines=[onnxruntime]", "compile.batch_sizes=[1]"]
+    output = imported(tmp_path, "dense", path, f"--samples={samples}", *few, "--json")
     result = result_of(output)
     precisions = {variant["precision"] for variant in result["metrics"]["variants"]}
     assert "int8" in precisions
@@ -364,7 +365,9 @@ def test_the_rows_for_int8_are_of_every_class(tmp_path: Path) -> None:
     assert set(chosen.calibration.classes) == set(range(4))
 
 
-@pytest.mark.parametrize("end", ["Identity", "Add", "Reshape", "Cast", "Dropout"])
+@pytest.mark.parametrize(
+    "end", ["Identity", "Dropout", *(pytest.param(end, marks=pytest.mark.slow) for end in ("Add", "Reshape", "Cast"))]
+)
 def test_openvino_runs_models_that_begin_and_end_in_nothing(end: str, tmp_path: Path) -> None:
     begin = "Identity" if end == "Dropout" else end
     more = {"Add": ["zero"], "Reshape": ["shape"]}

@@ -106,6 +106,7 @@ def test_an_answer_near_0_may_be_rounded_like_the_others(tmp_path: Path) -> None
     import_with(tmp_path, write(tmp_path / "model.onnx", nodes, inputs, {"logits": scores}, constants), folder)
 
 
+@pytest.mark.slow
 def test_a_convolution_over_padding_is_found(tmp_path: Path) -> None:
     """Attention hides padding in this model, and its convolutions do not."""
     small = {"embedding_size": 32, "num_hidden_layers": 1}

@@ -24,7 +24,9 @@ from app.tensors import OUTPUT
 from tests.quantizing import MINMAX, SUBJECTS
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(
+    "name", ["digits", "bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reviews", "resnet"))]
+)
 def test_every_layer_rounds_in_training_as_in_the_file(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     subject = SUBJECTS[name](tmp_path)

@@ -123,7 +123,8 @@ def build(
     ("name", "precision"),
     # Small models in int8 and fp8 are built where they are quantized, in test_quantization.
     [
-        *itertools.product(("digits",), ("fp32", "fp16", "bf16")),
+        ("digits", "fp16"),
+        *(pytest.param("digits", precision, marks=pytest.mark.slow) for precision in ("fp32", "bf16")),
         *(
             pytest.param(name, precision, marks=pytest.mark.slow)
             for name, precision in itertools.product(("reviews", "resnet50"), ("fp32", "fp16", "bf16"))
