@@ -29,9 +29,7 @@ from app.engines.generation.registry import open_generation
 from app.engines.generation.stream import Stream
 from app.errors import EngineError
 from tests import poisoned
-from tests.generating import export_language_model, make_language_model
 from tests.generation_contract import (
-    LENGTH,
     PROMPTS,
     SETTINGS,
     USUAL_TRIAL_S,
@@ -46,18 +44,6 @@ from tests.generation_contract import (
 )
 from tests.helpers import ROOT
 from tests.wording import refused
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama in transformers' folder."""
-    return make_language_model(tmp_path_factory.mktemp("source"), "llama", length=LENGTH)
-
-
-@pytest.fixture(scope="module")
-def exported(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model as the engine opens it."""
-    return export_language_model(source, tmp_path_factory.mktemp("exported"))
 
 
 class TestOpenVino(GenerationContract):

@@ -14,10 +14,9 @@ from app.engines.generation.base import GenerationEngine, GenerationSettings, Gr
 from app.engines.generation.openvino import Pipeline
 from app.engines.generation.process import SupervisedGeneration
 from app.engines.generation.program import openvino
-from tests.generating import END_ID, export_language_model, make_language_model
+from tests.generating import END_ID
 from tests.generation_contract import started, until
 
-_LENGTH = 512
 _SETTINGS = GenerationSettings(cache_bytes=2**22, max_streams=16, max_step_tokens=64)
 _LOOKUP = replace(_SETTINGS, speculation=PromptLookup())
 
@@ -49,13 +48,6 @@ def _asked(count: int) -> list[_Asked]:
         sampling = replace(kinds[number % len(kinds)], max_tokens=1 + int(draw.integers(0, 90)))
         asked.append(_Asked(prompt, sampling, is_cancelled=number % 8 == 3))
     return asked
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama as the engine opens it."""
-    source = make_language_model(tmp_path_factory.mktemp("source"), "llama", length=_LENGTH)
-    return export_language_model(source, tmp_path_factory.mktemp("exported"))
 
 
 @pytest.fixture(scope="module")
