@@ -75,9 +75,17 @@ class Packages:
                 owners.pop(file, None)
         return owners
 
+    @cached_property
+    def _lists(self) -> dict[str, list[Path]]:
+        """The lists of files of each package, of which dpkg has one for each architecture."""
+        lists: dict[str, list[Path]] = {}
+        for file in (self._dpkg / "info").glob("*.list"):
+            lists.setdefault(file.stem.partition(":")[0], []).append(file)
+        return lists
+
     def _files(self, package: str) -> list[str]:
-        lists = [self._dpkg / "info" / f"{package}.list", *(self._dpkg / "info").glob(f"{package}:*.list")]
-        return [line for file in lists if file.exists() for line in file.read_text(errors="replace").splitlines()]
+        lists = self._lists.get(package, [])
+        return [line for file in lists for line in file.read_text(errors="replace").splitlines()]
 
 
 def _is_base(fields: dict[str, str]) -> bool:
