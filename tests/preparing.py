@@ -5,16 +5,18 @@ import json
 import random
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
+import pytest
 import torch
 from upath import UPath
 
 from app.config import DataConfig, Recipe, load_recipe
+from app.data import builtin
 from app.data.examples import CleaningReport, Input
 from app.data.labelled import LabelledData
 from app.data.language import LanguageData
@@ -142,3 +144,13 @@ def first_losses(recipe: Recipe, data: PreparedData, batches: int = 4, size: int
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
+
+
+def read_fewer_files(name: str, one_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a function of ``app.data.builtin`` read one in ``one_in`` files of the standard library.
+
+    All files take ten seconds. The function forgets what it has read when the test ends.
+    """
+    found = list(builtin.BUILTIN_DOCUMENTS["stdlib"]())[::one_in]
+    monkeypatch.setattr(builtin, "_standard_library", lambda: found)
+    monkeypatch.setattr(builtin, name, cache(getattr(builtin, name).__wrapped__))
