@@ -1,7 +1,6 @@
 """Sentence embeddings: pairs, the contrastive loss over ranks, metrics over batches, and OpenAI's endpoint."""
 
 import json
-import multiprocessing
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from app.tasks.contrastive import Contrastive
 from app.tasks.embedding import MeanReciprocalRank, RecallAt1
 from app.tasks.objective import objective_of
 from app.training.evaluation import evaluate
+from tests.helpers import in_fork, result_line
 from tests.preparing import first_losses
 from tests.pretrained import write_encoder
 from tests.wording import refused
@@ -210,22 +210,21 @@ def gradient_of(rows: list[int], ranks: int) -> tuple[float, torch.Tensor]:
     return float(weighed.detach()), weight.grad
 
 
-def as_rank(rank: int, store: Path, answers: Any) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    loss, gradient = gradient_of([[0, 2, 4, 6], [1, 3, 5]][rank], 2)
-    answers.put((loss, gradient.tolist()))
+def as_rank() -> None:
+    """Exchange what both ranks add, and print it."""
+    distributed.init_process_group("gloo")
+    both: list[Any] = [None, None]
+    loss, gradient = gradient_of([[0, 2, 4, 6], [1, 3, 5]][distributed.get_rank()], 2)
+    distributed.all_gather_object(both, (loss, gradient.tolist()))
+    if distributed.get_rank() == 0:
+        print(f"RESULT {json.dumps({'both': both})}")
     distributed.destroy_process_group()
 
 
-def test_two_ranks_have_the_loss_and_gradient_of_one(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    workers = [context.Process(target=as_rank, args=(rank, tmp_path / "store", answers)) for rank in (0, 1)]
-    for worker in workers:
-        worker.start()
-    found = [answers.get(timeout=60) for _ in workers]
-    for worker in workers:
-        worker.join()
+def test_two_ranks_have_the_loss_and_gradient_of_one() -> None:
+    done = in_fork(f"{__name__}:as_rank", processes=2)
+    assert done.returncode == 0, done.stderr
+    found = result_line(done.stdout)["both"]
     loss, gradient = gradient_of(list(range(7)), 1)
     assert np.mean([part for part, _ in found]) == pytest.approx(loss, rel=1e-6)
     assert np.allclose(np.mean([part for _, part in found], axis=0), gradient, atol=1e-6)

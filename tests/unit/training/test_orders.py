@@ -1,7 +1,8 @@
 """Every order of samples, in memory and in shards: what holds of its batches for any number of processes."""
 
 import hashlib
-import multiprocessing
+import json
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -10,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from torch import distributed
 
@@ -22,7 +22,7 @@ from app.training.data.order import SampleOrder
 from app.training.data.ranks import DataRank
 from app.training.data.recipe_order import count_steps, order_of
 from app.training.difficulty import find_difficulty
-from tests.helpers import ROOT
+from tests.helpers import ROOT, in_fork, result_line
 from tests.wording import refused
 
 BATCH, ROWS, EPOCHS = 16, 400, (1, 2)
@@ -90,15 +90,15 @@ def shares_of(order: SampleOrder, rank: DataRank) -> list[list[int]]:
     return [share(epoch, number).tolist() for epoch in EPOCHS for number in range(order.num_batches(epoch))]
 
 
-def as_rank(rank: int, folder: str, answers: Any) -> None:
-    """Exchange the shares of all batches in all orders between two processes."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    own = {case: shares_of(make_order(folder, case), DataRank(rank, 2)) for case in CASES}
+def as_rank() -> None:
+    """Exchange the shares of all batches in all orders between two processes, and print them."""
+    folder = sys.argv[1]
+    distributed.init_process_group("gloo")
+    own = {case: shares_of(make_order(folder, case), DataRank(distributed.get_rank(), 2)) for case in CASES}
     both: list[Any] = [None, None]
     distributed.all_gather_object(both, own)
-    if rank == 0:
-        answers.put(both)
+    if distributed.get_rank() == 0:
+        print(f"RESULT {json.dumps({'both': both})}")
     distributed.destroy_process_group()
 
 
@@ -122,14 +122,9 @@ def whole(folder: str) -> dict[str, list[list[int]]]:
 def halves(folder: str, whole: dict[str, list[list[int]]]) -> list[dict[str, list[list[int]]]]:
     """The shares of two processes."""
     assert whole  # creates the shards
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    workers = [context.Process(target=as_rank, args=(rank, folder, answers)) for rank in (0, 1)]
-    for worker in workers:
-        worker.start()
-    found: list[dict[str, list[list[int]]]] = answers.get(timeout=120)
-    for worker in workers:
-        worker.join()
+    done = in_fork(f"{__name__}:as_rank", folder, processes=2)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, list[list[int]]]] = result_line(done.stdout)["both"]
     return found
 
 

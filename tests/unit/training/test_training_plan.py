@@ -1,7 +1,6 @@
 """The plan of a run: resolved and checked once, and the same in every process that gets it."""
 
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from app.tasks import SklearnMetric, prepare
 from app.tasks.classification import ImageClassification
 from app.training.plan import TrainingPlan
 from app.training.run import prepare_run
-from tests.helpers import ROOT
+from tests.helpers import ROOT, in_fork
 from tests.wording import refused
 
 DIGITS = ROOT / "recipes/digits.yaml"
@@ -74,14 +73,15 @@ def test_a_worker_gets_what_was_built_and_builds_the_same_order(data: PreparedDa
     assert np.array_equal(ours.targets, theirs.targets)
 
 
+def print_steps() -> None:
+    print(pickle.loads(Path(sys.argv[1]).read_bytes()).total_steps)
+
+
 def test_another_process_reads_a_plan(data: PreparedData, tmp_path: Path) -> None:
     recipe = load_recipe(DIGITS, MORE)
     (tmp_path / "plan").write_bytes(TrainingPlan.of(recipe, data).to_bytes())
-    code = (
-        "import pickle, sys; from pathlib import Path; print(pickle.loads(Path(sys.argv[1]).read_bytes()).total_steps)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "plan")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = in_fork(f"{__name__}:print_steps", str(tmp_path / "plan"))
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) == TrainingPlan.of(recipe, data).total_steps
 
 

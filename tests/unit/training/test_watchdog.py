@@ -1,40 +1,40 @@
 """The watchdog of one worker beside another's: which waiting is a hang, and whose fault it is."""
 
+import sys
+import time
+from types import SimpleNamespace
+
 import pytest
-
-from app.training.coordination.watchdog import Beat, blame
-from tests.helpers import run
-
-TWO_WORKERS = """
-import sys, time
 import torch
 from torch import distributed
-from types import SimpleNamespace
-from app.training.coordination import watchdog
-from app.training.coordination.watchdog import Watchdog
-from app.training.worker import Worker
 
-# It stands still while the system does not run this process. There is no clock of the day, which nodes do not share.
-clock_s = 0.0
-watchdog.time = SimpleNamespace(monotonic=lambda: clock_s)
-store = distributed.TCPStore("127.0.0.1", 0, is_master=True)
-distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-waiting, storing = (Watchdog(Worker(rank, 2, torch.device("cpu")), 0.5, print) for rank in (0, 1))
-waiting.beat("the sync after step 9")
-storing.beat("the sync after step 9")
-waiting.beat("looking for a checkpoint")
-for _ in range(15):
+from app.training.coordination import watchdog
+from app.training.coordination.watchdog import Beat, Watchdog, blame
+from app.training.worker import Worker
+from tests.helpers import in_fork
+
+
+def two_workers() -> None:
+    # The clock stands still while the system does not run this process. Nodes do not share the clock of the day.
+    clock_s = 0.0
+    watchdog.time = SimpleNamespace(monotonic=lambda: clock_s)  # type: ignore[attr-defined]
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True)  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    waiting, storing = (Watchdog(Worker(rank, 2, torch.device("cpu")), 0.5, print) for rank in (0, 1))
+    waiting.beat("the sync after step 9")
+    storing.beat("the sync after step 9")
+    waiting.beat("looking for a checkpoint")
+    for _ in range(15):
+        storing.report_progress()
+        clock_s += 0.1
+        time.sleep(0.1)
     storing.report_progress()
-    clock_s += 0.1
-    time.sleep(0.1)
-storing.report_progress()
-print("lives", flush=True)
-if "ends" in sys.argv:
-    storing.close()
-for _ in range(600):
-    clock_s += 0.1
-    time.sleep(0.1)
-"""
+    print("lives", flush=True)
+    if "ends" in sys.argv:
+        storing.close()
+    for _ in range(600):
+        clock_s += 0.1
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ for _ in range(600):
 def test_slow_storage_of_one_worker_is_no_hang_of_those_that_wait_and_becomes_one_when_it_stops(
     then: str, said: str
 ) -> None:
-    ended = run("python", "-c", TWO_WORKERS, then)
+    ended = in_fork(f"{__name__}:two_workers", then)
     assert ended.stdout.startswith("lives\n")
     assert f"error: no progress for 0.5 s: {said}" in ended.stderr
     assert ended.returncode == 70
