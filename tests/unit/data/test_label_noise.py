@@ -6,8 +6,10 @@ from pathlib import Path
 from string import ascii_lowercase
 
 import numpy as np
+import pytest
 
 from app.config import load_recipe
+from app.data import label_noise
 from app.data.builtin import BUILTIN
 from app.data.label_noise import FINE, LabelJudge
 from app.data.labelled import LabelledData
@@ -90,7 +92,8 @@ def words_of(source: random.Random, count: int) -> list[str]:
     return ["".join(source.choices(ascii_lowercase, k=source.randint(3, 7))) for _ in range(count)]
 
 
-def test_labels_of_rare_classes_are_not_seen_in_good_texts() -> None:
+def test_labels_of_rare_classes_are_not_seen_in_good_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(label_noise, "_FEATURES", 2**12)  # as many weights as these texts need
     source = random.Random(0)
     words, common = [words_of(source, 40) for _ in range(4)], words_of(source, 60)
     true = source.choices(range(4), [0.9, 0.08, 0.015, 0.005], k=4000)
