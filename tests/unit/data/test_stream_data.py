@@ -96,6 +96,12 @@ def test_micro_epochs_are_shards_in_storage(
     }
 
 
+@pytest.fixture
+def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.data.streaming.collector._POLL_S", 0.3)
+
+
+@pytest.mark.usefixtures("_short_polls")
 def test_a_stream_that_is_idle_while_training_is_busy_has_not_ended(tmp_path: Path) -> None:
     with nats_server(tmp_path / "jetstream") as server:
         server.publish(map(message, range(10)))
@@ -103,7 +109,7 @@ def test_a_stream_that_is_idle_while_training_is_busy_has_not_ended(tmp_path: Pa
         store, make_rows = MicroEpochStore(to_path(tmp_path)), rows_of(given)
         with closing(Collection(given, store, make_rows, 7, {0: 1})) as collection:
             wait_until(lambda: collection.collected == 10)
-            time.sleep(2.5)  # far longer than idle_seconds, and than one poll
+            time.sleep(1.8)  # longer than idle_seconds and two polls
             assert not collection.has_ended
             server.publish(map(message, range(10, 150)))
             found = collection.wait(30.0)
@@ -114,6 +120,7 @@ def test_a_stream_that_is_idle_while_training_is_busy_has_not_ended(tmp_path: Pa
             assert (collection.has_ended, collection.collected) == (True, 0)
 
 
+@pytest.mark.usefixtures("_short_polls")
 def test_a_stream_without_a_batch_is_no_data(server: NatsServer, tmp_path: Path) -> None:
     server.publish([message(1)], "F", "f.a")
     with refused("stream.too_few", "data.source"):

@@ -4,9 +4,11 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
+from nats.aio.client import Client
 from nats.js.api import RetentionPolicy
 
 from app.data.streaming.collector import open_reader
@@ -35,6 +37,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     with nats_server(tmp_path_factory.mktemp("jetstream")) as server:
         server.publish(map(message, range(300)))
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.data.streaming.collector._POLL_S", 0.3)
 
 
 class Clock:
@@ -122,6 +129,7 @@ def test_what_a_broker_refuses_is_told(server: NatsServer, tmp_path: Path, monke
 def test_what_kafka_refuses_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("app.data.streaming.kafka._TIMEOUT_S", 1.0)
     with pytest.raises(BrokerUnreachableError, match=r"no broker answers .*Connection refused"):
         open_reader("kafka://127.0.0.1:1/t", {})
     assert capfd.readouterr().err == ""
@@ -250,7 +258,10 @@ def test_a_stream_that_goes_on_before_training_asks_has_not_ended(tmp_path: Path
             assert (len(texts_of(chosen.train)), collector.has_ended) == (96, False)
 
 
-def test_a_server_that_hangs_is_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_hangs_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Client, "jetstream", partialmethod(Client.jetstream, timeout=1.0))  # it waits for 5 seconds
     with nats_server(tmp_path / "jetstream") as server:
         server.publish(map(message, range(10)))
         clock = Clock()
