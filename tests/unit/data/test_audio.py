@@ -196,13 +196,13 @@ def test_other_formats_and_impossible_rates_are_refused() -> None:
         processor_of(wav(np.zeros(8), 4_000_000, channels=2))
 
 
-def test_a_small_file_that_lasts_for_hours_is_read_for_seconds() -> None:
+def test_a_small_file_that_lasts_long_is_read_for_seconds() -> None:
     buffer = io.BytesIO()
     with soundfile.SoundFile(buffer, "w", 48_000, 2, format="FLAC") as file:
-        for _ in range(360):
+        for _ in range(120):
             file.write(np.zeros((480_000, 2), np.int16))
     content = buffer.getvalue()
-    assert len(content) < 2**20, "an hour"
+    assert len(content) < 2**19, "twenty minutes"
     processor = processor_of(wav(tone(500)))
     began_s, used = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert np.isfinite(log_mel(processor, content)).all()

@@ -51,9 +51,10 @@ def test_bytes_are_one_token_each_and_one_for_the_end() -> None:
     assert tokenizer.join(["ab", "", "c"]).tolist() == [*tokenizer.encode("ab"), 0, 0, *tokenizer.encode("c"), 0]
 
 
-def test_a_long_document_is_tokenised_in_pieces_that_cut_no_word() -> None:
+def test_a_long_document_is_tokenised_in_pieces_that_cut_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.data.tokenizer._MAX_CHARACTERS", 2**16)
     tokenizer = LanguageTokenizer.fit(TEXTS, DataConfig(source="-"))
-    document = " ".join(TEXTS) * (3 * 2**20 // len(" ".join(TEXTS)))
+    document = " ".join(TEXTS) * (3 * 2**16 // len(" ".join(TEXTS)))
     tokens = tokenizer.join([document, "b"]).tolist()
     assert tokens == [*tokenizer.encode(document), end := tokens[-1], *tokenizer.encode("b"), end]
 

@@ -30,7 +30,7 @@ def root(storage: str) -> UPath:
     """Storage with two sets of shards, of which a run reads the first, and one that is incomplete."""
     root = to_path(storage)
     for seed in (0, 1):
-        keys = ["data.shards={size: 20KB, window: 60KB}", f"data.seed={seed}", f"storage={storage}"]
+        keys = ["data.shards={size: 200KB, window: 600KB}", f"data.seed={seed}", f"storage={storage}"]
         data = prepare(load_recipe("recipes/digits.yaml", keys))
         if not seed:
             data.save(runs_folder(root, "train") / "20260101-000000-digits-aaaa" / DATA)
