@@ -1,6 +1,7 @@
 """Unit tests start no Ray."""
 
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,13 @@ def browser() -> Iterator[WebDriver]:
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> URL:
-    """Of a study's file."""
-    return make_url(f"sqlite:///{tmp_path / 'study.db'}")
+def memory() -> Iterator[Path]:
+    """A folder in memory, where SQLite does not wait for a disk at each commit."""
+    with tempfile.TemporaryDirectory(prefix="rayloom-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def url(memory: Path) -> URL:
+    """The URL of a study's file."""
+    return make_url(f"sqlite:///{memory / 'study.db'}")

@@ -42,7 +42,7 @@ def test_a_search_that_was_cut_off_repeats_nothing_and_retries_what_ran(url: URL
     assert (metrics.best_trial, metrics.epochs_trained, metrics.trials_stopped_early) == (0, 3, 1)
 
 
-def test_a_search_learns_from_an_earlier_one(url: URL, tmp_path: Path) -> None:
+def test_a_search_learns_from_an_earlier_one(url: URL, memory: Path) -> None:
     earlier = create(url)
     values = []
     for number in range(4):
@@ -50,16 +50,16 @@ def test_a_search_learns_from_an_earlier_one(url: URL, tmp_path: Path) -> None:
         assert proposal is not None
         values.append(proposal.values)
         earlier.complete(number, [number / 10], stopped_early=False)
-    later = create(make_url(f"sqlite:///{tmp_path / 'later.db'}"), name="two", earlier=[("one", url)])
+    later = create(make_url(f"sqlite:///{memory / 'later.db'}"), name="two", earlier=[("one", url)])
     assert later.trials == []
     assert len(later.study.trials) == 4 + 2  # and two that wait: its own values, and the best of before
     proposals = [later.ask(MAX_TRIALS) for _ in range(2)]
     assert [proposal and proposal.values for proposal in proposals] == [values[0], values[3]]
     with refused("study.unknown"):
-        create(make_url(f"sqlite:///{tmp_path / 'x.db'}"), name="x", earlier=[("three", url)])
-    nowhere = make_url(f"sqlite:///{tmp_path / 'four.db'}")
+        create(make_url(f"sqlite:///{memory / 'x.db'}"), name="x", earlier=[("three", url)])
+    nowhere = make_url(f"sqlite:///{memory / 'four.db'}")
     with refused("study.unknown", "tune.warm_start"):
-        create(make_url(f"sqlite:///{tmp_path / 'x.db'}"), name="x", earlier=[("four", nowhere)])
+        create(make_url(f"sqlite:///{memory / 'x.db'}"), name="x", earlier=[("four", nowhere)])
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,11 @@ from tests.wording import refused
 
 
 @pytest.mark.faults
-def test_a_damaged_study_is_refused_and_its_backup_named(url: URL, tmp_path: Path, faults: Faults) -> None:
+def test_a_damaged_study_is_refused_and_its_backup_named(url: URL, memory: Path, faults: Faults) -> None:
     study = create(url)
     with keep_snapshots(StudyLocation(url)):
         study.complete(ask(study), [0.5], stopped_early=False)
-    file = tmp_path / "study.db"
+    file = memory / "study.db"
     whole = file.read_bytes()
     for broken in (whole[: len(whole) // 2], b"", None):
         if broken is None:
@@ -47,7 +47,7 @@ def test_a_damaged_study_is_refused_and_its_backup_named(url: URL, tmp_path: Pat
             with refused("study.damaged"):
                 resume(url)
             fault.saw("refused, with its backup")
-    shutil.copy(tmp_path / "study.db.backup", file)
+    shutil.copy(memory / "study.db.backup", file)
     assert [trial.value for trial in resume(url).ended] == [0.5]
 
 
@@ -101,17 +101,17 @@ def test_storage_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 def test_a_locked_study_is_waited_for(url: URL, faults: Faults) -> None:
-    with faults("U2", "the study's file is locked for 3 s", "waited for") as fault:
+    with faults("U2", "the study's file is locked for a second", "waited for") as fault:
         study = create(url)
         number = ask(study)
-        with locked(url, 3):
+        with locked(url, 1):
             study.complete(number, [0.5], stopped_early=False)
         assert [trial.value for trial in resume(url).ended] == [0.5]
         fault.saw("the value is in the study")
 
 
 def test_a_study_that_stays_locked_is_one_clear_error(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "LOCK_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(storage, "LOCK_TIMEOUT_S", 0.6)
     study = create(url)
     number = ask(study)
     with locked(url, 60):
@@ -166,56 +166,56 @@ def location_on(machine: Path, bucket: UPath, name: str = "one") -> StudyLocatio
 
 
 def test_a_study_on_an_object_store_goes_on_on_another_machine(
-    bucket: UPath, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bucket: UPath, memory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lost = location_on(tmp_path / "lost", bucket)
+    lost = location_on(memory / "lost", bucket)
     study = create(lost)
     with keep_snapshots(lost):
         study.report(number := ask(study), 1, 0.5, cost=(-0.5, 0.0))
         study.complete(number, [0.5], stopped_early=False)
         running = ask(study)
     for unknown in (ask(study), ask(study)):  # no snapshot was taken after these trials
-        (tmp_path / f"trials/{unknown:04d}").mkdir(parents=True)
+        (memory / f"trials/{unknown:04d}").mkdir(parents=True)
     for known in (number, running):
-        (tmp_path / f"trials/{known:04d}").mkdir()
-    shutil.rmtree(tmp_path / "lost")
+        (memory / f"trials/{known:04d}").mkdir()
+    shutil.rmtree(memory / "lost")
 
-    after = resume(location_on(tmp_path / "new", bucket))
+    after = resume(location_on(memory / "new", bucket))
     assert [(trial.value, trial.intermediate_values) for trial in after.ended] == [(0.5, {1: 0.5})]
-    remove_lost_trials(after, UPath(tmp_path / "trials"))
-    assert sorted(folder.name for folder in (tmp_path / "trials").iterdir()) == ["0000", "0001"]
+    remove_lost_trials(after, UPath(memory / "trials"))
+    assert sorted(folder.name for folder in (memory / "trials").iterdir()) == ["0000", "0001"]
     assert capsys.readouterr().out.count("its training is lost") == 2
     assert [ask(after), ask(after)] == [running, 2]
     with refused("study.taken"):
-        create(location_on(tmp_path / "second", bucket))
+        create(location_on(memory / "second", bucket))
 
 
 def test_a_copy_knows_which_values_a_trial_took_over_before_the_trial_goes_on(
-    bucket: UPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: UPath, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "_INTERVAL_S", 999.0)
-    lost, population = location_on(tmp_path / "lost", bucket), ("tune.scheduler=pbt",)
+    lost, population = location_on(memory / "lost", bucket), ("tune.scheduler=pbt",)
     study, config = create(lost, *population), recipe_with(*population).tune
     assert config is not None
     budget = SearchBudget(config.stop, config.objectives[0], epochs=0, seconds=0.0)
     with keep_snapshots(lost) as back_up:
-        callback = StudyCallback(study, config, UPath(tmp_path), budget, Table(config.objectives, 3, 4), None, back_up)
+        callback = StudyCallback(study, config, UPath(memory), budget, Table(config.objectives, 3, 4), None, back_up)
         cloudpickle.dumps(callback)  # as Ray Tune does when it begins
         proposal = study.ask(MAX_TRIALS)
         assert proposal is not None
         others = {**proposal.values, "train.optimizer.lr": 0.0123}
         callback.on_trial_start(trial=ray_trial(replace(proposal, values=others)))
-        again = resume(location_on(tmp_path / "new", bucket), *population).ask(MAX_TRIALS)
+        again = resume(location_on(memory / "new", bucket), *population).ask(MAX_TRIALS)
         assert again is not None
         assert (again.number, again.values) == (proposal.number, others)
 
 
-def test_a_study_that_an_object_store_does_not_have_is_refused(bucket: UPath, tmp_path: Path) -> None:
-    nowhere = location_on(tmp_path / "new", bucket)
+def test_a_study_that_an_object_store_does_not_have_is_refused(bucket: UPath, memory: Path) -> None:
+    nowhere = location_on(memory / "new", bucket)
     with refused("study.damaged"):
         resume(nowhere)
     with refused("study.unknown", "tune.warm_start"):
-        create(location_on(tmp_path / "new", bucket, "two"), name="two", earlier=[("one", nowhere)])
+        create(location_on(memory / "new", bucket, "two"), name="two", earlier=[("one", nowhere)])
     assert nowhere.remote is not None
     nowhere.remote.write_bytes(b"torn" * 999)
     with refused("study.damaged"):
@@ -223,16 +223,16 @@ def test_a_study_that_an_object_store_does_not_have_is_refused(bucket: UPath, tm
 
 
 def test_a_study_is_copied_while_the_search_goes_on_and_only_if_it_has_changed(
-    bucket: UPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: UPath, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "_INTERVAL_S", 0.01)
-    location = location_on(tmp_path / "first", bucket)
+    location = location_on(memory / "first", bucket)
     study = create(location)
     with keep_snapshots(location):
         study.complete(ask(study), [0.5], stopped_early=False)
         assert location.remote is not None
         wait_until(location.remote.exists)
-        wait_until(lambda: bool(resume(location_on(tmp_path / "second", bucket)).ended))
+        wait_until(lambda: bool(resume(location_on(memory / "second", bucket)).ended))
     copies: list[bytes] = []
     assert location.file is not None
     taken = Snapshots(location.file, lambda copy: copies.append(copy.read_bytes()))

@@ -106,7 +106,7 @@ class Onlooker(optuna.samplers.RandomSampler):
 
 
 def test_samplers_and_later_searches_learn_of_the_values_that_a_trial_of_a_population_had_at_last(
-    url: URL, tmp_path: Path
+    url: URL, memory: Path
 ) -> None:
     study, last = create(url, *POPULATION), {"train.optimizer.lr": 0.0123}
     proposal = study.ask(MAX_TRIALS)
@@ -118,7 +118,7 @@ def test_samplers_and_later_searches_learn_of_the_values_that_a_trial_of_a_popul
     assert config is not None
     ask(SearchStudy(study.study, url, study.space, config))
     assert [item.params["train.optimizer.lr"] for item in sampler.shown] == [0.0123]
-    later = create(make_url(f"sqlite:///{tmp_path / 'later.db'}"), name="two", earlier=[("one", url)])
+    later = create(make_url(f"sqlite:///{memory / 'later.db'}"), name="two", earlier=[("one", url)])
     proposals = [later.ask(MAX_TRIALS) for _ in range(2)]
     assert [proposal.values["train.optimizer.lr"] for proposal in proposals if proposal] == [0.003, 0.0123]
     learned = [trial.params for trial in later.study.trials if "learned_from" in trial.user_attrs]
@@ -192,11 +192,18 @@ def test_a_key_of_a_branch_that_was_not_walked_is_checked_when_it_is_drawn(
 
 
 @pytest.mark.parametrize(
-    ("sampler", "learns"),
-    [("tpe", True), ("cmaes", True), ("gp", True), ("nsga2", True), ("random", False), ("qmc", False)],
+    ("sampler", "learns", "num_trials"),
+    [
+        ("tpe", True, 5),
+        ("cmaes", True, 10),
+        ("gp", True, 5),
+        ("nsga2", True, 10),
+        ("random", False, 5),
+        ("qmc", False, 5),
+    ],
 )
 def test_what_a_sampler_that_learns_proposes_depends_on_what_it_was_told(
-    url: URL, monkeypatch: pytest.MonkeyPatch, sampler: str, learns: bool
+    url: URL, monkeypatch: pytest.MonkeyPatch, sampler: str, learns: bool, num_trials: int
 ) -> None:
     import tune_spaces.image
 
@@ -207,7 +214,7 @@ def test_what_a_sampler_that_learns_proposes_depends_on_what_it_was_told(
     def proposed(name: str, sign: float) -> list[dict[str, Value]]:
         study = create(url, f"tune.sampler={sampler}", "tune.random_trials=2", "tune.scheduler=none", name=name)
         seen = []
-        for _ in range(10):  # two at random, and cmaes' first six, of which it learns
+        for _ in range(num_trials):  # two at random, and cmaes' first six, of which it learns
             proposal = study.ask(MAX_TRIALS)
             assert proposal is not None
             seen.append(proposal.values)
