@@ -35,7 +35,8 @@ Begin = Callable[..., TrialActor]
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Begin]:
-    recipe = load_recipe(ROOT / "recipes/digits.yaml", ["train.epochs=2", "model.args.width=8", "tune.scheduler=pbt"])
+    small = ["train.epochs=2", "model.args.width=8", "data.validation_fraction=0.8"]
+    recipe = load_recipe(ROOT / "recipes/digits.yaml", [*small, "tune.scheduler=pbt"])
     actors = []
 
     class Actor(TrialActor):
