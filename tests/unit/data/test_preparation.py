@@ -105,7 +105,7 @@ def test_a_second_job_waits_for_the_first_and_returns_its_shards(
     storage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_table(tmp_path / "rows.jsonl", ROWS)
-    recipe = recipe_of(tmp_path / "rows.jsonl", f"storage={storage}")
+    recipe = recipe_of(tmp_path / "rows.jsonl", f"storage={storage}", "data.shards={size: 20KB, window: 20KB}")
     begun, released, said = threading.Event(), threading.Event(), ""
 
     def is_waiting() -> bool:
@@ -212,7 +212,8 @@ def test_a_driver_that_lists_no_versions_is_refused(tmp_path: Path, monkeypatch:
 
 def test_a_run_keeps_a_reference_and_refuses_other_shards(tmp_path: Path, storage: str) -> None:
     write_table(tmp_path / "rows.csv", ROWS)
-    recipe = recipe_of(tmp_path / "rows.csv", f"storage={storage}", "data.test_fraction=0.1")
+    shards = "data.shards={size: 20KB, window: 20KB}"
+    recipe = recipe_of(tmp_path / "rows.csv", f"storage={storage}", "data.test_fraction=0.1", shards)
     data = prepare(recipe)
     folder = to_path(f"{storage}/runs/train/some/data")
     data.save(folder)

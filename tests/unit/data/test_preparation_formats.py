@@ -110,9 +110,10 @@ def test_a_source_on_s3_is_prepared(
     UPath(folder).mkdir(exist_ok=True)
     write_table(tmp_path / name, ROWS)
     to_path(f"{folder}/source/{name}").write_bytes((tmp_path / name).read_bytes())
-    data = prepare(recipe_of(f"{folder}/source", f"storage={folder}/storage"))
+    shards = "data.shards={size: 20KB, window: 20KB}"
+    data = prepare(recipe_of(f"{folder}/source", shards, f"storage={folder}/storage"))
     assert sum(data.rows.values()) == len(ROWS)
-    local = prepare(recipe_of(tmp_path / name))
+    local = prepare(recipe_of(tmp_path / name, shards))
     assert data.fingerprint == local.fingerprint
 
 

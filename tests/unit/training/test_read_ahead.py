@@ -228,11 +228,11 @@ def test_the_data_of_a_further_micro_epoch_are_read_with_what_was_learned(monkey
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
 def test_a_slow_network_is_named(storage: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [f"storage={storage}", "data.shards={size: 10KB, window: 10KB}", "train.global_batch_size=16", AUTO]
+    keys = [f"storage={storage}", "data.shards={size: 30KB, window: 30KB}", "train.global_batch_size=32", AUTO]
     recipe = load_recipe(ROOT / "recipes/digits.yaml", keys)
     data = prepare(recipe)
     monkeypatch.setattr(Resources, "of_machine", lambda _: control(cores=4.0).resources)
-    monkeypatch.setattr(s3_server, "delay_s", 0.5)
+    monkeypatch.setattr(s3_server, "delay_s", 0.25)
     with closing(opened(recipe, data)) as feed:
         assert len(set(train_on(feed, [1]))) == feed.order.num_batches(1)
         reading = feed.loader.take_reading()
