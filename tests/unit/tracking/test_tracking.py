@@ -23,7 +23,7 @@ from app.tracking.mlflow_tracker import MlflowTracker
 from app.tracking.process import PARENT_FILE, keep_tracked, require_clients
 from app.tracking.tracked_run import TrackedRun, TrialNote
 from app.tracking.wandb_tracker import WandbTracker
-from tests.helpers import ROOT, run, wait_until
+from tests.helpers import ROOT, rayloom, wait_until
 from tests.mlflow_server import MlflowServer, mlflow_server
 from tests.stored_runs import add_steps, write_run
 from tests.wording import refused
@@ -184,7 +184,7 @@ def test_what_an_outage_kept_back_is_said_and_copied_later(
     assert str(port) not in said  # the address is a secret
     assert "mlflow lacks up to 3 records and the end of this run" in said
     assert f"rayloom runs track {RUN_ID}" in said
-    later = run("rayloom", "runs", "track", RUN_ID, f"--storage={storage}", environment={"TRACKER": server.url})
+    later = rayloom("runs", "track", RUN_ID, f"--storage={storage}", environment={"TRACKER": server.url})
     assert later.stdout == "copied to mlflow\n", later.stderr
     (copied,) = server.runs("outage")
     assert server.steps(copied["id"], "step/loss") == [1, 2]
@@ -283,7 +283,7 @@ def test_a_copying_process_that_is_lost_is_said_and_fails_no_job(
 def test_the_rest_of_a_part_is_copied_after_its_lifecycle(storage: UPath, server: MlflowServer) -> None:
     part = write_run(storage, RUN_ID, f"tracking.mlflow={server.url}")
     (part / PARENT_FILE).write_text(str(storage / "runs/lifecycle/LIFECYCLE"), encoding="utf-8")
-    refused = run("rayloom", "runs", "track", RUN_ID, f"--storage={storage}")
+    refused = rayloom("runs", "track", RUN_ID, f"--storage={storage}")
     assert refused.returncode != 0
     assert "is a part of LIFECYCLE, which mlflow does not know yet" in " ".join(refused.stderr.split())
 
