@@ -238,7 +238,11 @@ def test_the_result_and_the_report_hold_every_variant(published: tuple[Run, Resu
     ("override", "words"),
     [
         ("compile.gates.max_difference=1e-12", "compile.gates.max_difference is 1e-12"),
-        ("compile.objective={goal: max_throughput, latency_ms: 1e-6}", "compile.objective.latency_ms is 1e-06, and"),
+        pytest.param(
+            "compile.objective={goal: max_throughput, latency_ms: 1e-6}",
+            "compile.objective.latency_ms is 1e-06, and",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_does_not_hold_is_reported_with_numbers_and_not_published(
@@ -333,6 +337,7 @@ def gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_rtx
+@pytest.mark.slow  # tests of the gates and of the source model are the faster ones of this promise
 @pytest.mark.usefixtures("gpu_in_name")
 def test_a_pruned_variant_below_the_gate_is_kept_out_and_the_others_are_of_the_whole_model(
     source_model: SourceModel, tmp_path: Path
