@@ -1,13 +1,16 @@
 """Small language models with random weights: their folders, their exported files, and published versions of them."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from upath import UPath
 
 from app.checksums import sha256_of_file
+from app.compile.generation import exporter
 from app.compile.generation.architectures import CacheShape, context_length_of
 from app.compile.generation.export import copy_tokenizer, export_model, load_causal_lm
 from app.config import DataConfig, ServeConfig
@@ -106,6 +109,17 @@ def export_language_model(source: Path, folder: Path) -> Path:
     export_model(load_causal_lm(source), folder)
     copy_tokenizer(source, folder)
     return folder
+
+
+def copy_instead_of_export(patched: pytest.MonkeyPatch, graph: Path) -> None:
+    """Have compile copy the graph of the same model, which was exported before."""
+
+    def export(_: Any, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in (graph, graph.with_suffix(".bin")):
+            shutil.copy(file, folder)
+
+    patched.setattr(exporter, "export_model", export)
 
 
 def publish_language_model(storage: UPath, name: str, source: Path, exported: Path) -> Manifest:

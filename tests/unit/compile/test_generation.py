@@ -1,6 +1,5 @@
 """Language models compiled: equal to transformers, within their gates, published with what was measured."""
 
-import copy
 import json
 import random
 import shutil
@@ -31,7 +30,7 @@ from app.published.weights import convert_weights
 from app.repository.manifest import GENERATION_FILE, Manifest
 from app.repository.repository import Repository
 from app.runs import Run, execute
-from tests.generating import END_ID, LENGTH, TEXTS, make_language_model
+from tests.generating import END_ID, LENGTH, TEXTS, copy_instead_of_export, make_language_model
 from tests.helpers import ROOT, train_alone
 from tests.importing import imported
 from tests.wording import refused
@@ -73,11 +72,15 @@ class Compiled:
 
 
 @pytest.fixture(scope="session")
-def compiled(language_model: Path, samples: Path, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+def compiled(
+    language_model: Path, exported_model: Path, samples: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Compiled:
     """A small model imported in every precision."""
     storage = tmp_path_factory.mktemp("compiled") / "storage"
     keys = ["compile.precisions=[fp32,int8,int4]", "compile.gates.max_perplexity_rise=0.9"]
-    return Compiled(UPath(storage), imported(storage, "writer", language_model, f"--samples={samples}", *keys))
+    with pytest.MonkeyPatch.context() as patched:
+        copy_instead_of_export(patched, exported_model / GENERATION_FILE)
+        return Compiled(UPath(storage), imported(storage, "writer", language_model, f"--samples={samples}", *keys))
 
 
 def test_a_version_says_what_it_generates_and_how_it_was_measured(compiled: Compiled, samples: Path) -> None:
@@ -157,26 +160,28 @@ def test_each_architecture_gives_the_logits_of_transformers(kind: str, tmp_path:
         assert np.abs(exported.logits(tokens) - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
 
 
-def export_with(monkeypatch: pytest.MonkeyPatch, rows: slice, factor: float) -> None:
+def matrices_in(graph: openvino.Model) -> list[openvino.op.Constant]:
+    return [node for node in graph.get_ops() if node.get_type_name() == "Constant" and len(node.shape) == 2]
+
+
+def export_with(monkeypatch: pytest.MonkeyPatch, exported: Path, rows: slice, factor: float) -> None:
     """Have the export write a graph whose output layer has other rows than the model's."""
 
     def export(model: Any, folder: Path) -> None:
-        other = copy.deepcopy(model)
-        with torch.no_grad():
-            other.get_output_embeddings().weight[rows] *= factor
-        export_model(other, folder)
+        graph, weight = openvino.Core().read_model(exported / GENERATION_FILE), model.get_output_embeddings().weight
+        (layer,) = [matrix for matrix in matrices_in(graph) if np.array_equal(matrix.data, weight.detach().numpy())]
+        other = layer.data.copy()
+        other[rows] *= factor
+        layer.output(0).replace(openvino.op.Constant(other).output(0))
+        openvino.save_model(graph, folder / GENERATION_FILE, compress_to_fp16=False)
 
     monkeypatch.setattr(exporter, "export_model", export)
 
 
-@pytest.fixture
-def perturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The export writes a graph with one weight that is not the model's."""
-    export_with(monkeypatch, slice(7, 8), 3.0)
-
-
-@pytest.mark.usefixtures("perturbed")
-def test_a_graph_with_another_weight_is_not_published(language_model: Path, samples: Path, tmp_path: Path) -> None:
+def test_a_graph_with_another_weight_is_not_published(
+    language_model: Path, exported_model: Path, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_with(monkeypatch, exported_model, slice(7, 8), 3.0)
     folder = tmp_path / "model"
     shutil.copytree(language_model, folder)
     (folder / "chat_template.jinja").unlink()
@@ -189,9 +194,9 @@ def test_a_graph_with_another_weight_is_not_published(language_model: Path, samp
 
 
 def test_a_graph_with_the_same_tokens_and_other_probabilities_is_not_published(
-    language_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    language_model: Path, exported_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export_with(monkeypatch, slice(None), 1.5)
+    export_with(monkeypatch, exported_model, slice(None), 1.5)
     told = imported(tmp_path, "writer", language_model, succeeds=False)
     assert "the exported gpt_neox is not the model of transformers: its logits differ by up to " in told
     assert not Repository(UPath(tmp_path)).names()
@@ -281,15 +286,15 @@ def test_a_perplexity_claims_no_error_of_one_document_and_needs_a_target(publish
 
 
 def test_weights_that_raise_the_perplexity_are_not_published(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Path, published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    copy_instead_of_export(monkeypatch, published.graph)
     compress = exporter.compress_weights
 
     def compress_another(graph: Path, folder: Path, precision: Any) -> str:
         """Write the weights of a model with the same sizes that has learned nothing."""
         model, draw = openvino.Core().read_model(graph), np.random.default_rng(0)
-        matrices = [node for node in model.get_ops() if node.get_type_name() == "Constant" and len(node.shape) == 2]
-        for matrix in matrices:
+        for matrix in matrices_in(model):
             random = draw.normal(scale=0.5, size=matrix.shape).astype(np.float32)
             matrix.output(0).replace(openvino.op.Constant(random).output(0))
         openvino.save_model(model, tmp_path / graph.name, compress_to_fp16=False)
@@ -323,7 +328,10 @@ def convert(weights: Path, folder: Path) -> Path:
         ("compile.batch_sizes=[1]", "generation.key", "compile.batch_sizes"),
     ],
 )
-def test_a_gate_or_a_key_that_does_not_fit_publishes_nothing(trained: Path, override: str, rule: str, key: str) -> None:
+def test_a_gate_or_a_key_that_does_not_fit_publishes_nothing(
+    trained: Path, published: Published, override: str, rule: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_instead_of_export(monkeypatch, published.graph)
     before = Repository(UPath(trained)).names()
     recipe = load_recipe(
         STDLIB, [*keys_of(trained), "name=other", f"compile.weights={weights_in(trained)}", *override.split()]

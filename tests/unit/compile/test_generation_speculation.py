@@ -1,6 +1,6 @@
 """Speculation in compile: measured beside plain generation, and published only if it is equal and faster."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,10 @@ from app.compile.generation.timing import TimedWork
 from app.compile.generation.variants import require_rows
 from app.config import ObjectiveConfig, ServeConfig, load_recipe
 from app.engines.generation.base import GenerationEngine, PromptLookup
-from app.repository.manifest import Manifest
+from app.repository.manifest import GENERATION_FILE, Manifest
 from app.repository.repository import Repository
 from app.serving.config import GeneratorConfig
-from tests.generating import make_language_model
+from tests.generating import copy_instead_of_export, export_language_model, make_language_model
 from tests.helpers import ROOT
 from tests.importing import imported
 from tests.wording import refused
@@ -27,10 +27,10 @@ from tests.wording import refused
 _KEYS = ("compile.precisions=[fp32]", "compile.speculation=prompt_lookup")
 
 
-@pytest.fixture
-def repeating(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose next token is always the last one again."""
-    folder = make_language_model(tmp_path / "model", "llama")
+    folder = make_language_model(tmp_path_factory.mktemp("repeating"), "llama")
     model = load_causal_lm(folder)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
@@ -38,6 +38,14 @@ def repeating(tmp_path: Path) -> Path:
     model.lm_head.weight.data = model.model.embed_tokens.weight.data.clone()
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _exported_once(repeating: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    exported = export_language_model(repeating, tmp_path_factory.mktemp("exported"))
+    with pytest.MonkeyPatch.context() as patched:
+        copy_instead_of_export(patched, exported / GENERATION_FILE)
+        yield
 
 
 def _manifest(storage: Path) -> Manifest:
