@@ -1,6 +1,7 @@
 """A step has the gradient of its samples, and all workers share one model, including its batch norm statistics."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def losses(folder: Path) -> dict[str, list[float]]:
 def test_one_sample_many_times_has_the_gradient_of_the_sample(folder: Path, ranks: str) -> None:
     norms = json.loads((folder / f"{ranks}.json").read_bytes())["grad norms"]
     assert norms
+    assert all(math.isfinite(once) for once, _ in norms.values())
     assert {plan: many for plan, (_, many) in norms.items()} == pytest.approx(
         {plan: once for plan, (once, _) in norms.items()}, rel=1e-4
     )

@@ -103,6 +103,8 @@ def config_of(workers: int, batch: int, precision: str = "fp32", sync_batch_norm
             "gradient_clipping": 0.0,
             "sync_batch_norm": sync_batch_norm,
             "plan": plan,
+            # At DeepSpeed's first loss scale, 2**16, the gradients may overflow, and an infinite norm proves nothing.
+            "deepspeed": {"fp16": {"initial_scale_power": 8}},
         }
     )
 

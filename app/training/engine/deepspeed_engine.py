@@ -69,9 +69,6 @@ def deepspeed_config(config: TrainConfig, layout: Layout) -> Keys:
         "fp16": {
             "enabled": config.precision == "fp16",
             "loss_scale": 0,  # dynamic
-            "initial_scale_power": 16,
-            "loss_scale_window": 1000,
-            "hysteresis": 2,
             "min_loss_scale": MIN_LOSS_SCALE,
         },
         "data_types": {"grad_accum_dtype": _accumulation_dtype(config, layout)},

@@ -285,10 +285,11 @@ def test_zero_plus_plus_reaches_deepspeed() -> None:
 
 
 def test_deepspeeds_own_keys_refine_what_the_recipe_asks_for() -> None:
-    given = "train.deepspeed={zero_optimization: {offload_optimizer: {ratio: 0.5}}}"
+    given = "train.deepspeed={fp16: {initial_scale_power: 8}, zero_optimization: {offload_optimizer: {ratio: 0.5}}}"
     config = load_recipe(GPT, ["train.plan={zero_stage: 3, offload: cpu}", given]).train
-    offload = deepspeed_config(config, config.layout(2))["zero_optimization"]["offload_optimizer"]
-    assert offload == {"device": "cpu", "pin_memory": False, "ratio": 0.5}
+    made = deepspeed_config(config, config.layout(2))
+    assert made["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": False, "ratio": 0.5}
+    assert made["fp16"]["initial_scale_power"] == 8
 
 
 @pytest.mark.parametrize(
