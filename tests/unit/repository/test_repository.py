@@ -19,6 +19,9 @@ from app.storage import open_storage
 from tests.publishing import CARD, files_in
 from tests.wording import refused
 
+local = pytest.mark.parametrize("storage", ["local", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
+"""Marks tests of what is done alike on every storage. On S3 they are slow."""
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> UPath:
@@ -109,6 +112,7 @@ def test_what_is_read_elsewhere_is_not_fetched(repository: Repository, files: UP
     assert (tmp_path / "target/labels.json").exists()
 
 
+@local
 def test_a_changed_byte_in_any_file_is_found(repository: Repository, files: UPath, tmp_path: Path) -> None:
     repository.publish("toy", files, CARD)
     for name in ("model.onnx", "labels.json", "manifest.json", "manifest.sha256"):
@@ -165,6 +169,7 @@ def test_only_a_folder_of_files_is_published(repository: Repository, files: UPat
     assert repository.names() == []
 
 
+@local
 def test_damaged_aliases_of_a_model_hide_no_other(repository: Repository, files: UPath) -> None:
     for name in ("one", "two"):
         repository.publish(name, files, CARD)
@@ -205,6 +210,7 @@ def test_another_process_sees_a_version_at_once(storage: str, files: UPath) -> N
     assert reader.versions("toy") == [1]
 
 
+@local
 def test_a_rollback_goes_to_what_was_before_and_back_again(repository: Repository, files: UPath) -> None:
     for _ in range(3):
         repository.publish("toy", files, CARD)
