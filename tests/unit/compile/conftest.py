@@ -1,14 +1,16 @@
 """Shared by the tests of compile."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
+import torch
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from upath import UPath
 
 from app.compile.generation import compilation
 from tests.compiling import digits_in, train_digits
+from tests.quantizing import SUBJECTS, Subject
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -37,3 +39,15 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
 def weights(storage: UPath) -> UPath:
     """The weights of that model."""
     return digits_in(storage)
+
+
+@pytest.fixture(scope="package")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    """Return a model that is quantized, by its name. It is made and exported once. Do not change it."""
+
+    @cache
+    def make(name: str) -> Subject:
+        torch.manual_seed(0)
+        return SUBJECTS[name](tmp_path_factory.mktemp(name))
+
+    return make

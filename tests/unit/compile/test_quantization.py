@@ -1,5 +1,6 @@
 """Quantisation: the ranges, and what is written."""
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,6 @@ import numpy as np
 import onnx
 import openvino
 import pytest
-import torch
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 from scipy.stats import entropy
@@ -25,7 +25,7 @@ from app.engines.tensorrt.manifest import BuildSettings
 from app.repository.manifest import Quantization
 from app.tensors import OUTPUT
 from tests.onnx_files import save_onnx
-from tests.quantizing import SUBJECTS, TEXT, Subject, digits
+from tests.quantizing import SUBJECTS, TEXT, Subject
 
 PRODUCT = helper.make_node("MatMul", ["given", "weight"], ["logits"], name="product")
 
@@ -115,10 +115,8 @@ def test_entropy_clips_nothing_where_nothing_is_rare(values: NDArray[np.float64]
 
 
 @pytest.fixture(scope="module", params=list(SUBJECTS))
-def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Subject, Path]:
-    torch.manual_seed(0)
-    subject = SUBJECTS[request.param](tmp_path_factory.mktemp(request.param))
-    return subject, subject.quantized(at_least=0.97)[0]
+def quantized(request: pytest.FixtureRequest, subject: Callable[[str], Subject]) -> tuple[Subject, Path]:
+    return subject(request.param), subject(request.param).quantized(at_least=0.97)[0]
 
 
 def test_int8_answers_as_pytorch_does_in_the_oracle_and_in_openvino(quantized: tuple[Subject, Path]) -> None:
@@ -185,11 +183,11 @@ def test_tensorrt_builds_the_file(quantized: tuple[Subject, Path], tmp_path: Pat
         build_plan("tensorrt_rtx", model, tmp_path / f"{precision}.plan", settings, ("SM89", "SM120"))
 
 
-def test_fp8_answers_as_pytorch_does(tmp_path: Path) -> None:
-    subject = digits(tmp_path)
-    found = quantize_fp8(subject.file, subject.samples, tmp_path / "fp8.onnx", print)
+def test_fp8_answers_as_pytorch_does(subject: Callable[[str], Subject], tmp_path: Path) -> None:
+    digits = subject("digits")
+    found = quantize_fp8(digits.file, digits.samples, tmp_path / "fp8.onnx", print)
     assert found == Quantization(method="minmax", smoothing=0.0, exempt=())
-    assert subject.evaluate(tmp_path / "fp8.onnx", at_least=0.98).passed
+    assert digits.evaluate(tmp_path / "fp8.onnx", at_least=0.98).passed
 
 
 @pytest.mark.parametrize(
