@@ -185,7 +185,7 @@ ATTACKS: dict[str, Attack] = {
     "heads that never end": Attack(_hold(_HEAD), 200),
     "bodies of a byte a second": Attack(_hold(_HEAD + b"Content-Length: 1000\r\n\r\n", drips=True), 100),
     "bodies that never come": Attack(_hold(_HEAD + b"Content-Length: 1000\r\n\r\n"), 800),
-    "a few KB that become MiB, over HTTP": Attack(_send(*bombs.HTTP.values())),
+    "a few KB that become MiB, over HTTP": Attack(_send(*(bomb() for bomb in bombs.HTTP.values()))),
     "texts of 7 MiB": Attack(_send(bombs.TEXT)),
     "ids, parameters, names and shapes of MiB": Attack(_send(*_odd())),
     "5,000 headers": Attack(_send(_HEAD + _MANY_HEADERS + b"\r\n")),

@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Callable
 
 from tests.calls import prefixed, sized
 from tests.wire import message
@@ -11,12 +12,12 @@ INFER, PREDICT, EMBEDDINGS = "/v2/models/toy/infer", "/v1/models/toy/predict", "
 
 
 def packed(content: bytes) -> bytes:
-    return zlib.compress(content, 9, 31)
+    return zlib.compress(content, wbits=31)
 
 
 def listed(item: bytes, size: int = 8 * MIB - 100) -> bytes:
     """Return a JSON list that repeats one item up to ``size`` bytes."""
-    return b"[" + b",".join([item] * (size // (len(item) + 1))) + b"]"
+    return b"[" + (item + b",") * (size // (len(item) + 1) - 1) + item + b"]"
 
 
 def squeezed(path: str, content: bytes) -> bytes:
@@ -35,33 +36,35 @@ def _record() -> bytes:
     return b'{"inputs":{"a":%s}}' % listed(b"[]")
 
 
-HTTP: dict[str, bytes] = {
-    "64 MiB of spaces": squeezed(INFER, b" " * (64 * MIB - 1)),
-    "inputs that are empty objects": squeezed(INFER, b'{"inputs":%s}' % listed(b"{}")),
-    "the same, plain": message("POST", INFER, b'{"inputs":%s}' % listed(b"{}")),
-    "the same, short enough for the fast path": message("POST", INFER, b'{"inputs":%s}' % listed(b"{}", 250_000)),
-    "data of numbers": squeezed(INFER, b'{"inputs":[{"name":"input_ids","data":%s}]}' % listed(b"1")),
-    "many keys": squeezed(INFER, _keys()),
-    "texts that are numbers": squeezed(PREDICT, b'{"inputs":%s}' % listed(b"1")),
-    "texts that are empty objects": squeezed(PREDICT, b'{"inputs":%s}' % listed(b"{}")),
-    "a row of empty lists": squeezed(PREDICT, _record()),
-    "a row of numbers": squeezed(PREDICT, _record().replace(b"[]", b"11")),
-    "empty texts": squeezed(PREDICT, b'{"inputs":%s}' % listed(b'""')),
-    "embeddings of objects": squeezed(EMBEDDINGS, b'{"model":"toy","input":%s}' % listed(b"{}")),
-    "embeddings of tokens": squeezed(EMBEDDINGS, b'{"model":"toy","input":%s}' % listed(b"1")),
-    "an index of empty lists": squeezed("/v2/repository/index", b'{"ready":%s}' % listed(b"[]")),
-    "deep lists": squeezed(INFER, b'{"inputs":' + b"[" * 4 * MIB + b"]" * 4 * MIB),
+HTTP: dict[str, Callable[[], bytes]] = {
+    "64 MiB of spaces": lambda: squeezed(INFER, b" " * (64 * MIB - 1)),
+    "inputs that are empty objects": lambda: squeezed(INFER, b'{"inputs":%s}' % listed(b"{}")),
+    "the same, plain": lambda: message("POST", INFER, b'{"inputs":%s}' % listed(b"{}")),
+    "the same, short enough for the fast path": lambda: message(
+        "POST", INFER, b'{"inputs":%s}' % listed(b"{}", 250_000)
+    ),
+    "data of numbers": lambda: squeezed(INFER, b'{"inputs":[{"name":"input_ids","data":%s}]}' % listed(b"1")),
+    "many keys": lambda: squeezed(INFER, _keys()),
+    "texts that are numbers": lambda: squeezed(PREDICT, b'{"inputs":%s}' % listed(b"1")),
+    "texts that are empty objects": lambda: squeezed(PREDICT, b'{"inputs":%s}' % listed(b"{}")),
+    "a row of empty lists": lambda: squeezed(PREDICT, _record()),
+    "a row of numbers": lambda: squeezed(PREDICT, _record().replace(b"[]", b"11")),
+    "empty texts": lambda: squeezed(PREDICT, b'{"inputs":%s}' % listed(b'""')),
+    "embeddings of objects": lambda: squeezed(EMBEDDINGS, b'{"model":"toy","input":%s}' % listed(b"{}")),
+    "embeddings of tokens": lambda: squeezed(EMBEDDINGS, b'{"model":"toy","input":%s}' % listed(b"1")),
+    "an index of empty lists": lambda: squeezed("/v2/repository/index", b'{"ready":%s}' % listed(b"[]")),
+    "deep lists": lambda: squeezed(INFER, b'{"inputs":' + b"[" * 4 * MIB + b"]" * 4 * MIB),
 }
-"""Requests over HTTP. None is valid."""
+"""Make requests over HTTP. None is valid. To make all of them takes seconds."""
 
-GRPC: dict[str, bytes] = {
-    "a call with empty inputs": _call(b"\x2a\x00" * 32 * MIB),
-    "a call with empty tensors": _call(b"\x3a\x00" * 32 * MIB),
-    "a call with one input of empty parameters": _call(b"\x2a\x80\x80\x80\x10" + b"\x22\x00" * 16 * MIB),
-    "a call with unknown fields": _call(b"\x78\x00" * 32 * MIB),
-    "metadata of 64 MiB": _call(b"\x0a\x80\x80\x80\x1f" + bytes(62 * MIB), "ModelMetadata"),
+GRPC: dict[str, Callable[[], bytes]] = {
+    "a call with empty inputs": lambda: _call(b"\x2a\x00" * 32 * MIB),
+    "a call with empty tensors": lambda: _call(b"\x3a\x00" * 32 * MIB),
+    "a call with one input of empty parameters": lambda: _call(b"\x2a\x80\x80\x80\x10" + b"\x22\x00" * 16 * MIB),
+    "a call with unknown fields": lambda: _call(b"\x78\x00" * 32 * MIB),
+    "metadata of 64 MiB": lambda: _call(b"\x0a\x80\x80\x80\x1f" + bytes(62 * MIB), "ModelMetadata"),
 }
-"""Calls over HTTP/1.1, as HAProxy sends them. None is valid."""
+"""Make calls over HTTP/1.1, as HAProxy sends them. None is valid."""
 
 MESSAGES: dict[str, bytes] = {
     "empty inputs": b"\x2a\x00" * 8 * MIB,

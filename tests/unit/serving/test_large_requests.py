@@ -79,16 +79,16 @@ def least_pause_s(server: Server, send: object) -> float:
 
 @pytest.mark.parametrize("name", bombs.HTTP)
 def test_a_small_request_that_becomes_large_does_not_hold_up_the_loop(server: Server, name: str) -> None:
-    statuses = []
-    pause_s = least_pause_s(server, lambda: statuses.append(ask(server.http, bombs.HTTP[name], patience_s=60).status))
+    statuses, bomb = [], bombs.HTTP[name]()
+    pause_s = least_pause_s(server, lambda: statuses.append(ask(server.http, bomb, patience_s=60).status))
     assert set(statuses) <= {400, 413}
     assert pause_s < MAX_PAUSE_S
 
 
 @pytest.mark.parametrize("name", bombs.GRPC)
 def test_a_small_call_that_becomes_large_does_not_hold_up_the_loop(server: Server, name: str) -> None:
-    statuses = []
-    pause_s = least_pause_s(server, lambda: statuses.append(exchange(server.http, bombs.GRPC[name])[0].status))
+    statuses, bomb = [], bombs.GRPC[name]()
+    pause_s = least_pause_s(server, lambda: statuses.append(exchange(server.http, bomb)[0].status))
     assert set(statuses) <= {"3", "8"}, "INVALID_ARGUMENT or RESOURCE_EXHAUSTED"
     assert pause_s < MAX_PAUSE_S
 
@@ -205,24 +205,26 @@ def request(request_id: str = "a") -> bytes:
     return json.dumps({**body(rows(1)), "id": request_id}).encode()
 
 
-@pytest.mark.parametrize(
-    "honest",
-    [
-        message("POST", bombs.INFER, request("x" * 4 * bombs.MIB)),
-        bombs.squeezed(bombs.INFER, request()),
-        bombs.squeezed(bombs.INFER, request(random.Random(0).randbytes(5000).hex() * 30)),
-    ],
-    ids=["large", "compressed", "large and compressed"],
-)
-def test_compressed_requests_that_become_large_do_not_delay_the_large_ones_of_others(
-    server: Server, honest: bytes
-) -> None:
-    with flooded(server.http, bombs.HTTP["data of numbers"], clients=12) as statuses:
+HONEST = {
+    "large": message("POST", bombs.INFER, request("x" * 4 * bombs.MIB)),
+    "compressed": bombs.squeezed(bombs.INFER, request()),
+    "large and compressed": bombs.squeezed(bombs.INFER, request(random.Random(0).randbytes(5000).hex() * 30)),
+}
+
+
+def least_turn_s(server: Server, honest: bytes) -> float:
+    """Return the time until a good request is answered, in the best of some tries as in ``least_pause_s``."""
+    took_s: list[float] = []
+    while len(took_s) < TRIES and not any(seconds < MAX_TURN_S for seconds in took_s):
+        began_s = time.monotonic()
+        assert ask(server.http, honest, patience_s=60).status == 200
+        took_s.append(time.monotonic() - began_s)
+    return min(took_s)
+
+
+def test_compressed_requests_that_become_large_do_not_delay_the_large_ones_of_others(server: Server) -> None:
+    with flooded(server.http, bombs.HTTP["data of numbers"](), clients=12) as statuses:
         wait_until(lambda: len(statuses) >= 3)
-        took_s: list[float] = []
-        while len(took_s) < TRIES and not any(seconds < MAX_TURN_S for seconds in took_s):  # as in ``least_pause_s``
-            began_s = time.monotonic()
-            assert ask(server.http, honest, patience_s=60).status == 200
-            took_s.append(time.monotonic() - began_s)
+        least_s = {name: least_turn_s(server, honest) for name, honest in HONEST.items()}
     assert set(statuses) == {400}
-    assert min(took_s) < MAX_TURN_S
+    assert max(least_s.values()) < MAX_TURN_S, least_s
