@@ -3,32 +3,28 @@
 import json
 import subprocess
 import sys
-from functools import partial
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 from peft import PeftModel
-from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from upath import UPath
 
 from app.checksums import VerifiedFolder, verify_checksums
-from app.config import ModelConfig
 from app.models import factory
-from app.models.adapter import adapt
-from app.models.blueprint import Blueprint
-from app.models.factory import blueprint_of, build_model, logits_of
+from app.models.factory import blueprint_of, logits_of
 from app.models.pretrained import with_pretrained_weights
 from app.published.weights import load_weights
 from app.runs import Run
 from app.tasks import prepare
 from app.training.checkpoints.parts import SavedParts
 from app.training.run import prepare_run
-from tests.pretrained import LEARNING, TEXTS, recipe_of, train_alone, write_decoder, write_encoder
+from tests.fresh_adapter import fresh_adapter
+from tests.helpers import ROOT
+from tests.pretrained import TEXTS, recipe_of, train_alone, write_decoder, write_encoder
 from tests.wording import refused
 
 LANGUAGE = ["task=language-modeling", "data.buckets=[32, 64, 128, 256]", "data.block_length=32"]
@@ -47,7 +43,7 @@ def test_a_classifiers_adapter_and_its_head_learn_and_the_rest_stays(
 ) -> None:
     folder = write_encoder(tmp_path / "bert")
     adapter = f"model.adapter={{lora: {{rank: 4, alpha: 8, dora: {dora}}}}}"
-    run = Run.start("train", recipe_of(tmp_path, folder, adapter, *LEARNING, "train.optimizer.lr=0.01"))
+    run = Run.start("train", recipe_of(tmp_path, folder, adapter, "train.optimizer.lr=0.01"))
     outcome = train_alone(run)
     assert "parameters are trained, the others frozen" in capfd.readouterr().out
     weights, kept = UPath(outcome.artifacts["weights"]), Path(outcome.artifacts["adapter"])
@@ -81,14 +77,25 @@ def test_a_merged_causal_model_answers_as_peft(model_type: str, dora: bool, tmp_
     assert (reference - untouched).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("adapter", ["null", "{lora: {rank: 4}}", "{lora: {rank: 4, dora: true}}"])
-def test_every_zero_stage_starts_from_the_folder_and_trains_the_same(adapter: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("adapter", "stages"),
+    [
+        ("null", [0, 3]),
+        ("{lora: {rank: 4}}", [0, 3]),
+        pytest.param("null", [0, 1, 2], marks=pytest.mark.slow),
+        pytest.param("{lora: {rank: 4}}", [0, 1, 2], marks=pytest.mark.slow),
+        pytest.param("{lora: {rank: 4, dora: true}}", [0, 1, 2, 3], marks=pytest.mark.slow),
+    ],
+)
+def test_every_zero_stage_starts_from_the_folder_and_trains_the_same(
+    adapter: str, stages: list[int], tmp_path: Path
+) -> None:
     """In one process. tests/parity compares two with PEFT's own model."""
     folder, source = write_decoder(tmp_path / "decoder"), documents(tmp_path / "documents")
     small = "train.deepspeed={zero_optimization: {stage3_param_persistence_threshold: 0}}"
     losses = {}
     linear = functional.linear
-    for stage in range(4):
+    for stage in stages:
         keys = [*LANGUAGE, source, "train.early_stopping=null", "train.global_batch_size=4", "train.optimizer.lr=0.01"]
         plan = [f"train.plan={{zero_stage: {stage}}}", small, f"model.adapter={adapter}", f"storage={tmp_path / 's'}"]
         run = Run.start("train", recipe_of(tmp_path, folder, *keys, *plan))
@@ -97,7 +104,7 @@ def test_every_zero_stage_starts_from_the_folder_and_trains_the_same(adapter: st
         losses[stage] = [line[name] for name in ("loss", "val_loss") for line in lines if name in line]
     assert len(losses[0]) > 4
     assert losses[0][-1] < losses[0][0]
-    for stage in range(1, 4):
+    for stage in stages[1:]:
         assert losses[stage] == pytest.approx(losses[0], rel=1e-4)
     assert functional.linear is linear  # DeepSpeed replaces it for the process
 
@@ -121,22 +128,22 @@ def test_only_the_adapter_has_optimizer_state(stage: int, tmp_path: Path, monkey
     assert with_state == names
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
 def test_frozen_weights_are_written_once_however_often_the_run_is_saved_and_goes_on(stage: int, tmp_path: Path) -> None:
     folder, source = write_decoder(tmp_path / "decoder"), documents(tmp_path / "documents")
     keys = [*LANGUAGE, source, "train.early_stopping=null", "train.global_batch_size=4", "train.epochs=9"]
     keys += ["train.checkpoint={every_steps: 1, num_to_keep: 99}", f"train.plan={{zero_stage: {stage}}}"]
     keys += ["model.adapter={lora: {rank: 2, targets: [q_proj]}}", "train.optimizer.lr=0.01"]
-    runs = {name: Run.start("train", recipe_of(tmp_path, folder, *keys, "train.max_steps=6")) for name in ("a", "b")}
+    runs = {name: Run.start("train", recipe_of(tmp_path, folder, *keys, "train.max_steps=4")) for name in ("a", "b")}
     whole = train_alone(runs["a"])
-    runs["b"].recipe = recipe_of(tmp_path, folder, *keys, "train.max_steps=3")
+    runs["b"].recipe = recipe_of(tmp_path, folder, *keys, "train.max_steps=2")
     train_alone(runs["b"])
     runs["b"].until_result.close()
     runs["b"].recipe = runs["a"].recipe
     resumed = train_alone(runs["b"])
     for run in runs.values():
         checkpoints = sorted((Path(run.folder.path) / "checkpoints").glob("step_*"))
-        assert len(checkpoints) >= 6
+        assert len(checkpoints) >= 4
         frozen = {file.stat().st_ino for step in checkpoints for file in step.glob("*frozen*.distcp")}
         trained = [file.stat().st_size for step in checkpoints for file in step.glob("__0_[0-9]*.distcp")]
         (step, *_) = checkpoints
@@ -151,27 +158,11 @@ def test_frozen_weights_are_written_once_however_often_the_run_is_saved_and_goes
         assert {name.split(".")[-2] for name in changed} == {"q_proj"}
 
 
-def fresh_adapter(folder: str) -> str:
-    """Build a model that is recorded, and return a checksum of its fresh adapter."""
-    torch.manual_seed(0)
-    config = ModelConfig.model_validate({"pretrained": folder, "adapter": {"lora": {"rank": 4}}})
-    blueprint = Blueprint.of(partial(adapted_decoder, config))
-    assert {parameter.device.type for parameter in blueprint.model.parameters()} == {"meta"}
-    state = with_pretrained_weights(blueprint, config).make().state_dict()
-    return sha256(b"".join(state[name].numpy().tobytes() for name in state if ".lora_A." in name)).hexdigest()
-
-
-def adapted_decoder(config: ModelConfig) -> nn.Module:
-    assert config.adapter is not None
-    return adapt(build_model(config, {}), config.adapter.lora, trains_head=False)
-
-
 def test_every_build_draws_the_same_fresh_adapter(tmp_path: Path) -> None:
     """A build that is first in its process once was not recorded, and drew other values than the next."""
     folder = str(write_decoder(tmp_path / "decoder"))
-    adapter = f"fresh_adapter({folder!r})"
-    code = f"from tests.unit.models.test_adapter import fresh_adapter; print({adapter}, {adapter})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.fresh_adapter", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.split()
     assert first == second == fresh_adapter(folder)
