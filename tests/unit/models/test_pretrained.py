@@ -44,7 +44,6 @@ from tests.pretrained import (
     LEARNING,
     TEXTS,
     recipe_of,
-    train_alone,
     write_decoder,
     write_encoder,
     write_image_model,
@@ -198,9 +197,13 @@ def test_an_image_classifier_starts_from_its_folder(tmp_path: Path) -> None:
     assert torch.equal(model.vit(pixels).last_hidden_state, reference.vit(pixels).last_hidden_state)
 
 
-def test_a_run_keeps_all_that_the_trained_model_needs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_keeps_all_that_the_trained_model_needs_to_be_compiled_and_served(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = write_encoder(tmp_path / "bert")
-    run = start_or_resume("train", recipe_of(tmp_path, folder, *LEARNING))
+    sha256 = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    keys = [*LEARNING, "compile.precisions=[fp32]", "compile.engines=[onnxruntime]", "compile.batch_sizes=[1]"]
+    run = start_or_resume("train", recipe_of(tmp_path, folder, *keys))
     plan, data = prepare_run(run)
     open_run(run, plan, data)
     outcome = finish_run(run, data, train(plan, data, start_worker(run.recipe.train), run.folder))
@@ -219,17 +222,10 @@ def test_a_run_keeps_all_that_the_trained_model_needs(tmp_path: Path, capfd: pyt
             "negative",
         ]
     run.until_result.close()
-    resumed = recipe_of(tmp_path, folder, *LEARNING, f"train.resume={run.run_id}")
+    resumed = recipe_of(tmp_path, folder, *keys, f"train.resume={run.run_id}")
     assert start_or_resume("train", resumed).run_id == run.run_id
-
-
-def test_a_model_is_compiled_and_served_without_the_folder_that_it_came_from(tmp_path: Path) -> None:
-    folder = write_encoder(tmp_path / "bert")
-    sha256 = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    recipe = recipe_of(tmp_path, folder, *LEARNING, "compile.precisions=[fp32]", "compile.batch_sizes=[1]")
-    assert execute(Run.start("train", recipe), train_alone).status == "succeeded"
-    shutil.rmtree(folder)
-    assert execute(Run.start("compile", recipe), compile_model).status == "succeeded"
+    assert execute(run, lambda _: outcome).status == "succeeded"
+    assert execute(Run.start("compile", run.recipe), compile_model).status == "succeeded"
     storage = UPath(tmp_path / "storage")
     manifest = Repository(storage).manifest("digits", 1)
     assert manifest.lineage.pretrained == f"{folder} sha256:{sha256}"
