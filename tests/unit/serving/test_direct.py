@@ -105,12 +105,13 @@ def test_clients_that_send_no_body_take_no_place(path: str) -> None:
     async def run() -> None:
         endpoint, rest = Endpoint(), asyncio.Event()
         admission, most, places = answered(endpoint), endpoint.config.max_requests, 0
+        api = HttpApi(admission)
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             """Stand in for Serve, which counts a request as long as this runs."""
             nonlocal places
             places += 1
-            await HttpApi(admission)(scope, receive, send)
+            await api(scope, receive, send)
             places -= 1
 
         async def slowly() -> AsyncIterator[bytes]:
