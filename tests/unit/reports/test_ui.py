@@ -202,9 +202,9 @@ def test_only_runs_in_storage_are_read(url: str, storage: UPath, secret: str, fo
 
 def test_a_damaged_recipe_is_named(tmp_path: Path) -> None:
     storage = UPath(tmp_path)
-    for content, run in ((b"a: [\n", GOOD), (b"\xff\x00", FAILED), (b"[" * 5000, LIVE)):
-        (write_run(storage, run) / CONFIG_FILE).write_bytes(content)
-        with served(storage) as url:
+    with served(storage) as url:
+        for content, run in ((b"a: [\n", GOOD), (b"\xff\x00", FAILED), (b"[" * 5000, LIVE)):
+            (write_run(storage, run) / CONFIG_FILE).write_bytes(content)
             for path in (f"compare?run={run}&run={run}", f"runs/train/{run}/report.html"):
                 refused = httpx.get(f"{url}/{path}")
                 assert refused.status_code == 404
