@@ -92,7 +92,7 @@ def test_the_first_rows_of_a_row_group_fit_into_memory(tmp_path: Path) -> None:
 
 
 def test_a_tar_of_many_members_takes_little_memory(tmp_path: Path) -> None:
-    path, count = tmp_path / "rows.tar", 8000
+    path, count = tmp_path / "rows.tar", 4000
     with tarfile.open(path, "w") as tar:
         for number in range(count):
             for extension in ("txt", "cls"):
