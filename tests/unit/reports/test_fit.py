@@ -3,8 +3,9 @@
 import math
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from datetime import datetime, timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -323,21 +324,17 @@ return [...found];
 """What has too little contrast with what is behind it, by WCAG 2.2."""
 
 
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1400, 390])
 @pytest.mark.parametrize("address", [*PAGES, *ENDPOINT], indirect=True)
 def test_a_page_fits_its_window_and_can_be_read(
-    browser: WebDriver, address: str, width: int, is_dark: bool, request: pytest.FixtureRequest
+    browser: WebDriver, address: str, request: pytest.FixtureRequest
 ) -> None:
-    with ExitStack() as stack:
-        stack.enter_context(screen(browser, width))
-        if is_dark:
-            stack.enter_context(dark(browser))
-        browser.get(address)
-        seen(browser, ".panel")
-        whole_picture(browser, request.node.callspec.id)
-        assert browser.execute_script(MISFITS, width) == [width, []]
-        assert browser.execute_script(FAINT) == []
+    for width, is_dark in product([1400, 390], [False, True]):
+        with screen(browser, width), dark(browser) if is_dark else nullcontext():
+            browser.get(address)
+            seen(browser, ".panel")
+            whole_picture(browser, f"{request.node.callspec.id}-{width}-{'dark' if is_dark else 'light'}")
+            assert browser.execute_script(MISFITS, width) == [width, []], is_dark
+            assert browser.execute_script(FAINT) == [], (width, is_dark)
 
 
 @pytest.mark.parametrize("address", ["compile"], indirect=True)
