@@ -98,7 +98,7 @@ def test_of_three_stages_those_are_asked_that_pay() -> None:
 @pytest.mark.parametrize("noises", [(0.9, 0.45), (1.2, 0.8, 0.45)])
 def test_on_new_rows_the_floor_is_missed_no_more_often_than_is_said(noises: tuple[float, ...]) -> None:
     rng, costs, times = np.random.default_rng(0), [1.0, 4.0, 20.0][-len(noises) :], 100
-    new = noisy(rng, 100_000, *noises)
+    new = noisy(rng, 25_000, *noises)
     rules = [calibrate(noisy(rng, 1000, *noises), first_label(1000), costs, 0.99) for _ in range(times)]
     alone = (new[-1][:, 0] > 0).mean()
     assert sum(_accuracy(rule, new) < 0.99 * alone for rule in rules) <= 0.05 * times
