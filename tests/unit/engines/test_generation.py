@@ -81,6 +81,7 @@ def test_answers_share_a_cache_that_is_too_small_for_all(exported: Path) -> None
     asyncio.run(crowded())
 
 
+@pytest.mark.slow
 def test_an_answer_that_waits_for_the_cache_is_not_to_blame_for_deaths(exported: Path) -> None:
     async def killed_twice() -> None:
         # 320 tokens: room for one of the two answers
@@ -103,6 +104,7 @@ def test_an_answer_that_waits_for_the_cache_is_not_to_blame_for_deaths(exported:
     asyncio.run(killed_twice())
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_not_blamed_for_a_neighbour_that_dies_late(exported: Path) -> None:
     long = [1 + number % 250 for number in range(900)]
 
@@ -211,6 +213,7 @@ def _no_more_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_answers_wait_while_the_system_starts_no_process(exported: Path) -> None:
     async def starved() -> None:
         async with opened("openvino_genai", exported) as engine:
@@ -240,6 +243,7 @@ def test_a_process_that_writes_nonsense_is_replaced(exported: Path) -> None:
     asyncio.run(confused())
 
 
+@pytest.mark.slow
 def test_a_grammar_is_tried_again_after_its_trial_was_interrupted(
     exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +312,11 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     [
         (None, "RAYLOOM_VLLM_PYTHON is not set: expected the Python of an environment with vLLM; make one with"),
         ("/nowhere/python", "RAYLOOM_VLLM_PYTHON is '/nowhere/python', which is no program: expected"),
-        (sys.executable, "died before it had loaded .*; RAYLOOM_VLLM_PYTHON is .*: expected the Python of"),
+        pytest.param(
+            sys.executable,
+            "died before it had loaded .*; RAYLOOM_VLLM_PYTHON is .*: expected the Python of",
+            marks=pytest.mark.slow,
+        ),
         ("/bin/true", "died before it had loaded .*; RAYLOOM_VLLM_PYTHON is '/bin/true': expected the Python of"),
     ],
 )
