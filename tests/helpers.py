@@ -167,8 +167,9 @@ def write_sums(folder: Path) -> Path:
 
 
 @cache
-def _commands() -> Forks:
-    return Forks(os.environ, ["app.cli.main", "app.cli.models", "s3fs"])
+def _commands(home: str) -> Forks:
+    """Return the fork server for the commands of a ``RAYLOOM_HOME``, which is read once, on import."""
+    return Forks({**os.environ, "RAYLOOM_HOME": home}, ["app.cli.main", "app.cli.models", "s3fs"])
 
 
 def rayloom(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -176,7 +177,9 @@ def rayloom(*arguments: str, environment: dict[str, str] | None = None) -> subpr
 
     ``run`` starts the installed command, which takes a second longer.
     """
-    return _commands().run(Command("app.cli.main:main", list(arguments), _extended(environment)), timeout_s=120)
+    given = _extended(environment)
+    commands = _commands(given.get("RAYLOOM_HOME", "~/.rayloom"))
+    return commands.run(Command("app.cli.main:main", list(arguments), given), timeout_s=120)
 
 
 @cache

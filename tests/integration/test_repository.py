@@ -28,11 +28,16 @@ def repository(storage: str) -> Repository:
     return Repository(open_storage(storage))
 
 
+@pytest.fixture(scope="module")
+def empty_home(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of commands with no cluster up."""
+    return {"RAYLOOM_HOME": str(tmp_path_factory.mktemp("home"))}
+
+
 @pytest.fixture
-def models(storage: str, tmp_path: Path) -> Models:
+def models(storage: str, empty_home: dict[str, str]) -> Models:
     """Runs 'rayloom models ...', with no cluster up."""
-    home = {"RAYLOOM_HOME": str(tmp_path / "home")}
-    return lambda *arguments: rayloom("models", *arguments, "--storage", storage, environment=home)
+    return lambda *arguments: rayloom("models", *arguments, "--storage", storage, environment=empty_home)
 
 
 def waiting(storage: str, *acts: list[str]) -> subprocess.Popen[str]:
