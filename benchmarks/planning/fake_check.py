@@ -46,7 +46,7 @@ _QUICK = (
     FakeRank(PlanConfig(zero_stage=2), 8, _ACCUMULATION),
     FakeRank(PlanConfig(zero_stage=3), 8, _ACCUMULATION),
     FakeRank(PlanConfig(tensor=2, activation_checkpointing=True), 8, _ACCUMULATION),
-    FakeRank(PlanConfig(tensor=4, pipeline=4), 1024, _ACCUMULATION, rank=512),
+    FakeRank(PlanConfig(tensor=4, pipeline=4), 64, _ACCUMULATION, rank=32),
 )
 
 
