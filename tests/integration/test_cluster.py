@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.helpers import run
+from tests.helpers import rayloom, run
 from tests.proxies import listening
 
 
@@ -42,7 +42,7 @@ def test_the_token_is_private_and_guards_the_jobs_api(cluster: dict[str, str]) -
 def test_a_wrong_token_is_told(cluster: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "token").write_text("0" * 64, encoding="utf-8")
     environment = {**cluster, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
-    refused = run("rayloom", "submit", "train", "recipes/digits.yaml", environment=environment)
+    refused = rayloom("submit", "train", "recipes/digits.yaml", environment=environment)
     assert refused.returncode == 2
     assert f"refuses the token of {tmp_path / 'token'}" in refused.stderr
     assert "Traceback" not in refused.stderr
@@ -50,37 +50,26 @@ def test_a_wrong_token_is_told(cluster: dict[str, str], tmp_path: Path) -> None:
 
 def test_an_address_where_nothing_answers_is_told(cluster: dict[str, str]) -> None:
     environment = {**cluster, "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:9"}
-    refused = run("rayloom", "submit", "train", "recipes/digits.yaml", environment=environment)
+    refused = rayloom("submit", "train", "recipes/digits.yaml", environment=environment)
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: no cluster answers at 'http://127.0.0.1:9'")
 
 
 def test_a_second_cluster_in_the_same_home_is_refused(cluster: dict[str, str]) -> None:
-    refused = run("rayloom", "up", environment=cluster)
+    refused = rayloom("up", environment=cluster)
     assert refused.returncode == 2
     assert cluster["RAY_API_SERVER_ADDRESS"] in refused.stderr
     assert "rayloom down" in refused.stderr
 
 
-def test_a_search_with_several_workers_wants_a_dashboard() -> None:
-    script = """
-import ray
-from jobs._cluster import require_dashboard
-ray.init(num_cpus=1, include_dashboard=False)
-require_dashboard("a trial's workers")
-"""
-    refused = run("python", "-c", script)
-    assert refused.returncode
-    assert "ClusterError: the cluster's dashboard does not answer, and without it a trial's workers" in refused.stderr
-
-
-def test_work_that_waits_for_a_node_says_so_and_leaves_no_process() -> None:
+def test_work_that_waits_for_a_node_says_so_leaves_no_process_and_a_search_wants_a_dashboard() -> None:
     script = """
 import io, os, psutil, ray, sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from app.config import Placement
 from jobs import _node
+from jobs._cluster import require_dashboard
 from tests.helpers import wait_until
 
 _node._USUAL_START_S = 0.1
@@ -92,9 +81,13 @@ with redirect_stdout(io.StringIO()) as printed, ThreadPoolExecutor() as pool:
     ray.kill(holder)
 assert printed.getvalue().endswith("hold the rest\\nbegins\\n"), printed.getvalue()
 wait_until(lambda: not psutil.pid_exists(pid.result()))
+print("it is gone")
+require_dashboard("a trial's workers")
 """
     done = run("python", "-c", script)
-    assert done.returncode == 0, done.stderr
+    assert "it is gone\n" in done.stdout, done.stderr
+    assert done.returncode
+    assert "ClusterError: the cluster's dashboard does not answer, and without it a trial's workers" in done.stderr
 
 
 def test_code_stays_in_the_cluster_after_its_job_until_it_is_dropped(tmp_path: Path) -> None:
@@ -131,7 +124,7 @@ wait_until(lambda: not _internal_kv_list("gcs://"))
 
 
 def test_status_lists_the_ports_that_others_could_reach(cluster: dict[str, str]) -> None:
-    shown = run("rayloom", "status", "--ports", environment=cluster).stdout
+    shown = rayloom("status", "--ports", environment=cluster).stdout
     state = json.loads((Path(cluster["RAYLOOM_HOME"]) / "cluster/cluster.json").read_text(encoding="utf-8"))
     listed = {int(line.split()[0]) for line in shown.splitlines() if line.startswith("  ")}
     opened = {
@@ -145,7 +138,7 @@ def test_status_lists_the_ports_that_others_could_reach(cluster: dict[str, str])
     assert opened <= listed
     assert state["dashboard_port"] not in listed
     assert "supervisor watches Ray's control processes" in shown
-    assert "\n  " not in run("rayloom", "status", environment=cluster).stdout
+    assert "\n  " not in rayloom("status", environment=cluster).stdout
 
 
 @pytest.mark.parametrize("option", ["--dashboard-port", "--serve-port"])
@@ -168,11 +161,11 @@ def test_it_does_not_start_without_a_token(tmp_path: Path) -> None:
     assert "Traceback" not in refused.stderr
 
 
-@pytest.mark.parametrize("command", [["status"], ["env"], ["predict", "digits", "x"]])
-def test_a_cluster_that_is_not_up_is_told(command: list[str], tmp_path: Path) -> None:
-    refused = run("rayloom", *command, environment={"RAYLOOM_HOME": str(tmp_path)})
-    assert refused.returncode == 2
-    assert refused.stderr == "error: no local cluster is up: start one with 'rayloom up'\n"
+def test_a_cluster_that_is_not_up_is_told(tmp_path: Path) -> None:
+    for command in (["status"], ["env"], ["predict", "digits", "x"]):
+        refused = rayloom(*command, environment={"RAYLOOM_HOME": str(tmp_path)})
+        assert refused.returncode == 2, command
+        assert refused.stderr == "error: no local cluster is up: start one with 'rayloom up'\n"
 
 
 def test_down_ends_what_up_started_and_nothing_else(cluster: dict[str, str], tmp_path: Path) -> None:
@@ -185,14 +178,14 @@ def test_down_ends_what_up_started_and_nothing_else(cluster: dict[str, str], tmp
         assert list(Path(home).iterdir()) == []
     assert not Path(state["runtime"]).exists()
     assert not [process for process in psutil.process_iter() if belongs_to(process, state)]
-    assert run("rayloom", "status", environment=cluster).returncode == 0
+    assert rayloom("status", environment=cluster).returncode == 0
 
 
 def test_no_command_asks_a_proxy_for_the_cluster(cluster: dict[str, str]) -> None:
     with listening(403) as proxy:
         given = {**cluster, "HTTP_PROXY": proxy.url, "http_proxy": proxy.url, "NO_PROXY": "", "no_proxy": ""}
         commands = (["status"], ["submit", "plan", "recipes/digits.yaml"], ["predict", "nothing", "a text"])
-        done = {words[0]: run("rayloom", *words, environment=given) for words in commands}
+        done = {words[0]: rayloom(*words, environment=given) for words in commands}
         assert not proxy.lines
     assert done["status"].returncode == done["submit"].returncode == 0, done
     assert "not served" in done["predict"].stderr or "nothing" in done["predict"].stderr
