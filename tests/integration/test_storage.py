@@ -13,7 +13,7 @@ from app.published.weights import load_weights
 from app.training.checkpoints.names import WEIGHT, parameter
 from app.training.publication import export_checkpoint
 from tests.faults.torn_writes import require_survival
-from tests.helpers import flip, in_fork, records_of, result_of, run, steps_of, train_alone, wait_until
+from tests.helpers import flip, in_fork, rayloom, records_of, result_of, steps_of, train_alone, wait_until
 from tests.launch import Launch, newest_checkpoint, newest_step, tensors_of
 from tests.tables import Faults
 
@@ -38,30 +38,50 @@ def assert_holds(weights: Path, checkpoint: Path) -> None:
         assert torch.equal(part.flatten(), saved[parameter(name, WEIGHT)].flatten())
 
 
-def test_a_full_disk_ends_the_run_with_what_is_missing_and_it_goes_on_once_there_is_room(
-    launch: Launch, tmp_path: Path, faults: Faults
-) -> None:
+@pytest.fixture
+def full(launch: Launch, tmp_path: Path, faults: Faults) -> Path:
+    """The folder of a run that has ended because there was no room for a checkpoint."""
     storage = tmp_path / "storage"
     with faults("T8", "torchrun: no room for a checkpoint", "error names path and bytes; the good ones stay") as fault:
         full = launch("python", *TRAIN)
         wait_until(lambda: newest_step(storage) > 0)
         resource.prlimit(full.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # as a quota would
         assert full.ends() == 1
+        folder: Path
         (folder,) = storage.glob("runs/train/*")
         error = full.result()["error"]
         assert f"checkpoint '{folder}/checkpoints/step_000000" in error
         assert "cannot be written: [Errno 27] File too large; this process's part takes 1," in error
         assert "bytes are free there. Earlier checkpoints are whole: resume from them with train.resume=latest" in error
-        kept = newest_step(storage)
-        assert len(list(folder.glob("checkpoints/step_*"))) == kept / 4, "the torn one is gone"
+        assert len(list(folder.glob("checkpoints/step_*"))) == newest_step(storage) / 4, "the torn one is gone"
         fault.saw(error.partition(": ")[2])
+    return folder
 
-    exported = tmp_path / "exported"
-    told = run("rayloom", "export", folder.name, str(exported), "--step", "4", "--storage", str(storage))
-    assert told.stdout == f"the weights after step 4 of {folder.name} are in {exported}\n"
-    assert_holds(exported, folder / "checkpoints/step_00000004")
-    assert export_checkpoint(UPath(folder), UPath(tmp_path / "newest")).step == kept
-    assert_holds(tmp_path / "newest", newest_checkpoint(folder))
+
+def test_a_full_disk_ends_the_run_with_what_is_missing_and_it_goes_on_once_there_is_room(
+    full: Path, tmp_path: Path, faults: Faults
+) -> None:
+    kept = newest_step(tmp_path / "storage")
+    with faults("T8", "the same, with room again", "goes on from the last good one") as fault:
+        result = train_alone(*TRAIN[3:])
+        assert result["status"] == "succeeded"
+        assert result["metrics"]["resumed_from_step"] == kept
+        assert [step["step"] for step in steps_of(full)] == list(range(1, 45))
+        assert json.loads((full / "result.json").read_text(encoding="utf-8"))["run_id"] == full.name
+        fault.saw(f"went on from step {kept}")
+
+
+@pytest.mark.slow
+def test_checkpoints_before_a_full_disk_are_exported_and_damaged_ones_are_named(
+    full: Path, tmp_path: Path, faults: Faults
+) -> None:
+    storage, exported = tmp_path / "storage", tmp_path / "exported"
+    kept = newest_step(storage)
+    told = rayloom("export", full.name, str(exported), "--step", "4", "--storage", str(storage))
+    assert told.stdout == f"the weights after step 4 of {full.name} are in {exported}\n"
+    assert_holds(exported, full / "checkpoints/step_00000004")
+    assert export_checkpoint(UPath(full), UPath(tmp_path / "newest")).step == kept
+    assert_holds(tmp_path / "newest", newest_checkpoint(full))
 
     with faults("T7", "torchrun: one bit flipped in each checkpoint", "each is named; no new start") as fault:
         damaged = tmp_path / "damaged"
@@ -71,13 +91,5 @@ def test_a_full_disk_ends_the_run_with_what_is_missing_and_it_goes_on_once_there
         refused = in_fork("app.training", *TRAIN[2:], f"storage={damaged}")
         assert refused.returncode == 1
         assert "are damaged: restore one of them" in result_of(refused.stdout)["error"]
-        assert records_of(damaged / folder.relative_to(storage)) == records_of(folder), "nothing was done over"
+        assert records_of(damaged / full.relative_to(storage)) == records_of(full), "nothing was done over"
         fault.saw(f"{(refused.stdout + refused.stderr).count('is damaged and left out')} of {kept // 4} named")
-
-    with faults("T8", "the same, with room again", "goes on from the last good one") as fault:
-        result = train_alone(*TRAIN[3:])
-        assert result["status"] == "succeeded"
-        assert result["metrics"]["resumed_from_step"] == kept
-        assert [step["step"] for step in steps_of(folder)] == list(range(1, 45))
-        assert json.loads((folder / "result.json").read_text(encoding="utf-8"))["run_id"] == folder.name
-        fault.saw(f"went on from step {kept}")
