@@ -1,12 +1,12 @@
 """Jobs that copy themselves to MLflow's own server while they run."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.ports import unused
-from tests.helpers import in_fork, result_of, steps_of
+from tests.helpers import folder_of, in_fork, result_of, steps_of
 from tests.jobs import run_job
 from tests.mlflow_server import MlflowServer, mlflow_server
 
@@ -19,26 +19,30 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
         yield running
 
 
-def test_a_training_is_copied_and_one_whose_server_is_away_ends_as_well(tmp_path: Path, server: MlflowServer) -> None:
+def train(url: str, name: str) -> tuple[dict[str, Any], list[int], str]:
+    """Train and copy to a server. Return the result, the steps, and the errors that were printed."""
+    done = in_fork("app.training", *SHORT, f"tracking.mlflow={url}", f"tracking.experiment={name}")
+    assert done.returncode == 0, done.stderr
+    result = result_of(done.stdout)
+    assert result["status"] == "succeeded"
+    return result, [record["step"] for record in steps_of(folder_of(result))], done.stderr
+
+
+def test_a_training_is_copied(server: MlflowServer) -> None:
+    result, steps, _ = train(server.url, "copied")
+    (run,) = server.runs("copied")
+    assert (run["name"], run["status"]) == (result["run_id"], "FINISHED")
+    assert server.steps(run["id"], "step/loss") == steps
+    assert run["metrics"]["result/val_accuracy"] == result["metrics"]["val_accuracy"]
+    assert "report.html" in {file.path for file in server.client.list_artifacts(run["id"])}
+
+
+@pytest.mark.slow
+def test_a_training_whose_server_is_away_ends_as_well(server: MlflowServer) -> None:
     (port,) = unused(1)
-    for name, url in {"copied": server.url, "away": f"http://127.0.0.1:{port}"}.items():
-        storage = tmp_path / name
-        tracked = [f"storage={storage}", f"tracking.mlflow={url}", f"tracking.experiment={name}"]
-        done = in_fork("app.training", *SHORT, *tracked)
-        assert done.returncode == 0, done.stderr
-        result = result_of(done.stdout)
-        assert result["status"] == "succeeded"
-        (folder,) = storage.glob("runs/train/*")
-        steps = [record["step"] for record in steps_of(folder)]
-        if name == "copied":
-            (run,) = server.runs(name)
-            assert (run["name"], run["status"]) == (result["run_id"], "FINISHED")
-            assert server.steps(run["id"], "step/loss") == steps
-            assert run["metrics"]["result/val_accuracy"] == result["metrics"]["val_accuracy"]
-            assert "report.html" in {file.path for file in server.client.list_artifacts(run["id"])}
-        else:
-            assert f"mlflow lacks up to {len(steps) + 2} records" in done.stderr
-            assert server.runs(name) == []
+    _, steps, errors = train(f"http://127.0.0.1:{port}", "away")
+    assert f"mlflow lacks up to {len(steps) + 2} records" in errors
+    assert server.runs("away") == []
 
 
 @pytest.mark.slow
