@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from threading import Event
 
 import httpx
@@ -15,13 +16,13 @@ from upath import UPath
 
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported
 from tests.generating import export_language_model, make_language_model, publish_language_model
-from tests.helpers import run, wait_until
-from tests.jobs import run_job
+from tests.helpers import rayloom, wait_until
+from tests.jobs import run_job, serve_nothing
 from tests.launch import Cluster
 from tests.toy import LABELS, publish_version
 
 DEPLOY = ["deploy", "writer", "serve.threads=1", "serve.generation={cache_mb: 64, max_streams: 8}"]
-STREAMS, TOKENS, LENGTH = 6, 900, 1024
+STREAMS, TOKENS, LENGTH = 3, 900, 1024
 ENGINE = "app.engines.generation.openvino"
 
 
@@ -36,18 +37,17 @@ class Streamed:
 
 @pytest.fixture(scope="module")
 def endpoint(cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Version 1 of ``writer`` is served beside a model of texts. Version 2 is published, too."""
-    storage = UPath(cluster["RAYLOOM_STORAGE"])
-    publish_version(storage, "tried", exported(), SIGNATURE, PROCESSOR, LABELS)
-    for seed in (1, 0):  # with the first one, most answers are as long as they may be
-        source = make_language_model(tmp_path_factory.mktemp("source"), "llama", width=64, length=LENGTH, seed=seed)
-        exported_model = export_language_model(source, tmp_path_factory.mktemp("exported"))
-        publish_language_model(storage, "writer", source, exported_model)
-    run("rayloom", "models", "promote", "writer", "1", environment=cluster)
-    run_job(cluster, "deploy", "recipes/reviews.yaml", "name=tried", "serve.version=1", "serve.replicas=1")
+    """Version 1 of ``writer`` is served. With its seed, most answers are as long as they may be."""
+    publish_writer(cluster, tmp_path_factory.mktemp("writer"), seed=1)
     yield run_job(cluster, *DEPLOY)["artifacts"]["http"]
-    for name in ("writer", "tried"):
-        run_job(cluster, "undeploy", name)
+    serve_nothing(cluster)
+
+
+def publish_writer(cluster: dict[str, str], folder: Path, seed: int) -> None:
+    """Publish the next version of ``writer``, which is then in production."""
+    source = make_language_model(folder / "source", "llama", width=64, length=LENGTH, seed=seed)
+    exported_model = export_language_model(source, folder / "exported")
+    publish_language_model(UPath(cluster["RAYLOOM_STORAGE"]), "writer", source, exported_model)
 
 
 def engines(ray: Cluster) -> list[psutil.Process]:
@@ -90,9 +90,7 @@ def amid_streams(endpoint: str, numbers: Iterable[int], harm: Callable[[], objec
     raise AssertionError("streams end before the others have begun")
 
 
-def test_a_stream_survives_its_engine_and_a_client_notices_a_dead_replica(
-    endpoint: str, ray: Cluster, cluster: dict[str, str]
-) -> None:
+def test_a_stream_survives_its_engine_and_a_client_notices_a_dead_replica(endpoint: str, ray: Cluster) -> None:
     (replica,), (engine,) = ray.replicas(), engines(ray)
     # Some of its answers end early.
     answers = ((number, stream(endpoint, number)) for number in range(100))
@@ -121,8 +119,13 @@ def test_a_stream_survives_its_engine_and_a_client_notices_a_dead_replica(
 
 @pytest.mark.slow
 def test_a_canary_comes_and_goes_and_nothing_is_left_of_a_removed_model(
-    endpoint: str, ray: Cluster, cluster: dict[str, str]
+    endpoint: str, ray: Cluster, cluster: dict[str, str], tmp_path: Path
 ) -> None:
+    publish_version(UPath(cluster["RAYLOOM_STORAGE"]), "tried", exported(), SIGNATURE, PROCESSOR, LABELS)
+    run_job(cluster, "deploy", "recipes/reviews.yaml", "name=tried", "serve.version=1", "serve.replicas=1")
+    publish_writer(cluster, tmp_path, seed=0)
+    rayloom("models", "promote", "writer", "1", environment=cluster)
+
     def versions() -> Counter[str]:
         body = {"model": "writer", "prompt": "def", "max_tokens": 2}
         answers = (httpx.post(f"{endpoint}/v1/completions", json=body, timeout=60) for _ in range(24))
@@ -139,13 +142,13 @@ def test_a_canary_comes_and_goes_and_nothing_is_left_of_a_removed_model(
     assert all(one == expected for one in streamed if one.version == "writer/1")
     assert all(one.finish for one in streamed)
     assert set(versions()) == {"writer/1", "writer/2"}
-    status = run("rayloom", "status", environment=cluster).stdout
+    status = rayloom("status", environment=cluster).stdout
     assert "writer version 2 (canary, 50 %)" in status
     assert "/v1/chat/completions" in status
-    run("rayloom", "models", "promote", "writer", "2", environment=cluster)
+    rayloom("models", "promote", "writer", "2", environment=cluster)
     run_job(cluster, *DEPLOY)
     assert set(versions()) == {"writer/2"}
-    run("rayloom", "models", "rollback", "writer", environment=cluster)
+    rayloom("models", "rollback", "writer", environment=cluster)
     run_job(cluster, *DEPLOY)
     assert set(versions()) == {"writer/1"}
     assert len(httpx.post(f"{endpoint}/v1/models/tried/predict", json={"inputs": TEXTS[:2]}).json()["predictions"]) == 2

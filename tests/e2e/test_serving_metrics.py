@@ -13,11 +13,13 @@ from tests.helpers import wait_until
 from tests.jobs import run_job
 from tests.launch import Cluster
 from tests.publishing import CARD
-from tests.toy import LABELS, body, deploy, publish, publish_version
+from tests.toy import LABELS, body, publish_version
 
 
 @pytest.mark.usefixtures("emptied")
-def test_why_batches_were_made_is_exported_without_a_mistake(cluster: dict[str, str], ray: Cluster) -> None:
+def test_replicas_fit_on_the_node_and_export_why_batches_were_made_without_a_mistake(
+    cluster: dict[str, str], ray: Cluster
+) -> None:
     def told() -> dict[tuple[str, str], float]:
         """Return the series of ``names`` for the version, by the metric's name and its reason, over all replicas."""
         values: dict[tuple[str, str], float] = defaultdict(float)
@@ -32,8 +34,14 @@ def test_why_batches_were_made_is_exported_without_a_mistake(cluster: dict[str, 
                         values[sample.name, sample.labels.get("reason", "")] += sample.value
         return values
 
-    (version,) = publish(UPath(cluster["RAYLOOM_STORAGE"]), exported())
-    url = f"{deploy(cluster, version)['http']}/v2/models/toy/infer"
+    wait_until(lambda: ray.cpus()[1] > 0)
+    cpus = int(ray.cpus()[1])
+    serving = CARD.serving.model_copy(update={"replicas": cpus + 1, "threads": 1})  # a larger node measured them
+    storage = UPath(cluster["RAYLOOM_STORAGE"])
+    version = publish_version(storage, "toy", exported(), SIGNATURE, PROCESSOR, LABELS, serving=serving)
+    deployed = run_job(cluster, "deploy", "recipes/reviews.yaml", "name=toy", f"serve.version={version}")
+    assert deployed["metrics"]["replicas"] == cpus
+    url = f"{deployed['artifacts']['http']}/v2/models/toy/infer"
     one = {"input_ids": rows(1)["input_ids"]}
     assert [httpx.post(url, json=body(given)).status_code for given in (rows(1), rows(2), one)] == [200, 200, 400]
     expected = {
@@ -42,14 +50,3 @@ def test_why_batches_were_made_is_exported_without_a_mistake(cluster: dict[str, 
     }
     names = {name for name, _ in expected} | {"ray_rayloom_failures_total"}
     wait_until(lambda: told() == expected)
-
-
-@pytest.mark.usefixtures("emptied")
-def test_replicas_that_a_larger_node_measured_fit_on_the_one_that_serves(cluster: dict[str, str], ray: Cluster) -> None:
-    wait_until(lambda: ray.cpus()[1] > 0)
-    cpus = int(ray.cpus()[1])
-    serving = CARD.serving.model_copy(update={"replicas": cpus + 1, "threads": 1})
-    storage = UPath(cluster["RAYLOOM_STORAGE"])
-    version = publish_version(storage, "toy", exported(), SIGNATURE, PROCESSOR, LABELS, serving=serving)
-    deployed = run_job(cluster, "deploy", "recipes/reviews.yaml", "name=toy", f"serve.version={version}")
-    assert deployed["metrics"]["replicas"] == cpus
