@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.generating import make_language_model
-from tests.helpers import folder_of, records_of, result_of, run
+from tests.helpers import folder_of, rayloom, records_of, result_of, run
 
 CORES, SECONDS = 2, 180
 RECIPE = """
@@ -30,7 +30,9 @@ def train(recipe: str, storage: Path, *overrides: str) -> dict[str, Any]:
     return result_of(done.stdout)
 
 
-def test_a_job_trains_from_a_relative_folder_of_its_project(cluster: dict[str, str], tmp_path: Path) -> None:
+def test_a_job_trains_from_a_relative_folder_of_its_project_and_waits_for_no_other(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
     make_language_model(tmp_path / "base", length=64)
     turns = [{"role": "user", "content": "sum"}, {"role": "assistant", "content": "return a + b"}]
     rows = [{"messages": [{**turn, "content": f"{turn['content']} {row}"} for turn in turns]} for row in range(40)]
@@ -39,6 +41,8 @@ def test_a_job_trains_from_a_relative_folder_of_its_project(cluster: dict[str, s
     done = run("rayloom", "submit", "train", "chats.yaml", environment=cluster, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert result_of(done.stdout)["metrics"]["steps"] == 2
+    assert "waiting" not in done.stdout + done.stderr
+    assert "no job runs or waits" in rayloom("jobs", environment=cluster).stdout
 
 
 @pytest.mark.slow

@@ -73,10 +73,3 @@ def test_jobs_wait_for_their_turns_in_a_fair_order_that_everybody_sees(ray: Clus
     assert [sent[name].client.process.returncode for name in ("urgent", "third", "second")] == [0, 0, 0]
     assert "the job's turn has come" in sent["second"].output
     assert listed() == {}
-
-
-def test_a_job_in_the_queue_needs_nothing_of_it_when_it_is_alone(ray: Cluster, launch: Launch) -> None:
-    job = Job(ray, launch, "alone", *SHORT)
-    assert job.client.ends() == 0
-    assert "waiting" not in job.output
-    assert "no job runs or waits" in run("rayloom", "jobs", environment=ray.environment).stdout
