@@ -6,7 +6,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.helpers import run
+from tests.helpers import rayloom
 from tests.importing import EXACT, WIDTH, dense, right
 from tests.jobs import run_job
 
@@ -14,7 +14,7 @@ from tests.jobs import run_job
 @pytest.mark.usefixtures("emptied")
 def test_an_imported_model_is_deployed_by_its_name_without_a_recipe(cluster: dict[str, str], tmp_path: Path) -> None:
     path = dense(tmp_path / "model.onnx")
-    told = run("rayloom", "models", "import", "dense", str(path), *EXACT, environment=cluster)
+    told = rayloom("models", "import", "dense", str(path), *EXACT, environment=cluster)
     assert told.returncode == 0, told.stdout + told.stderr
     assert "'rayloom submit deploy dense' with default settings" in told.stdout
     deployed = run_job(cluster, "deploy", "dense", "serve.threads=1")

@@ -9,7 +9,7 @@ import pytest
 from upath import UPath
 
 from tests.engine_contract import PROCESSOR, SIGNATURE, TEXTS, exported
-from tests.helpers import run
+from tests.helpers import rayloom
 from tests.jobs import run_job
 from tests.toy import LABELS, publish_version
 
@@ -19,7 +19,7 @@ DEPLOY = ["deploy", "recipes/reviews.yaml", "name=tried", "serve.threads=1"]
 @pytest.mark.usefixtures("emptied")
 def test_a_canary_is_served_promoted_and_then_answers_everything(cluster: dict[str, str]) -> None:
     def models(*arguments: str) -> tuple[int, str]:
-        done = run("rayloom", "models", *arguments, environment=cluster)
+        done = rayloom("models", *arguments, environment=cluster)
         return done.returncode, done.stdout + done.stderr
 
     def versions(endpoint: str) -> Counter[str]:
@@ -35,7 +35,7 @@ def test_a_canary_is_served_promoted_and_then_answers_everything(cluster: dict[s
     assert 1 <= tried["metrics"]["replicas"] <= 2  # another model may ask for two
     endpoint = tried["artifacts"]["http"]
     assert set(versions(endpoint)) == {"1", "2"}
-    assert "tried version 2 (canary, 50 %)" in run("rayloom", "status", environment=cluster).stdout
+    assert "tried version 2 (canary, 50 %)" in rayloom("status", environment=cluster).stdout
     code, told = models("delete", "tried", "2")
     assert (code, "version 2, is served at" in told) == (2, True), told
     code, told = models("promote", "tried", "2")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.config import load_recipe
-from tests.helpers import records_of, result_of, run, steps_of, train_alone, wait_until
+from tests.helpers import rayloom, records_of, result_of, run, steps_of, train_alone, wait_until
 from tests.launch import Cluster, newest_step
 from tests.receiver import HttpReceiver
 
@@ -52,7 +52,7 @@ def test_a_person_pauses_and_resumes(ray: Cluster) -> None:
         job = thread.submit(run, "rayloom", "submit", "train", *recipe, environment=ray.environment)
         wait_until(lambda: newest_step(storage, "paused") > 0 or job.done(), timeout_s=120)
         (folder,) = storage.glob("runs/train/*-paused-*")
-        asked = run("rayloom", "pause", folder.name, environment=ray.environment)
+        asked = rayloom("pause", folder.name, environment=ray.environment)
         assert asked.returncode == 0, asked.stderr
         submitted = job.result()
     assert submitted.returncode == 1, "a compile job after '&&' would use older weights"
@@ -61,7 +61,7 @@ def test_a_person_pauses_and_resumes(ray: Cluster) -> None:
     assert (paused["status"], paused["metrics"]["paused"]) == ("stopped", True)
     assert f"rayloom resume {folder.name}" in asked.stdout
     wait_until(ray.is_idle)
-    further = [f"train.max_steps={paused['metrics']['steps'] + 30}", "train.plan.zero_stage=3"]
+    further = [f"train.max_steps={paused['metrics']['steps'] + 3}", "train.plan.zero_stage=3"]
     resumed = run("rayloom", "resume", folder.name, *further, environment=ray.environment)
     result = result_of(resumed.stdout)
     assert (result["status"], result["run_id"]) == ("succeeded", folder.name)
