@@ -20,10 +20,10 @@ from tritonclient.utils import InferenceServerException
 
 from app.data.sources.formats.builtin import find_examples
 from app.data.sources.source import Source
-from tests.helpers import result_of, run, submit
+from tests.helpers import rayloom, result_of, run, submit
 from tests.jobs import run_job
 
-DIGITS = ["recipes/digits.yaml", "train.epochs=8", "tune.trials=2", "tune.epochs=1"]
+DIGITS = ["recipes/digits.yaml", "train.epochs=8", "tune.trials=2", "tune.epochs=1", "compile.batch_sizes=[1, 8]"]
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +198,7 @@ def test_the_endpoint_is_on_loopback_only(endpoint: httpx.Client) -> None:
         socket.create_connection((address, endpoint.base_url.port or 80), timeout=5).close()
 
 
+@pytest.mark.slow
 def test_a_second_model_and_the_words_of_the_command_line(
     cluster: dict[str, str], endpoint: httpx.Client, tmp_path: Path
 ) -> None:
@@ -251,7 +252,7 @@ def test_the_version_that_is_served_can_be_traced_and_not_deleted(
     cluster: dict[str, str], deployed: dict[str, Any], tmp_path: Path
 ) -> None:
     def models(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return run("rayloom", "models", *arguments, environment=cluster)
+        return rayloom("models", *arguments, environment=cluster)
 
     version = deployed["artifacts"]["model"].rpartition("/")[2]
     shown = " ".join(models("show", "digits", version).stdout.split())
@@ -281,7 +282,7 @@ def test_an_endpoint_asks_for_a_token_that_ray_never_sees(
         client.get_model_metadata("digits")
     assert refused.value.status() == "StatusCode.UNAUTHENTICATED"
     assert client.get_model_metadata("digits", headers=shown).name == "digits"
-    status = run("rayloom", "status", environment=cluster).stdout
+    status = rayloom("status", environment=cluster).stdout
     command = next(line.split(maxsplit=1)[1] for line in status.splitlines() if "rayloom predict digits" in line)
     pasted = run(*shlex.split(command), environment=cluster)
     assert pasted.returncode == 0, pasted.stderr
@@ -353,7 +354,7 @@ def test_submit_refuses_before_it_sends_anything(cluster: dict[str, str]) -> Non
         (["trian", "recipes/digits.yaml"], "known are compile, deploy, lifecycle, plan, prepare, train, tune"),
         (["train", "/etc/hostname"], "recipe '/etc/hostname' holds "),
     ):
-        refused = run("rayloom", "submit", *arguments, environment=cluster)
+        refused = rayloom("submit", *arguments, environment=cluster)
         assert refused.returncode == 2
         assert words in refused.stderr
         assert refused.stdout == ""
