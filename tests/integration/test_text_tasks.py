@@ -94,6 +94,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_code_is_highlighted_over_http(lines: Path) -> None:
     with chain("python_tokens", lines.parent, f"data.source={lines}", *TAGGING) as (trained, compiled, client):
         assert trained["metrics"]["val_entity_f1"] > 0.85
@@ -114,7 +115,8 @@ def test_code_is_highlighted_over_http(lines: Path) -> None:
 WITHOUT_DROPOUT = ["model.args.dropout=0.0", "model.args.embedding_dropout=0.0", "train.precision=fp32"]
 
 
-@pytest.mark.parametrize("name", ["docstrings", pytest.param("python_tokens", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["docstrings", "python_tokens"])
 def test_two_ranks_train_and_validate_as_one(name: str, lines: Path, tmp_path: Path) -> None:
     if name == "docstrings":
         # At higher rates, this loss is chaotic: rounding errors grow a thousandfold within 20 steps.
