@@ -98,6 +98,7 @@ def test_a_step_that_is_not_finite_stops_the_run_tells_and_can_be_left_out(
         assert len(receiver.requests) == 1 + EPOCHS
 
 
+@pytest.mark.slow
 def test_a_rollback_forgets_the_errors_that_powersgd_feeds_back(poison: str) -> None:
     """They hold the gradient that was not finite, and would put it into every later step."""
     plan = "train.plan={zero_stage: 0, powersgd: {rank: 2}}"
@@ -127,7 +128,10 @@ def test_a_loss_that_is_not_finite_is_seen_where_its_gradient_is_and_the_fourth_
         fault.saw(error.partition("(")[0].strip())
 
 
-@pytest.mark.parametrize("metric", ["{metric: val_accuracy, mode: max}", "{metric: val_loss, mode: min}"])
+@pytest.mark.parametrize(
+    "metric",
+    ["{metric: val_accuracy, mode: max}", pytest.param("{metric: val_loss, mode: min}", marks=pytest.mark.slow)],
+)
 def test_a_run_without_a_finite_validation_publishes_nothing(metric: str, tmp_path: Path) -> None:
     """The accuracy of answers without a number is a number: that of the first class."""
     model = ["model.factory=tests.faults.models:MuteCnn", "train.workers=1", f"train.early_stopping={metric}"]

@@ -31,7 +31,7 @@ assert taken < 1000, f"{taken} pages were returned to the system"
 """
 
 
-@pytest.mark.parametrize(("stage", "optimizer"), [(3, "adamw"), (0, "sgd")])
+@pytest.mark.parametrize(("stage", "optimizer"), [pytest.param(3, "adamw", marks=pytest.mark.slow), (0, "sgd")])
 def test_training_imports_what_it_uses_keeps_freed_memory_and_leaves_no_thread(
     stage: int, optimizer: str, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_run_that_goes_on_with_fewer_steps_than_it_made_validates_and_ends() -
     assert ended["metrics"]["val_loss"] > 0
 
 
+@pytest.mark.slow
 def test_each_rank_tracks_the_statistics_of_its_own_samples_under_powersgd() -> None:
     """The first two steps of PowerSGD reduce in full, so they train the model that other plans do."""
     keys = ["model={factory: tests.parity.numerics:NormalisedCnn}", *SGD, "train.max_steps=2"]

@@ -33,7 +33,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"data.source={write_sums(tmp_path_factory.mktemp('corpus'))}"
 
 
-@pytest.mark.parametrize("plan", ["{pipeline: 2, micro_batch: 8}", "{tensor: 2}", "{zero_stage: 3}"])
+@pytest.mark.parametrize(
+    "plan", ["{pipeline: 2, micro_batch: 8}", "{tensor: 2}", pytest.param("{zero_stage: 3}", marks=pytest.mark.slow)]
+)
 def test_any_plan_keeps_the_weights_of_one_process(source: str, one: dict[str, Any], plan: str) -> None:
     cut = train_alone(*plain(source), f"train.plan={plan}", processes=2, recipe=RECIPE)
     assert losses(cut) == pytest.approx(losses(one), abs=1e-4)

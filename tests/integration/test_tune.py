@@ -98,6 +98,7 @@ SLOWER = [
 """One trial after another: with the recipe's rate, with four that are lower and lower, and with a higher one."""
 
 
+@pytest.mark.slow
 def test_the_median_ends_trials_and_a_limit_the_search(cluster: dict[str, str]) -> None:
     limit = "tune.stop.epochs 12 are trained"
     result, _ = search(
