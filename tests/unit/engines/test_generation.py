@@ -243,7 +243,6 @@ def test_a_process_that_writes_nonsense_is_replaced(exported: Path) -> None:
     asyncio.run(confused())
 
 
-@pytest.mark.slow
 def test_a_grammar_is_tried_again_after_its_trial_was_interrupted(
     exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
