@@ -151,6 +151,7 @@ def test_two_ranks_train_and_validate_as_one(task: Task, storage_of: Callable[[s
         assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_metrics_of_libraries_are_those_of_the_whole_split_on_any_number_of_ranks(tmp_path: Path) -> None:
     keys = ["task=tests.judged_digits:JudgedDigits", "train.early_stopping={metric: val_auroc, mode: max}", "tune=null"]
     keys += [*SGD, "data.validation_fraction=0.194", f"storage={tmp_path}"]

@@ -49,9 +49,13 @@ def test_a_cluster_prepares_the_shards_that_a_process_does_and_trains_on_them(
     trained = run_job(cluster, "train", *DIGITS, storage, "train.workers=2")
     assert trained["metrics"]["val_accuracy"] > 0.3
     assert ShardIndex.load(to_path(prepared["artifacts"]["data"])).created == index.created  # not made again
+
+
+@pytest.mark.slow
+def test_a_cluster_prepares_tags_in_shards(cluster: dict[str, str], tmp_path: Path) -> None:
     rows = [{"tokens": ["to", f"w{number}"], "tags": ["O", "city"]} for number in range(1200)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     source = f"data.source={tmp_path / 'rows.jsonl'}"
-    tagged = run_job(cluster, "prepare", "recipes/python_tokens.yaml", source, storage)
+    tagged = run_job(cluster, "prepare", "recipes/python_tokens.yaml", source, f"storage={tmp_path / 'storage'}")
     found = tagged["metrics"]
     assert found["train_rows"] + found["validation_rows"] == found["given"] - found["dropped"] > 1000
