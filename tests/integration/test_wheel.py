@@ -50,33 +50,50 @@ def _belongs(path: Path) -> bool:
     return path.is_file() and "__pycache__" not in path.parts
 
 
-def test_an_installed_rayloom_starts_a_project_without_a_checkout(wheel: Path, tmp_path: Path) -> None:
-    """Rayloom itself is installed from the wheel. Its dependencies are read from this environment, to save minutes."""
-    home = tmp_path / "environment"
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The environment in which Rayloom is installed from the wheel.
+
+    Its dependencies are read from this environment, to save minutes.
+    """
+    home = tmp_path_factory.mktemp("installed")
     venv.create(home, with_pip=False)
     (site,) = (home / "lib").glob("python*/site-packages")
     install = ["install", "--quiet", "--no-deps", "--disable-pip-version-check", str(wheel)]
-    python = str(home / "bin/python")
-    subprocess.run([sys.executable, "-m", "pip", "--python", python, *install], check=True, timeout=120)
+    command = [sys.executable, "-m", "pip", "--python", str(home / "bin/python"), *install]
+    subprocess.run(command, check=True, timeout=120)
     # Folders that are added this way have no .pth files read, so the editable install of the checkout has no effect.
     (site / "dependencies.pth").write_text("\n".join(getsitepackages()), encoding="utf-8")
+    return home
 
-    def run(*command: str, folder: Path = tmp_path) -> str:
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
-    where = run(python, "-c", "import app, jobs, serve_deployments, tune_spaces; print(app.__file__, jobs.__file__)")
+def run(*command: str, folder: Path) -> str:
+    """Run a command that must succeed, and return its output."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_an_installed_rayloom_starts_a_project_without_a_checkout(installed: Path, tmp_path: Path) -> None:
+    code = "import app, jobs, serve_deployments, tune_spaces; print(app.__file__, jobs.__file__)"
+    (site,) = (installed / "lib").glob("python*/site-packages")
+    where = run(str(installed / "bin/python"), "-c", code, folder=tmp_path)
     assert where.split() == [str(site / "app/__init__.py"), str(site / "jobs/__init__.py")]
-    rayloom = str(home / "bin/rayloom")
-    assert "submit" in run(rayloom, "--help")
-    run(rayloom, "init", "tickets")
-    project = tmp_path / "tickets"
-    assert "factory: tickets.models:net" in run(rayloom, "recipes", "show", "recipes/tickets.yaml", folder=project)
-    assert "2 passed" in run(python, "-m", "pytest", "--quiet", folder=project)
+    rayloom = str(installed / "bin/rayloom")
+    assert "submit" in run(rayloom, "--help", folder=tmp_path)
+    run(rayloom, "init", "tickets", folder=tmp_path)
+    shown = run(rayloom, "recipes", "show", "recipes/tickets.yaml", folder=tmp_path / "tickets")
+    assert "factory: tickets.models:net" in shown
+
+
+@pytest.mark.slow
+def test_a_project_of_an_installed_rayloom_passes_its_own_tests(installed: Path, tmp_path: Path) -> None:
+    run(str(installed / "bin/rayloom"), "init", "tickets", folder=tmp_path)
+    tested = run(str(installed / "bin/python"), "-m", "pytest", "--quiet", folder=tmp_path / "tickets")
+    assert "2 passed" in tested
 
 
 def test_serving_and_submitting_need_nothing_of_the_training_extra() -> None:
