@@ -223,14 +223,16 @@ class Shadowed:
     task: str
     targets: Outputs
     columns: int
-    files: tuple[bytes, bytes, bytes]
+    file: Callable[[float], bytes]
+    numbers: tuple[float, float, float]
+    """What the files of the versions are made of. A file is exported, which takes seconds, so only when a test runs."""
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        Shadowed("text-regression", NUMBERS, 1, (one_column(0.0), one_column(0.005), one_column(100.0))),
-        Shadowed("text-multilabel", SETS, 3, (answering(0), answering(1e-3), answering(9))),
+        Shadowed("text-regression", NUMBERS, 1, one_column, (0.0, 0.005, 100.0)),
+        Shadowed("text-multilabel", SETS, 3, answering, (0.0, 1e-3, 9.0)),
     ],
     ids=lambda kind: kind.task,
 )
@@ -238,8 +240,10 @@ def test_a_shadow_is_compared_as_its_task_answers(kind: Shadowed, tmp_path: Path
     """Compare by natural input, by tensors, and by tensors as classes."""
     storage = UPath(tmp_path)
     signature = Signature(PROCESSOR.inputs, (TensorSpec(OUTPUT, np.dtype(np.float32), (-1, kind.columns)),))
-    for content in kind.files:
-        publish_version(storage, "toy", content, signature, PROCESSOR, [], task=kind.task, targets=kind.targets)
+    for number in kind.numbers:
+        publish_version(
+            storage, "toy", kind.file(number), signature, PROCESSOR, [], task=kind.task, targets=kind.targets
+        )
     classes = [{"name": OUTPUT, "parameters": {"classification": 1}}]
     requests = [
         ("/v1/models/toy/predict", {"inputs": ["fine", "bad"]}),
