@@ -183,7 +183,7 @@ def test_a_step_on_a_split_model_is_the_mean_over_targets(split: str, tmp_path: 
     """Micro-batches differ in their targets. A mean of their means would be another loss."""
     recipe = recipe_of(tmp_path, write_chats(tmp_path / "chats.jsonl", many()))
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    keys = ["train.max_steps=3", "data.chat.packing=false", "train.optimizer.name=sgd"]
+    keys = ["train.max_steps=3", "data.chat.packing=false", "train.optimizer={name: sgd}"]
     alone, shared = (
         losses(train_alone(*keys, f"train.plan={{{plan}}}", processes=processes, recipe=str(tmp_path / "recipe.yaml")))
         for plan, processes in (("zero_stage: 1", 1), (f"{split}, micro_batch: 1", 2))
