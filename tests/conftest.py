@@ -20,6 +20,7 @@ from tests.debian import pytest_runtest_setup, pytest_runtest_teardown
 from tests.helpers import CLUSTER, ROOT, local_cluster
 from tests.launch import Cluster, Launch, Trained
 from tests.receiver import HttpReceiver
+from tests.signal_stack import signal_stack
 from tests.tables import Faults, Record, Tables, rendered
 from tests.workers import forked_workers
 
@@ -123,6 +124,17 @@ def _one_thread() -> Iterator[None]:
     yield
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _signal_stack() -> Iterator[None]:
+    """Fail a test that leaves this thread another signal stack, as a model of OpenVINO does on a CPU with AMX.
+
+    The stack is freed with the model. After that, a signal such as that of a child's end kills the test process.
+    """
+    before = signal_stack()
+    yield
+    assert signal_stack() == before, "load the model on a thread that ends, as app.engines.openvino does"
 
 
 @pytest.fixture(scope="session")

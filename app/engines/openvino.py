@@ -1,8 +1,10 @@
 """OpenVINO: the engine for CPUs."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import openvino
@@ -50,10 +52,7 @@ class OpenVinoEngine(PooledEngine[openvino.InferRequest]):
             raise EngineError("OpenVINO runs on the CPU here: choose the device cpu, or another engine").of(
                 "device.unsupported"
             )
-        # On a CPU with AMX, OpenVINO gives the thread that loads a model a signal stack. It frees that stack with the
-        # model, on whatever thread: the next signal would then kill the process. So the loading thread ends first.
-        with ThreadPoolExecutor(1, "openvino") as loading:
-            model = loading.submit(_load, path, settings).result()
+        model = load_apart(partial(_load, path, settings))
         outputs = [port for port in model.outputs if FAULT not in port.get_names()]
         self._tells_faults = len(outputs) < len(model.outputs)
         signature = Signature(tuple(map(_limited, _specs(path, model.inputs))), _specs(path, outputs))
@@ -68,6 +67,16 @@ class OpenVinoEngine(PooledEngine[openvino.InferRequest]):
                 "an index is out of range, and OpenVINO would read zeros there: give indices in range"
             ).of("index.range")
         return {spec.name: results[spec.name] for spec in self.signature.outputs}
+
+
+def load_apart(load: Callable[[], openvino.CompiledModel]) -> openvino.CompiledModel:
+    """Return the model of ``load``, which runs on a thread that ends.
+
+    On a CPU with AMX, OpenVINO gives the thread that loads a model a signal stack. It frees that stack with the model,
+    on whatever thread: the next signal to the loading thread would then kill the process.
+    """
+    with ThreadPoolExecutor(1, "openvino") as loading:
+        return loading.submit(load).result()
 
 
 def _load(path: Path, settings: EngineSettings) -> openvino.CompiledModel:

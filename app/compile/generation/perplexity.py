@@ -14,6 +14,7 @@ from scipy import special, stats
 
 from app.data.language import Passage
 from app.data.prepared import IGNORED
+from app.engines.openvino import load_apart
 from app.errors import CompileError
 from app.repository.manifest import Perplexity
 
@@ -32,7 +33,7 @@ class CompiledModel:
             "INFERENCE_NUM_THREADS": threads,
             "ENABLE_CPU_PINNING": False,
         }
-        self._model = openvino.Core().compile_model(graph, "CPU", properties)
+        self._model = load_apart(lambda: openvino.Core().compile_model(graph, "CPU", properties))
         self._request = self._model.create_infer_request()
         self._vocabulary = self._model.output("logits").get_partial_shape()[-1].get_length()
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -174,5 +175,7 @@ def test_a_step_has_room_for_the_guesses_of_all_answers(exported: Path) -> None:
                 tokens[progress.request] += progress.tokens
         return tokens
 
+    with ThreadPoolExecutor(1) as apart:  # OpenVINO would leave this thread a signal stack
+        guessed, plain = apart.map(answers, (PromptLookup(tokens=15), None))
     # Without the room, the library raises an error in this case, and gives wrong tokens in others.
-    assert answers(PromptLookup(tokens=15)) == answers(None)
+    assert guessed == plain
