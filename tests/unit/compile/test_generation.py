@@ -33,6 +33,7 @@ from app.runs import Run, execute
 from tests.generating import END_ID, LENGTH, TEXTS, copy_instead_of_export, make_language_model
 from tests.helpers import ROOT, train_alone
 from tests.importing import imported
+from tests.signal_stack import signal_stack
 from tests.wording import refused
 
 WORDS = [word for text in TEXTS for word in text.split()]
@@ -265,7 +266,10 @@ def test_perplexity_is_that_of_transformers(published: Published, trained: Path,
         Passage(row[: 32 - 5 * number], target[: 32 - 5 * number], np.full(32 - 5 * number, number))
         for number, (row, target) in enumerate(zip(tokens[:, :-1], targets, strict=True))
     ]
-    losses = CompiledModel(published.graph, 1).losses(passages)
+    stack = signal_stack()
+    compiled = CompiledModel(published.graph, 1)
+    assert signal_stack() == stack, "whoever frees the model would free this thread's stack"
+    losses = compiled.losses(passages)
     model = load_causal_lm(convert(weights_in(trained), tmp_path))
     for passage, loss, count in zip(passages, losses.sums, losses.tokens, strict=True):
         with torch.no_grad():
