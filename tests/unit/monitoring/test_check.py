@@ -84,6 +84,15 @@ def test_every_target_has_its_figure(storage: UPath) -> None:
     }
 
 
+def test_the_p99_of_a_language_model_is_that_of_its_first_token(storage: UPath) -> None:
+    def ask_about_language(expression: str) -> float | None:
+        """Answer as a Prometheus without ``request_seconds``."""
+        known = {"latency_target": 0.02, "or histogram_quantile(0.99, sum by (le) (rate(ray_rayloom_generation_": 0.03}
+        return next((value for name, value in known.items() if name in expression), None)
+
+    assert table(findings(storage, "digits", ask_about_language))["digits", "p99"] == (0.03, False)
+
+
 def test_one_subject_is_checked_alone(storage: UPath) -> None:
     assert {finding.subject for finding in findings(storage, SEARCH, ask)} == {SEARCH}
     (storage / "runs/train" / RUN / "profile/summary.json").unlink()
