@@ -14,7 +14,7 @@ from app.cluster import local
 from app.cluster.job_view import spinner
 from app.cluster.node import node_folder, node_settings
 from app.cluster.state import SUPERVISOR_LOG, TOKEN_FILE, ClusterState, read_state, running_cluster
-from app.errors import ClusterError
+from app.errors import ClusterError, RequestError
 from app.monitoring import processes
 from app.ports import OpenPort, open_ports
 from app.storage import open_storage
@@ -29,10 +29,11 @@ def up(
         bool, typer.Option("--monitoring", help="Start Prometheus and Alertmanager, which must be installed, too.")
     ] = False,
     notify: Notify = None,
-    retention: Annotated[str, typer.Option(help="How long Prometheus keeps metrics.")] = "15d",
+    retention: Annotated[str | None, typer.Option(help="How long Prometheus keeps metrics. Default: 15d.")] = None,
 ) -> None:
     """Start a Ray cluster on this machine. It listens on loopback and requires a token."""
     if not monitoring:
+        _require_none_of_monitoring({"--notify": notify, "--retention": retention})
         with spinner("starting Ray"):
             cluster = local.start(dashboard_port, serve_port, grpc_port, num_cpus)
         _describe(cluster)
@@ -43,11 +44,20 @@ def up(
     with spinner("starting Ray"):
         cluster = local.start(dashboard_port, serve_port, grpc_port, num_cpus, watched_by)
     try:
-        processes.start(cluster, receivers, retention)
+        processes.start(cluster, receivers, retention or "15d")
     except BaseException:
         local.stop(cluster)
         raise
     _describe(cluster)
+
+
+def _require_none_of_monitoring(options: Mapping[str, str | None]) -> None:
+    """Raise RequestError if an option of the monitoring has a value."""
+    for option, value in options.items():
+        if value is not None:
+            raise RequestError(
+                f"{option} is {value!r}, and has no effect without --monitoring: give both, or leave out {option}"
+            ).of("options.contradict", option)
 
 
 def down() -> None:

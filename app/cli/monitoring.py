@@ -1,5 +1,6 @@
 """The command that writes the configuration of Prometheus, Alertmanager and Grafana."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from app.monitoring.processes import targets_of
 Notify = Annotated[
     str | None, typer.Option(help="A recipe, whose 'notify' section names who is told of alerts. Default: nobody.")
 ]
+_DEFAULT = "Default: the local cluster's if it is watched, else 127.0.0.1:"
 
 
 def receivers_of(recipe: str | None) -> NotifyConfig:
@@ -33,9 +35,11 @@ def write_files(
     token_file: Annotated[
         Path | None, typer.Option(help="The cluster's token, where Prometheus reads it. Default: the local cluster's.")
     ] = None,
-    prometheus: Annotated[str, typer.Option(help="Where Prometheus will listen.")] = "127.0.0.1:9090",
-    alertmanager: Annotated[str, typer.Option(help="Where Alertmanager will listen.")] = "127.0.0.1:9093",
-    exporter: Annotated[str, typer.Option(help="Where app.monitoring.server will listen.")] = "127.0.0.1:9187",
+    prometheus: Annotated[str | None, typer.Option(help=f"Where Prometheus will listen. {_DEFAULT}9090.")] = None,
+    alertmanager: Annotated[str | None, typer.Option(help=f"Where Alertmanager will listen. {_DEFAULT}9093.")] = None,
+    exporter: Annotated[
+        str | None, typer.Option(help=f"Where app.monitoring.server will listen. {_DEFAULT}9187.")
+    ] = None,
     notify: Notify = None,
 ) -> None:
     """Write the configuration of Prometheus, Alertmanager and Grafana for a cluster, with its ports."""
@@ -48,7 +52,14 @@ def write_files(
         targets = targets_of(local)
     else:
         address = dashboard or (local.dashboard if local else "")
-        targets = Targets(address, token_file or TOKEN_FILE, prometheus, alertmanager, exporter)
+        targets = Targets(address, TOKEN_FILE)
+    targets = replace(
+        targets,
+        token_file=token_file or targets.token_file,
+        prometheus=prometheus or targets.prometheus,
+        alertmanager=alertmanager or targets.alertmanager,
+        exporter=exporter or targets.exporter,
+    )
     write_configuration(folder, targets, receivers_of(notify))
     for name in (PROMETHEUS_FILE, ALERTMANAGER_FILE):
         print(folder / name)

@@ -29,9 +29,9 @@ class Targets:
     """Ray's dashboard as a URL. It tells which nodes there are."""
     token_file: Path
     """The file with the cluster's token."""
-    prometheus: str
-    alertmanager: str
-    exporter: str
+    prometheus: str = "127.0.0.1:9090"
+    alertmanager: str = "127.0.0.1:9093"
+    exporter: str = "127.0.0.1:9187"
     """The process that ``app.monitoring.server`` runs."""
     node_exporter: str | None = None
 

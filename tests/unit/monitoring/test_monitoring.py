@@ -20,7 +20,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 from starlette.testclient import TestClient
 
+from app.cli.monitoring import write_files
 from app.cluster.jobs import JobsApi
+from app.cluster.state import ClusterState, Monitoring
 from app.config import EmailConfig, NotifyConfig, WebhookConfig
 from app.monitoring.configuration import FILES, Targets, write_configuration
 from app.monitoring.exporter import ClusterWatch
@@ -115,6 +117,19 @@ def test_the_configuration_passes_the_tools(tmp_path: Path, monkeypatch: pytest.
     assert "hook-secret" in written
     assert (folder / "alertmanager.yml").stat().st_mode & 0o777 == 0o600
     assert json.loads((folder / "dashboards/serving.json").read_text(encoding="utf-8"))["uid"] == "rayloom-serving"
+
+
+def test_the_places_given_replace_those_of_the_watched_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Monitoring(prometheus=1, alertmanager=2, server=3)
+    cluster = ClusterState(
+        id="mine", gcs_port=1, dashboard_port=2, serve_port=9, grpc_port=4, storage="/s", num_cpus=1, runtime=tmp_path,
+        monitoring=watched,
+    )  # fmt: skip
+    monkeypatch.setattr("app.cli.monitoring.read_state", lambda: cluster)
+    write_files(tmp_path, token_file=Path("/their/token"), exporter="0.0.0.0:99")
+    written = (tmp_path / "prometheus.yml").read_text(encoding="utf-8")
+    found = [given in written for given in ("127.0.0.1:2", "/their/token", "0.0.0.0:99", "127.0.0.1:3", "0.0.0.0:9187")]
+    assert found == [True, True, True, False, False], written
 
 
 def test_a_missing_secret_is_told_before_anything_is_written(tmp_path: Path) -> None:
