@@ -16,6 +16,7 @@ from app.cluster.state import read_state
 from app.cluster.submit import cluster_api, follow_job, send_job, stop_job
 from app.cluster.submit import submit as submit_job
 from app.config import load_job_recipe
+from app.config.overrides import override_of
 from app.errors import RayloomError, RequestError
 from app.runs import CONFIG_FILE
 from app.storage import absolute_location, open_storage
@@ -133,7 +134,7 @@ def resume(
 ) -> None:
     """Resume a training run that was paused, stopped or interrupted, as a new job, and follow it to its end."""
     run = train_run(run_id, storage)
-    chosen = [f"storage={absolute_location(storage)}"] if storage else []
+    chosen = [override_of("storage", absolute_location(storage))] if storage else []
     config = str(run.path / CONFIG_FILE)
     # ``train.resume`` comes last, so that no override resumes another run.
     arguments = [*(overrides or []), *chosen, f"train.resume={run.run_id}"]

@@ -15,7 +15,7 @@ from app.cli.tables import print_json
 from app.cli.versions import description_of, table_of
 from app.cluster.state import read_state
 from app.config import recipe_of_model
-from app.config.overrides import require_once
+from app.config.overrides import override_of, require_once
 from app.errors import ClusterError, RequestError, StorageError
 from app.process_state import sigterm_exits
 from app.repository.aliases import Alias
@@ -170,7 +170,7 @@ def import_command(
 
     root = chosen_storage(storage, is_new=True)
     require_once(overrides or [])
-    recipe = recipe_of_model(name, "compile", [*(overrides or []), f"storage={root}"])
+    recipe = recipe_of_model(name, "compile", [*(overrides or []), override_of("storage", str(root))])
     given = Given(source, samples, labels, processor, scores, dict(map(_parse_size, size or [])))
     with sigterm_exits():  # otherwise the model's copy would stay in the temporary folder
         result = execute(Run.start("compile", recipe), partial(import_model, given=given))

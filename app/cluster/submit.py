@@ -25,7 +25,7 @@ from app.cluster.queue import PRIORITY, USER, Priority, person
 from app.cluster.ray_internals import is_uploaded, silence_client, uploaded_bytes
 from app.cluster.state import read_state, running_cluster
 from app.config import embedded, load_job_recipe, names_model, read_text, reads_files, title_of
-from app.config.overrides import require_once
+from app.config.overrides import override_of, require_once
 from app.errors import ClusterError, NoClusterError, first_line, short_repr
 from app.import_string import suggestion
 from app.runs import LOST_JOB_KEY
@@ -95,10 +95,10 @@ def submit(
     storage = loaded.storage and absolute_location(loaded.storage)
     if target.is_local or (storage and "://" in storage):
         require_stored(job, loaded, storage or running_cluster().storage, target.is_local)
-    # A relative path is meant from the current folder, not from the job's copy of it.
-    given = [override for override in overrides if not override.startswith("storage=")]
-    arguments = [*given, *([f"storage={storage}"] if storage else []), *options]
-    return send_job(job, location, arguments, loaded.name, target, detail, priority)
+    if storage:  # a relative path is meant from the current folder, not from the job's copy of it
+        others = [override for override in overrides if not override.startswith("storage=")]
+        overrides = [*others, override_of("storage", storage)]
+    return send_job(job, location, [*overrides, *options], loaded.name, target, detail, priority)
 
 
 def _is_sent_along(recipe: str) -> bool:

@@ -1,5 +1,6 @@
 """Dotted overrides: ``train.optimizer.lr=1e-3`` sets one value in the YAML tree before it is validated."""
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,6 +33,15 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
             ) from None
         set_value(tree, key, value)
     return tree
+
+
+def override_of(key: str, text: str) -> str:
+    """Return the override that sets a key to a text. The text is quoted if YAML would read it as something else."""
+    try:
+        is_plain = parse_yaml(text) == text
+    except yaml.YAMLError:
+        is_plain = False
+    return f"{key}={text if is_plain else json.dumps(text, ensure_ascii=False)}"
 
 
 def require_once(overrides: Sequence[str]) -> None:

@@ -15,14 +15,17 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 import requests
+import typer
 from ray.exceptions import AuthenticationError
 from upath import UPath
 
 import jobs._shards
+from app.cli.jobs import resume
 from app.cluster.jobs import Job, JobsApi
 from app.cluster.preflight import require_stored
 from app.cluster.submit import follow_job, resubmit, stop_job, submit
 from app.config import embedded, load_job_recipe, load_recipe, title_of
+from app.reports.run_folder import RunFolder
 from jobs._runner import main
 from jobs.train import train
 from tests.helpers import ROOT, result_of
@@ -280,6 +283,24 @@ def test_any_other_recipe_is_checked_and_sent_along(
     assert storage == f"storage={folder / 'kept'}", "it is relative to the folder of the person, not of the job"
     assert load_recipe(carried, ["storage=null"]) == load_recipe(ROOT / "recipes/digits.yaml")
     assert title_of(carried) == ("standard input" if recipe == "-" else recipe)
+
+
+@pytest.mark.parametrize("folder", ["exp #2", "a: b", "[x", 'say "it\'s" – ok'])
+def test_a_storage_reaches_the_job_by_any_name(
+    folder: str, sent: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / folder)
+    Path("best.yaml").write_text(TEXT + "storage: kept\n", encoding="utf-8")
+    for given, storage in (([], str(tmp_path / folder / "kept")), (["storage=null"], None)):
+        assert submit("train", "best.yaml", given) == 0
+        *_, recipe, override = sent()
+        assert load_recipe(recipe, [override]).storage == storage
+    monkeypatch.setattr("app.cli.jobs.train_run", lambda *_: RunFolder(UPath(tmp_path / "run-1")))
+    with pytest.raises(typer.Exit):
+        resume("run-1", storage="kept")
+    *_, override, _ = sent()
+    assert load_recipe("best.yaml", [override]).storage == str(tmp_path / folder / "kept")
 
 
 def test_the_credentials_of_a_recipe_s_uri_are_not_sent_along(
