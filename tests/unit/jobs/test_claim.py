@@ -1,9 +1,12 @@
 """What the endpoint claims above training, and how long a deployment waits."""
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayActorError
+from ray.serve import context
 from ray.serve.schema import ApplicationStatus
 
 from app.cluster.coordinator_internals import on_node
@@ -11,7 +14,7 @@ from app.config import TensorParallelConfig
 from app.serving.demand import Demand, Scaling
 from jobs._claim import awaited_by, held_by
 from jobs._endpoint import _await_running
-from jobs._serve_internals import Deployed
+from jobs._serve_internals import Deployed, deployed_in
 
 SHARD = {"CPU": 2.0}
 SHARDED = Demand(scaling=Scaling(cpus=1.0), sharded=(TensorParallelConfig(size=2, cpus_per_process=2),))
@@ -35,6 +38,19 @@ def test_a_replica_that_stops_holds_what_it_has_and_waits_for_nothing() -> None:
     pool = (SHARDED, deployed(("STOPPING", "10.0.0.1"), target=0))
     assert not awaited_by([pool])
     assert held_by([pool]) == [on_node(REPLICA, "10.0.0.1"), SHARD, SHARD]
+
+
+def test_a_serve_that_was_shut_down_by_others_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(error: Exception, *_: object, **__: object) -> None:
+        raise error
+
+    controller = SimpleNamespace(check_alive=SimpleNamespace(remote=lambda: None))
+    monkeypatch.setattr(context, "_global_client", SimpleNamespace(_controller=controller))
+    monkeypatch.setattr(context, "_cached_client_from_current_session", lambda: context._global_client is not None)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.get", partial(fail, RayActorError()))
+    monkeypatch.setattr("ray.get_actor", partial(fail, ValueError("there is no such actor")))
+    assert not deployed_in("toy")
 
 
 @pytest.mark.parametrize("ready_s", [10.5, 99.0])
