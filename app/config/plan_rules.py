@@ -104,6 +104,7 @@ def _neighbours(plan: PlanConfig, setting: Setting) -> Iterator[PlanConfig]:
         "offload_param": dict.fromkeys((plan.offload_param, "none")),
         "activation_checkpointing": dict.fromkeys((plan.activation_checkpointing, False)),
         "powersgd": dict.fromkeys((plan.powersgd, None)),
+        "communication_data_type": dict.fromkeys((plan.communication_data_type, None)),
         "zero_plus_plus": dict.fromkeys((plan.zero_plus_plus, ZeroPlusPlusConfig())),
     }
     for values in product(*choices.values()):
@@ -227,6 +228,11 @@ def _powersgd_takes_plain_data_parallel(plan: PlanConfig, setting: Setting) -> s
         return None
     if plan.zero_stage or plan.model_parallel > 1 or setting.precision != "fp32":
         return "powersgd replaces DeepSpeed's reduction: zero_stage 0, fp32, tensor 1, pipeline 1"
+    if plan.communication_data_type is not None:
+        return (
+            "powersgd replaces DeepSpeed's reduction, and communication_data_type is for that alone: leave one of them "
+            f"out, got communication_data_type {plan.communication_data_type}"
+        )
     if setting.model and setting.model.has_scalars:
         return f"powersgd takes parameters with dimensions, and model {setting.model.name} has scalars"
     return None
