@@ -27,7 +27,7 @@ from app.training.stop_request import written_request
 LATEST = "latest"
 _FIXED_KEYS = (
     "task", "data", "model", "train.seed", "train.global_batch_size", "train.tokens_per_batch", "train.curriculum",
-    "train.optimizer.name",
+    "train.optimizer.name", "train.prune",
 )  # fmt: skip
 """Keys that must not change, because a checkpoint is of no use with other values."""
 

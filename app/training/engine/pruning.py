@@ -1,7 +1,6 @@
 """Fine-tuning after pruning to 2-of-4 sparsity: the start from trained weights, and the zeros that stay."""
 
 import safetensors.torch
-import torch
 from torch import nn
 from upath import UPath
 
@@ -9,6 +8,7 @@ from app.artifacts import RECIPE_FILE, WEIGHTS_FILE
 from app.checksums import verify_checksums
 from app.config import PruneConfig, Recipe, load_stored_recipe
 from app.errors import RecipeError
+from app.models.blueprint import Blueprint
 from app.models.sparsity import hold_zeros, prunable_weights, prune_2_to_4
 from app.storage import local_copy, to_path
 
@@ -43,7 +43,7 @@ def start_pruned(model: nn.Module, config: PruneConfig) -> None:
     """Give the model trained weights, prune them, and have the zeros stay in training.
 
     Raises:
-        RecipeError: no matrix of the model can be pruned.
+        RecipeError: the weights do not fit the model, or no matrix of it can be pruned.
     """
     _load(model, to_path(config.weights))
     if not any(True for _ in prunable_weights(model)):
@@ -55,8 +55,13 @@ def start_pruned(model: nn.Module, config: PruneConfig) -> None:
     hold_zeros(model)
 
 
-@torch.no_grad()
 def _load(model: nn.Module, folder: UPath) -> None:
     with local_copy(folder) as local:
         values = safetensors.torch.load_file(local / WEIGHTS_FILE, backend="pread")
-    model.load_state_dict(values, strict=False)  # tied weights are stored once
+    try:
+        Blueprint(model).load(values)
+    except ValueError as error:
+        raise RecipeError(
+            f"train.prune.weights {str(folder)!r} do not fit {type(model).__name__}: {error}; restore the factory's "
+            "code from when they were trained"
+        ).of("weights.other_model", "train.prune.weights") from error

@@ -164,6 +164,14 @@ def test_after_the_latest_run_has_finished_a_new_one_starts(finishing: Run) -> N
     assert start_or_resume("train", resuming(LATEST)).run_id != finishing.run_id
 
 
+@pytest.mark.parametrize("before", [[], ["train.prune.weights=/v"]], ids=["whole", "pruned from others"])
+def test_a_run_that_was_not_pruned_from_these_weights_does_not_go_on_with_them(before: list[str]) -> None:
+    run = Run.start("train", load_recipe(DIGITS, before))
+    run.open()
+    with refused("resume.differs", "train.resume"):
+        start_or_resume("train", load_recipe(DIGITS, ["train.prune.weights=/w", f"train.resume={run.run_id}"]))
+
+
 def opened(job: str, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run that a job on a cluster has opened and not finished."""
     monkeypatch.setenv(JOB, job)

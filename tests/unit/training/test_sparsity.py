@@ -1,14 +1,16 @@
 """Pruning two of four weights, and training on with the zeros held."""
 
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
-from app.config import load_recipe
+from app.artifacts import WEIGHTS_FILE
+from app.config import PruneConfig, load_recipe
 from app.models.sparsity import prune_2_to_4
-from app.training.engine.pruning import require_same_model
+from app.training.engine.pruning import require_same_model, start_pruned
 from tests.helpers import ROOT, train_alone
 from tests.wording import refused
 
@@ -31,6 +33,18 @@ def test_two_of_four_weights_along_the_input_channels_are_zero_the_smaller_ones(
         assert (groups[0].abs().masked_fill(groups[1] != 0, 0).amax(-1) <= least).all()
         assert torch.equal(groups[1][groups[1] != 0], groups[0][groups[1] != 0])
     assert torch.equal(model[4].weight, sparse[4].weight)
+
+
+def test_weights_to_prune_have_every_name_of_the_model(tmp_path: Path) -> None:
+    first, last = torch.nn.Linear(8, 4), torch.nn.Linear(4, 2)
+    trained = OrderedDict(first=torch.nn.Linear(8, 4), last=torch.nn.Linear(4, 2))
+    safetensors.torch.save_file(torch.nn.Sequential(trained).state_dict(), tmp_path / WEIGHTS_FILE)
+    config = PruneConfig(weights=str(tmp_path))
+    with refused("weights.other_model", "train.prune.weights"):
+        start_pruned(torch.nn.Sequential(OrderedDict(first=first, head=last)), config)
+    start_pruned(torch.nn.Sequential(OrderedDict(first=first, last=last)), config)
+    assert torch.equal(last.bias, trained["last"].bias)
+    assert torch.equal(first.weight, prune_2_to_4(trained["first"]).weight)
 
 
 @pytest.mark.slow
