@@ -119,14 +119,11 @@ class Loop:
         # An epoch that ``max_steps`` has cut short still has to be validated.
         if self.position.epoch > self.config.epochs or (self._steps_left() <= 0 and not self.position.batches_done):
             return True
-        stopping, metric = self.config.early_stopping, self.selection.metric
-        if not stopping:
-            return False
-        values = [record.value_of(metric) for record in self.records]
-        if not should_stop(values, self.selection.mode, stopping):
+        stopping = self.config.early_stopping
+        if not stopping or not should_stop(self.records, self.selection, stopping):
             return False
         self.worker.print(
-            f"stopped early after epoch {self.records[-1].epoch}: {metric} has not improved for "
+            f"stopped early after epoch {self.records[-1].epoch}: {self.selection.metric} has not improved for "
             f"{stopping.patience} epochs"
         )
         return True

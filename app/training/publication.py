@@ -24,7 +24,7 @@ from app.training.checkpoints.reader import export_weights
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.evaluation import write_evaluation
 from app.training.planning.outcome import prediction_of
-from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, best_of, require_finite
+from app.training.records import Ending, EpochRecord, StoppedTrainMetrics, TrainMetrics, ranked, require_finite
 from app.training.stop_request import StopRequest
 
 
@@ -104,13 +104,10 @@ def export_checkpoint(
 def _best_intact(store: CheckpointStore, records: list[EpochRecord], selection: Selection) -> tuple[EpochRecord, UPath]:
     """Return the best epoch that has an intact checkpoint, and the folder of that checkpoint."""
     kept = {checkpoint.step: checkpoint for checkpoint in store.committed()}
-    candidates = [record for record in records if record.step in kept]
-    while candidates:
-        best = best_of(candidates, selection)
-        if store.is_intact(kept[best.step]):
-            return best, store.folder_of(kept[best.step])
+    for record in ranked([record for record in records if record.step in kept], selection):
         # A damaged checkpoint costs an epoch, not the run.
-        candidates.remove(best)
+        if store.is_intact(kept[record.step]):
+            return record, store.folder_of(kept[record.step])
     raise StorageError(
         f"no checkpoint of a whole epoch in {str(store.folder)!r} is intact: restore one, or train "
         "its epochs again with train.resume=latest"

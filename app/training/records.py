@@ -1,13 +1,13 @@
 """The records of a training run: steps, epochs, its end, and the choice of the best epoch and of the last one."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.config import EarlyStoppingConfig, PlanConfig, TrainConfig
-from app.config.metrics import Mode, Selection, cost_of
+from app.config.metrics import Selection, cost_of
 from app.errors import NonFiniteLossError
 from app.planner.prediction import Prediction
 from app.telemetry.judgement import Judgement
@@ -61,6 +61,11 @@ class EpochRecord(Record):
 
     source_samples: dict[str, int] | None = None
     """Samples of each source that the epoch was trained on. None unless there are several sources."""
+
+    @property
+    def sources(self) -> set[str]:
+        """The sources of the epoch's training and validation samples. Empty without ``data.sources``."""
+        return {*(self.source_samples or ())}
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -156,9 +161,24 @@ def epoch_cost(record: EpochRecord, selection: Selection) -> tuple[float, float]
     return cost_of(record.value_of(selection.metric), selection.mode), cost_of(record.val_loss, "min")
 
 
-def best_of(records: Iterable[EpochRecord], selection: Selection) -> EpochRecord:
-    """Return the best epoch; the earliest of equal ones. An epoch without finite numbers is the worst."""
-    return min(records, key=lambda record: epoch_cost(record, selection))
+def ranked(records: Sequence[EpochRecord], selection: Selection) -> list[EpochRecord]:
+    """Return the epochs, the best first; the earliest of equal ones. Those without finite numbers are last.
+
+    Epochs that were validated on other sources than the last one come after those of the same sources.
+    """
+    return sorted(
+        records,
+        key=lambda record: (
+            not is_finite(record, selection),
+            record.sources != records[-1].sources,
+            epoch_cost(record, selection),
+        ),
+    )
+
+
+def best_of(records: Sequence[EpochRecord], selection: Selection) -> EpochRecord:
+    """Return the first one of ``ranked``."""
+    return ranked(records, selection)[0]
 
 
 def is_finite(record: EpochRecord, selection: Selection) -> bool:
@@ -178,18 +198,19 @@ def require_finite(best: EpochRecord, selection: Selection) -> None:
         )
 
 
-def should_stop(values: Sequence[float], mode: Mode, config: EarlyStoppingConfig) -> bool:
-    """Return whether none of the last ``patience`` values is better than the best value before them.
+def should_stop(records: Sequence[EpochRecord], selection: Selection, config: EarlyStoppingConfig) -> bool:
+    """Return whether none of the last ``patience`` epochs is better than the best one before them.
 
     With k = ``patience``, d = ``min_delta`` and mode ``min``, stop when there are more than k values and
 
         min(values[-k:]) > min(values[:-k]) - d,  or equal with d = 0;
 
     mode ``max`` is the same on negated values. So a value must be better, and by at least d. NaN is worse than any
-    other value.
+    other value. Only epochs that were validated on the sources of the last one have values to compare.
     """
+    values = [record.value_of(selection.metric) for record in records if record.sources == records[-1].sources]
     # Lower is better for both modes, and NaN is worst.
-    costs = [cost_of(value, mode) for value in values]
+    costs = [cost_of(value, selection.mode) for value in values]
     before, recent = costs[: -config.patience], costs[-config.patience :]
     if not before:
         return False

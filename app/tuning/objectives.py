@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ def epoch_value(record: EpochRecord, objective: Objective) -> float:
 
 
 def final_values(
-    objectives: Sequence[Objective], records: Iterable[EpochRecord], recipe: Recipe, data: PreparedData
+    objectives: Sequence[Objective], records: Sequence[EpochRecord], recipe: Recipe, data: PreparedData
 ) -> list[float]:
     """Return the objectives of a trained trial, at the epoch whose weights training keeps."""
     selection = find_task(recipe.task).selection(recipe.train)

@@ -21,7 +21,7 @@ from app.training.data.recipe_order import count_steps, order_of
 from app.training.engine.batch_norm import synchronize_batch_norm
 from app.training.engine.deepspeed_engine import Factors, StepResult
 from app.training.engine.optimizer import lr_factor
-from app.training.records import EpochRecord, best_of, should_stop
+from app.training.records import EpochRecord, best_of, ranked, should_stop
 from app.training.resume import start_or_resume
 from app.training.worker import collective_timeout, seed_random
 from tests.helpers import ROOT
@@ -65,6 +65,12 @@ def test_validation_sees_each_sample_once(world_size: int) -> None:
         assert sorted(np.concatenate([batch for share in shares for batch in share])) == rows.tolist()
 
 
+def epoch_record(epoch: int, **values: Any) -> EpochRecord:
+    return EpochRecord(
+        **{"epoch": epoch, "step": 1, "train_loss": 1.0, "val_loss": 1.0, "samples_per_s": 1.0, **values}
+    )
+
+
 @pytest.mark.parametrize(
     ("values", "patience", "min_delta", "expected"),
     [
@@ -84,25 +90,40 @@ def test_validation_sees_each_sample_once(world_size: int) -> None:
 )
 def test_early_stopping_by_hand(values: list[float], patience: int, min_delta: float, expected: bool) -> None:
     config = EarlyStoppingConfig(patience=patience, min_delta=min_delta)
-    assert should_stop(values, "min", config) is expected
-    assert should_stop([-value for value in values], "max", config) is expected
+    costs, scores = (
+        [epoch_record(epoch, val_score=sign * value) for epoch, value in enumerate(values)] for sign in (1, -1)
+    )
+    assert should_stop(costs, Selection("val_score", "min"), config) is expected
+    assert should_stop(scores, Selection("val_score", "max"), config) is expected
+
+
+def test_an_epoch_is_compared_with_those_that_were_validated_on_the_same_sources() -> None:
+    losses = [("a", 0.1), ("a", 0.2), ("ab", 0.5), ("ab", 0.4), ("ab", 0.45)]
+    records = [
+        epoch_record(epoch, val_loss=loss, source_samples=dict.fromkeys(sources, 9))
+        for epoch, (sources, loss) in enumerate(losses, start=1)
+    ]
+    selection = Selection("val_loss", "min")
+    assert [record.epoch for record in ranked(records, selection)] == [4, 5, 3, 1, 2]
+    stops = [should_stop(records[:num], selection, EarlyStoppingConfig(patience=1)) for num in (2, 3, 4, 5)]
+    assert stops == [True, False, False, True]
+    broken = epoch_record(3, val_loss=nan, source_samples={"a": 9, "b": 9})
+    assert best_of([*records[:2], broken], selection).epoch == 1
 
 
 @pytest.mark.parametrize("metric", ["val_loss", "val_accuracy"])
 @pytest.mark.parametrize(("values", "best"), [([nan, 0.5, 0.5], 1), ([0.5, nan], 0), ([nan, nan], 0)])
 def test_the_best_epoch_is_the_first_of_equals_and_has_a_number(metric: str, values: list[float], best: int) -> None:
     selection = Selection(metric, "max" if metric == "val_accuracy" else "min")
-    numbers = {"step": 1, "train_loss": 1.0, "val_loss": 1.0, "val_accuracy": 0.1, "samples_per_s": 1.0}
-    records = [EpochRecord(**{**numbers, "epoch": epoch, metric: value}) for epoch, value in enumerate(values)]
+    records = [epoch_record(epoch, **{"val_accuracy": 0.1, metric: value}) for epoch, value in enumerate(values)]
     assert best_of(records, selection).epoch == best
 
 
 @pytest.mark.parametrize("given", [{}, {"early_stopping": None}, {"early_stopping": {"patience": 1}}])
 def test_the_metric_of_the_task_chooses_the_best_epoch_and_the_loss_among_equals(given: dict[str, object]) -> None:
     values = [(0.6667, 1.3), (0.4167, 0.9), (0.6667, 1.1), (0.6667, nan)]
-    fields = {"train_loss": 1.0, "samples_per_s": 1.0, "step": 1}
     records = [
-        EpochRecord(epoch=epoch, val_accuracy=accuracy, val_loss=loss, **fields)
+        epoch_record(epoch, val_accuracy=accuracy, val_loss=loss)
         for epoch, (accuracy, loss) in enumerate(values, start=1)
     ]
     config = TrainConfig.model_validate(given)
