@@ -22,7 +22,7 @@ def main(folder: Path) -> None:
     store = CheckpointStore(UPath(folder / CHECKPOINTS))
     writer = CheckpointWriter(store, CheckpointConfig(num_to_keep=1))
     for step in (1, 2, 3):
-        writer.save(partial(snapshot_at, step), best=None)
+        writer.save(partial(snapshot_at, step))
     writer.wait()
     files = folder / "files"
     files.mkdir()

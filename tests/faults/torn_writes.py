@@ -87,7 +87,7 @@ def write_without_end(rank: int, meeting_point: Path, store: CheckpointStore, st
     writer = CheckpointWriter(store, CheckpointConfig(num_to_keep=2))
     dist.barrier()  # a rank that is still connecting would wait half an hour for a killed one
     while True:
-        writer.save(partial(snapshot, rank, step), best=None)
+        writer.save(partial(snapshot, rank, step))
         step += 1
 
 

@@ -268,7 +268,7 @@ def lose_checkpoint(folder: Path) -> None:
     writer = CheckpointWriter(store, CheckpointConfig(background=False))
     tempfile.tempdir = str(folder / "missing") if torch.distributed.get_rank() else None
     try:
-        writer.save(lambda: Snapshot(state, {buffer("step"): torch.ones(1)}), best=None)
+        writer.save(lambda: Snapshot(state, {buffer("step"): torch.ones(1)}))
     except TrainingError as error:
         if torch.distributed.get_rank() == 0:
             (folder / "lost-checkpoint.txt").write_text(str(error), encoding="utf-8")

@@ -179,7 +179,7 @@ def compare(row: Row, folder: UPath) -> dict[str, list[float]]:
     losses = train(engine, layout, range(HALF))
     if row.name in KEPT:
         take = partial(take_snapshot, engine, layout, Position(step=HALF), [], row.config.precision)
-        writer.save(take, best=None)
+        writer.save(take)
     losses += train(engine, layout, range(HALF, STEPS))
     writer.wait()
     found = {"plan": [*losses, validate(engine, layout)], "plain": plain_losses(row.model, row.config.optimizer.name)}

@@ -16,7 +16,7 @@ from app.training.checkpoints.state import Position, TrainState
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import CheckpointWriter
 from app.training.engine import TrainingEngine
-from app.training.records import EpochRecord, best_of
+from app.training.records import EpochRecord, ranked
 from app.training.worker import Worker, on_first
 
 
@@ -89,7 +89,7 @@ class CheckpointManager:
             frozen = self.writer.takes_frozen
             return take_snapshot(self._engine, self._layout, position, records, self._config.precision, frozen)
 
-        self.writer.save(take, best_of(records, self._selection).step if records else None)
+        self.writer.save(take, [record.step for record in ranked(records, self._selection)])
         self._saved = position.step, position.epoch
 
     def _load(self, checkpoint: Checkpoint) -> tuple[Checkpoint, TrainState]:

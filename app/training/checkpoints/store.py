@@ -143,15 +143,16 @@ class CheckpointStore:
                 rename = partial(self._rename_damaged, checkpoint)
                 best_effort(rename, f"damaged checkpoint {checkpoint.name} cannot be renamed")
 
-    def prune(self, written: Checkpoint, num_to_keep: int, best: int | None) -> None:
-        """Remove all checkpoints up to ``written`` but those of the ``num_to_keep`` newest steps and of step ``best``.
+    def prune(self, written: Checkpoint, num_to_keep: int, best: Sequence[int] = ()) -> None:
+        """Remove all checkpoints up to ``written`` but those of the ``num_to_keep`` newest steps and of the best step.
 
-        Of each step the newest checkpoint is kept.
+        Of each step the newest checkpoint is kept. ``best`` has the steps of epochs, the best first: that of the first
+        one may be gone, or was never written.
         """
         committed = [checkpoint for checkpoint in self.committed() if checkpoint <= written]
         # A later checkpoint of a step replaces the one before.
         by_step = {checkpoint.step: checkpoint for checkpoint in committed}
-        kept = {*list(by_step)[-num_to_keep:], best}
+        kept = {*list(by_step)[-num_to_keep:], *[step for step in best if step in by_step][:1]}
         for checkpoint in committed:
             if checkpoint.step not in kept or checkpoint != by_step[checkpoint.step]:
                 self.remove(checkpoint)

@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -70,8 +70,10 @@ class CheckpointWriter:
             self._frozen_in, self.takes_frozen = folder, False
             self._frozen_versions = _frozen_versions(folder, sums)
 
-    def save(self, take: Callable[[], Snapshot], best: int | None) -> None:
-        """Store the snapshot that ``take`` returns, then remove old checkpoints, but never the one of step ``best``.
+    def save(self, take: Callable[[], Snapshot], best: Sequence[int] = ()) -> None:
+        """Store the snapshot that ``take`` returns, then remove old checkpoints.
+
+        ``best`` has the steps of epochs, the best first. The first one that has a checkpoint keeps it.
 
         ``take`` is called after the previous snapshot is stored and its memory is free. If the previous write failed,
         this call waits until the new snapshot is stored.
@@ -107,7 +109,7 @@ class CheckpointWriter:
         pending, self._pending = self._pending, None
         return pending.result() if pending else None
 
-    def _write_with_retry(self, snapshot: Snapshot, best: int | None) -> str | None:
+    def _write_with_retry(self, snapshot: Snapshot, best: Sequence[int]) -> str | None:
         """Write the snapshot, with one retry. Return why it failed, or None.
 
         Returning the exception itself would keep the snapshot in memory.
@@ -119,14 +121,14 @@ class CheckpointWriter:
             snapshot.content.clear()
             snapshot.frozen.clear()
 
-    def _try_write(self, snapshot: Snapshot, best: int | None) -> str | None:
+    def _try_write(self, snapshot: Snapshot, best: Sequence[int]) -> str | None:
         try:
             self._write(snapshot, best)
         except TrainingError as error:
             return str(error)
         return None
 
-    def _write(self, snapshot: Snapshot, best: int | None) -> None:
+    def _write(self, snapshot: Snapshot, best: Sequence[int]) -> None:
         first, began_s = dist.get_rank() == 0, time.monotonic()
         checkpoint = on_first(partial(self._next, snapshot.state.position.step), self._group)
         folder = self._store.folder_of(checkpoint)

@@ -107,7 +107,7 @@ def test_an_export_after_bf16_rounds_parameters_and_no_buffers(tmp_path: Path) -
     content = {parameter("norm.weight", WEIGHT): Shards((1, 1), {(0, 0): value[None]}), buffer("norm.mean"): value}
     state = state_at(1).model_copy(update={"precision": "bf16", "shapes": {"norm.weight": [1]}})
     store = CheckpointStore(UPath(tmp_path))
-    CheckpointWriter(store, CheckpointConfig(background=False)).save(lambda: Snapshot(state, content), best=None)
+    CheckpointWriter(store, CheckpointConfig(background=False)).save(lambda: Snapshot(state, content))
     export_weights(store.folder_of(Checkpoint(1)), tmp_path / "model.safetensors")
     exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert torch.equal(exported["norm.mean"], value)
@@ -136,7 +136,7 @@ def test_weights_are_exported_one_at_a_time(tmp_path: Path) -> None:
         return Snapshot(state_at(1), {parameter(name, WEIGHT): part for name, part in parts.items()})
 
     store = CheckpointStore(UPath(tmp_path))
-    CheckpointWriter(store, CheckpointConfig(background=False)).save(take, best=None)
+    CheckpointWriter(store, CheckpointConfig(background=False)).save(take)
     with peak_growth() as grown:
         export_weights(store.folder_of(Checkpoint(1)), tmp_path / "model.safetensors")
     assert grown() < 6 * num_bytes
@@ -153,7 +153,7 @@ def test_what_is_written_is_read_wherever_storage_is(place: str, tmp_path: Path)
         weight = torch.rand(3, 4)
         parts = {(0, 0): weight[:2], (2, 0): weight[2:]}
         content = {parameter("layer.weight", WEIGHT): Shards((3, 4), parts)}
-        writer.save(partial(Snapshot, state_at(step), content), best=10)
+        writer.save(partial(Snapshot, state_at(step), content), best=[10])
     writer.wait()
     newest = store.newest_intact()
     assert store.committed() == [Checkpoint(10), newest] == [Checkpoint(10), Checkpoint(20, 2)]
@@ -176,7 +176,7 @@ def test_frozen_weights_of_an_earlier_checkpoint_are_part_of_a_later_one(storage
         return Snapshot(state_at(step), trained, kept if writer.takes_frozen else {})
 
     for step in (1, 2, 3):
-        writer.save(partial(take, step), best=None)
+        writer.save(partial(take, step))
         writer.wait()
     assert took == [True, False, False]
     assert store.newest_intact() == Checkpoint(3)
@@ -186,8 +186,8 @@ def test_frozen_weights_of_an_earlier_checkpoint_are_part_of_a_later_one(storage
     assert weights["head"].item() == 3.0
     # What cannot be taken from the earlier one is written again, by the next checkpoint.
     (store.folder_of(Checkpoint(3)) / ".frozen.metadata").unlink()
-    writer.save(partial(take, 4), best=None)
-    writer.save(partial(take, 5), best=None)
+    writer.save(partial(take, 4))
+    writer.save(partial(take, 5))
     assert (took[3:], store.newest_intact()) == ([False, True], Checkpoint(5))
 
 
@@ -211,7 +211,7 @@ def test_a_checkpoint_is_whole_or_refused_where_there_are_no_links(
         return Snapshot(state_at(step), trained, kept if writer.takes_frozen else {})
 
     for step in (1, 2):
-        writer.save(partial(take, step), best=None)
+        writer.save(partial(take, step))
         writer.wait()
     (file,) = store.folder_of(Checkpoint(2)).glob("*frozen*.distcp")
     content = file.read_bytes()
@@ -219,11 +219,11 @@ def test_a_checkpoint_is_whole_or_refused_where_there_are_no_links(
         file.unlink()
     elif damage:
         file.write_bytes(content[:-1] if damage == "cut off" else bytes(len(content)))
-    writer.save(partial(take, 3), best=None)
+    writer.save(partial(take, 3))
     if damage:
         with refused("checkpoint.not_written"):
             writer.wait()
-        writer.save(partial(take, 4), best=None)
+        writer.save(partial(take, 4))
     writer.wait()
     intact = [checkpoint.step for checkpoint in store.committed() if store.is_intact(checkpoint)]
     assert intact == ([1, 4] if damage else [1, 2, 3])
@@ -272,7 +272,7 @@ def two_halves(tmp_path: Path) -> tuple[UPath, torch.Tensor]:
     whole, folder = torch.rand(ROWS, COLUMNS), UPath(f"counting://{tmp_path}")
     parts = {(row, 0): whole[row : row + ROWS // 2].clone() for row in (0, ROWS // 2)}
     writer = CheckpointWriter(CheckpointStore(folder), CheckpointConfig(background=False))
-    writer.save(lambda: Snapshot(state_at(1), {parameter("a", WEIGHT): Shards((ROWS, COLUMNS), parts)}), best=None)
+    writer.save(lambda: Snapshot(state_at(1), {parameter("a", WEIGHT): Shards((ROWS, COLUMNS), parts)}))
     CountingStorage.bytes_read.clear()
     return CheckpointStore(folder).folder_of(Checkpoint(1)), whole
 
@@ -286,7 +286,7 @@ def test_an_export_reads_each_byte_once(tmp_path: Path, has_pieces: bool) -> Non
     weights = {f"layer{number}": torch.rand(64, 256) for number in range(32)}
     content = {parameter(name, WEIGHT): Shards((64, 256), {(0, 0): tensor}) for name, tensor in weights.items()}
     writer = CheckpointWriter(store, CheckpointConfig(background=False))
-    writer.save(lambda: Snapshot(state_at(1), {**content}), best=None)
+    writer.save(lambda: Snapshot(state_at(1), {**content}))
     folder = store.folder_of(Checkpoint(1))
     if not has_pieces:
         write_checksums(

@@ -37,7 +37,7 @@ def test_metrics_are_stored_before_the_checkpoint_that_a_run_goes_on_from(tmp_pa
     store, seen = CheckpointStore(UPath(tmp_path)), list[list[int]]()
     writer = CheckpointWriter(store, CheckpointConfig(), before_commit=lambda: seen.append(steps(store)))
     for step in (10, 20):
-        writer.save(partial(snapshot_at, step), best=None)
+        writer.save(partial(snapshot_at, step))
     writer.wait()
     assert seen == [[], [10]]
 
@@ -51,7 +51,7 @@ def test_the_best_epoch_whose_checkpoint_is_not_damaged_is_published(
     writer = CheckpointWriter(store, CheckpointConfig(num_to_keep=9, background=False))
     records = []
     for epoch, val_loss in enumerate([0.4, 0.1, 0.3], start=1):
-        writer.save(partial(snapshot_at, epoch), best=None)
+        writer.save(partial(snapshot_at, epoch))
         records.append(EpochRecord(epoch=epoch, step=epoch, train_loss=1.0, val_loss=val_loss, val_accuracy=0.5,
                                    samples_per_s=1.0))  # fmt: skip
     flip(store.folder_of(Checkpoint(2)) / "__0_0.distcp")

@@ -104,13 +104,14 @@ def test_what_cannot_be_cleared_up_is_no_end_of_training(tmp_path: Path, capsys:
     assert "checkpoint step_00000030 cannot be removed" in warnings
 
 
-def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
-    store.prune(Checkpoint(30), num_to_keep=1, best=10)
+@pytest.mark.parametrize("best", [[10, 20], [5, 10, 20]], ids=["there", "gone"])
+def test_the_newest_and_the_best_that_is_there_are_kept(store: CheckpointStore, best: list[int]) -> None:
+    store.prune(Checkpoint(30), num_to_keep=1, best=best)
     assert steps(store) == [10, 30]
 
 
 def test_what_was_just_written_is_kept_beside_later_ones_that_are_damaged(store: CheckpointStore) -> None:
-    store.prune(Checkpoint(20), num_to_keep=1, best=None)
+    store.prune(Checkpoint(20), num_to_keep=1)
     assert steps(store) == [20, 30]
 
 
@@ -121,7 +122,7 @@ def test_a_step_that_is_kept_again_replaces_the_first_once_it_is_whole(store: Ch
     assert store.newest_intact() == Checkpoint(30)
     write_checksums(store.folder_of(again))
     assert store.newest_intact() == again
-    store.prune(again, num_to_keep=2, best=None)
+    store.prune(again, num_to_keep=2)
     assert store.committed() == [Checkpoint(20), again]
     assert store.next(30) > again
 
@@ -148,7 +149,7 @@ def test_what_was_never_finished_is_swept(store: CheckpointStore, capsys: pytest
 def test_a_folder_that_cannot_be_made_is_named_with_the_cause(tmp_path: Path) -> None:
     (tmp_path / "run").write_bytes(b"")  # root may write into any folder, but not into a file
     writer = CheckpointWriter(CheckpointStore(UPath(tmp_path / "run" / "checkpoints")), CheckpointConfig())
-    writer.save(partial(snapshot_at, 10), best=None)
+    writer.save(partial(snapshot_at, 10))
     with refused("checkpoint.not_written"):
         writer.wait()
 
@@ -166,7 +167,7 @@ def test_a_write_that_fails_once_is_done_again(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("app.training.checkpoints.writer.write_checksums", fail_once)
     store = CheckpointStore(UPath(tmp_path))
     writer = CheckpointWriter(store, CheckpointConfig())
-    writer.save(partial(snapshot_at, 10), best=None)
+    writer.save(partial(snapshot_at, 10))
     writer.wait()
     assert store.newest_intact() == Checkpoint(10)
     assert len(tries) == 2
@@ -178,10 +179,10 @@ def test_a_state_that_is_lost_does_not_cost_the_next_one(tmp_path: Path, capsys:
     blocker.write_bytes(b"")
     store = CheckpointStore(UPath(blocker / "checkpoints"))
     writer = CheckpointWriter(store, CheckpointConfig())
-    writer.save(partial(snapshot_at, 10), best=None)
+    writer.save(partial(snapshot_at, 10))
     wait_until(lambda: writer.has_failed)
     blocker.unlink()
-    writer.save(partial(snapshot_at, 20), best=None)
+    writer.save(partial(snapshot_at, 20))
     assert store.committed() == [Checkpoint(20)]
     assert "step_00000010' cannot be written" in capsys.readouterr().err
     assert not writer.has_failed
@@ -200,6 +201,6 @@ def test_one_copy_of_the_state_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
     writer = CheckpointWriter(CheckpointStore(UPath(tmp_path)), CheckpointConfig())
     for step in range(1, 6):
-        writer.save(partial(take, step), best=None)
+        writer.save(partial(take, step))
     writer.wait()
     assert len(alive) == 5
