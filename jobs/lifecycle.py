@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from app.artifacts import DATA
 from app.cluster.state import MARK, read_state
 from app.compile.run import require_compilable
-from app.config import Recipe, load_recipe
+from app.config import Recipe
 from app.errors import RayloomError
 from app.heartbeat import require_not_running, run_lock
 from app.pages.page import REPORT_FILE
@@ -22,6 +22,7 @@ from app.runs import RESULT_FILE, Outcome, Result, Run, Step, execute, has_succe
 from app.storage import write_atomically
 from app.training.resume import newest_unfinished, start_or_resume
 from app.training.stop_request import read_stop_request
+from app.tuning.outcome import tuned_recipe
 from app.tuning.trial_data import find_data
 from jobs._cluster import connect
 from jobs._runner import main
@@ -30,7 +31,7 @@ from jobs._turn import in_turn
 from jobs.compile import compile_demand, compile_on_node, require_compile_room
 from jobs.deploy import deploy, require_deployable
 from jobs.train import require_train_room, train, train_demand
-from jobs.tune import tune, tune_demand
+from jobs.tune import keep_found, tune, tune_demand
 
 _STAGES = {"tune": "search"}
 """Steps that have another name as a stage."""
@@ -60,9 +61,7 @@ def lifecycle(run: Run) -> Outcome:
     run.hold(run_lock(run.folder))
     run.until_result.callback(write_page, lifecycle_page, run.folder)
     run.open()
-    tuned = _search(run, previous) if run.recipe.tune else None
-    best = load_recipe(tuned.artifacts["best_recipe"]) if tuned else run.recipe
-    recipe = _with(best, "train", resume=run.recipe.train.resume)
+    tuned, recipe = _search(run, previous) if run.recipe.tune else (None, run.recipe)
     training = start_or_resume("train", recipe)
     # Trials that read the same data have prepared them already.
     prepared = find_data(recipe, runs_folder(run.storage, "tune") / tuned.run_id / DATA) if tuned else None
@@ -114,10 +113,20 @@ def _stage_times(run: Run, steps: list[Result]) -> dict[str, float]:
     return up | start | {_STAGES.get(step.job, step.job): step.duration_s for step in steps}
 
 
-def _search(run: Run, previous: str | None) -> Result:
-    """Return the result of the recipe's search. A resumed lifecycle reuses or resumes its own search only."""
+def _search(run: Run, previous: str | None) -> tuple[Result, Recipe]:
+    """Return the result of the recipe's search, and the recipe with the best values.
+
+    A resumed lifecycle reuses or resumes its own search only. Of an earlier search it takes the drawn values alone,
+    because the recipe may have changed since.
+    """
     search = _search_of(run, previous) or Run.start("tune", run.recipe)
     write_atomically(run.folder / SEARCH_FILE, search.run_id.encode())
+    tuned = _search_result(run, search)
+    best_params, best_trial = tuned.metrics["best_params"], tuned.metrics["best_trial"]
+    return tuned, tuned_recipe(search.recipe, best_params, best_trial, search.run_id)
+
+
+def _search_result(run: Run, search: Run) -> Result:
     if has_succeeded(search.folder):
         print(f"search {search.run_id} has already finished", flush=True)
         note_part(run.folder, search.job, search.run_id)
@@ -133,7 +142,7 @@ def _search_of(run: Run, previous: str | None) -> Run | None:
     if previous is None or not (file := run.folder.parent / previous / SEARCH_FILE).exists():
         return None
     search = Run.start("tune", run.recipe, file.read_text(encoding="utf-8"))
-    return search if search.was_opened else None
+    return keep_found(search) if search.was_opened else None
 
 
 def _step(lifecycle: Run, part: Run, step: Step) -> Result:

@@ -14,7 +14,7 @@ from app.telemetry.tracing import stage
 from app.training.ray_worker import resources_of
 from app.training.resume import newest_unfinished, require_unfinished
 from app.tuning.budget import SearchBudget
-from app.tuning.outcome import BEST_FILE, ParetoTrial, StoppedSearchMetrics, TuneMetrics, tuned_recipe
+from app.tuning.outcome import BEST_FILE, ParetoTrial, StoppedSearchMetrics, TuneMetrics, best_yaml
 from app.tuning.report import write_report, write_trials
 from app.tuning.schedulers import check_scheduler
 from app.tuning.search import Search
@@ -111,11 +111,13 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
         print(f"tune.resume: no search of {recipe.name} is unfinished; starting one", flush=True)
         return Run.start(job, recipe)
     print(f"resuming search {run_id}", flush=True)
-    run = Run.start(job, recipe, run_id)
-    earlier = load_stored_recipe(str(run.folder / CONFIG_FILE))
-    if earlier.model.as_given == recipe.model.as_given:
-        run.recipe = recipe.with_model(earlier.model)
-    return run
+    return keep_found(Run.start(job, recipe, run_id))
+
+
+def keep_found(search: Run) -> Run:
+    """Give an earlier search what it has found of its recipe's model. Raise RecipeError if that cannot be read."""
+    search.recipe = search.recipe.as_found_by(load_stored_recipe(str(search.folder / CONFIG_FILE)))
+    return search
 
 
 def _outcome(run: Run, search: Search) -> Outcome:
@@ -131,7 +133,7 @@ def _outcome(run: Run, search: Search) -> Outcome:
         values=metrics.best_values,
         params=metrics.best_params,
     )
-    write_atomically(run.folder / BEST_FILE, tuned_recipe(run.recipe, best, run.run_id).encode())
+    write_atomically(run.folder / BEST_FILE, best_yaml(run.recipe, best, run.run_id).encode())
     objectives = search.config.objectives
     files = {
         "best_recipe": run.folder / BEST_FILE,

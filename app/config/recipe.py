@@ -242,6 +242,10 @@ class Recipe(Section):
         """Return the recipe with another section ``model``. It is not checked."""
         return self.model_copy(update={"model": model})
 
+    def as_found_by(self, earlier: "Recipe") -> "Recipe":
+        """Return the recipe with what an earlier run found of its model, if it names the same one."""
+        return self.with_model(earlier.model) if earlier.model.as_given == self.model.as_given else self
+
     @model_validator(mode="after")
     def _holds_no_secrets(self, info: ValidationInfo) -> Self:
         """Refuse a secret in any URI: a run writes its recipe into storage, logs and trackers."""

@@ -1,5 +1,6 @@
 """The outcome of a search: its metrics, and the recipe with the best values."""
 
+from collections.abc import Mapping
 from typing import Self
 
 from optuna.trial import FrozenTrial, TrialState
@@ -82,13 +83,19 @@ class StoppedSearchMetrics(BaseModel):
     epochs_trained: int
 
 
-def tuned_recipe(recipe: Recipe, trial: ParetoTrial, study_name: str) -> str:
-    """Return the recipe with a trial's values, as YAML for ``jobs.train`` that says where they are from."""
+def tuned_recipe(recipe: Recipe, params: Mapping[str, Value], trial: int, study_name: str) -> Recipe:
+    """Return the recipe with the values of a trial. It says where they are from."""
+    tuned = with_drawn(recipe, {**params, "tuned_from": {"run": study_name, "trial": trial}})
+    if tuned.tune is None:
+        return tuned
+    # This recipe starts something new, even if the search itself was resumed.
+    return tuned.model_copy(update={"tune": tuned.tune.model_copy(update={"resume": False})})
+
+
+def best_yaml(recipe: Recipe, trial: ParetoTrial, study_name: str) -> str:
+    """Return the recipe with a trial's values, as YAML for ``jobs.train``."""
     values = ", ".join(f"{metric} {value:.6g}" for metric, value in trial.values.items())
-    tuned = with_drawn(recipe, {**trial.params, "tuned_from": {"run": study_name, "trial": trial.trial}})
-    if tuned.tune is not None:
-        # This recipe starts something new, even if the search itself was resumed.
-        tuned = tuned.model_copy(update={"tune": tuned.tune.model_copy(update={"resume": False})})
+    tuned = tuned_recipe(recipe, trial.params, trial.trial, study_name)
     header = (
         f"# {values} in {trial.epochs} epochs: trial {trial.trial} of study {study_name}.\n"
         f"# Found values: {trial.params}\n"

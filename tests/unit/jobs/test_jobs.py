@@ -12,9 +12,10 @@ from pydantic import BaseModel
 import jobs._shards
 import jobs.lifecycle
 from app.compile.run import compile_model
-from app.config import load_recipe
+from app.config import Recipe, load_recipe
 from app.heartbeat import run_lock
 from app.runs import JOB, LOST_JOB, Outcome, Run, execute
+from app.training.resume import start_or_resume
 from app.training.stop_request import StopRequest, read_stop_request, request_stop
 from jobs._runner import main, on_sigterm
 from jobs.deploy import deploy
@@ -81,22 +82,35 @@ def test_what_cannot_work_is_refused_and_leaves_nothing_but_prepared_data(
 
 
 @pytest.mark.usefixtures("_without_cluster")
-def test_a_lifecycle_that_goes_on_takes_up_no_search_but_its_own(tmp_path: Path) -> None:
+def test_a_lifecycle_that_goes_on_takes_up_no_search_but_its_own_and_only_the_values_that_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Found(BaseModel):
-        best_value: float
+        best_trial: int
+        best_params: dict[str, float]
 
     def search(run: Run) -> Outcome:
         run.open()
-        return Outcome(Found(best_value=0.5), {"best_recipe": DIGITS})
+        return Outcome(Found(best_trial=3, best_params={"train.optimizer.lr": 0.0123}), {"best_recipe": DIGITS})
 
-    recipe = load_recipe(DIGITS, [f"storage={tmp_path / 'storage'}", "train.resume=unknown"])
+    trained: list[Recipe] = []
+    monkeypatch.setattr(
+        jobs.lifecycle, "start_or_resume", lambda job, recipe: trained.append(recipe) or start_or_resume(job, recipe)
+    )
+    keys = [f"storage={tmp_path / 'storage'}", "train.resume=unknown"]
+    recipe = load_recipe(DIGITS, keys)
     own, others, before = Run.start("tune", recipe), Run.start("tune", recipe), Run.start("lifecycle", recipe)
     assert {execute(run, search).status for run in (own, others)} == {"succeeded"}
     before.open()
     (before.folder / "search").write_text(own.run_id, encoding="utf-8")
-    after = Run.start("lifecycle", recipe)
+    changed = load_recipe(DIGITS, [*keys, "compile.gates.min_score=0.9", "train.epochs=7", "train.optimizer.lr=0.1"])
+    after = Run.start("lifecycle", changed)
     assert "no such run" in str(execute(after, lifecycle).error)  # training, after the search
     assert (after.folder / "search").read_text(encoding="utf-8") == own.run_id
+    (used,) = trained
+    assert (used.compile.gates, used.train.epochs) == (changed.compile.gates, 7)
+    assert used.train.optimizer.lr == 0.0123
+    assert str(used.tuned_from) == f"trial 3 of {own.run_id}"
     assert len(list(own.folder.parent.iterdir())) == 2
 
 

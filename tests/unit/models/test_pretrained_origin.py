@@ -15,7 +15,7 @@ from app.training.publication import finish_run
 from app.training.run import open_run, prepare_run
 from app.training.session import train
 from app.training.worker import start_worker
-from app.tuning.outcome import ParetoTrial, tuned_recipe
+from app.tuning.outcome import ParetoTrial, best_yaml
 from app.tuning.space import load_space
 from app.tuning.trial_config import trial_recipe
 from app.tuning.trial_data import prepare_trials
@@ -98,7 +98,7 @@ def test_a_search_keeps_what_its_trials_start_from(tmp_path: Path) -> None:
     sha256 = sha256_in(folder)
     assert varied.model.weights_sha256 == run.recipe.model.weights_sha256 == sha256
     best = ParetoTrial(trial=1, epochs=2, values={"val_accuracy": 0.9}, params={"train.optimizer.lr": 0.01})
-    (file := tmp_path / "best.yaml").write_text(tuned_recipe(run.recipe, best, run.run_id), encoding="utf-8")
+    (file := tmp_path / "best.yaml").write_text(best_yaml(run.recipe, best, run.run_id), encoding="utf-8")
     found = load_recipe(file).model
     assert (found.weights_sha256, found.configuration) == (sha256, varied.model.configuration)
     assert found.configuration
@@ -118,7 +118,7 @@ def test_a_trial_that_draws_another_pretrained_model_reads_that_ones_configurati
     drawn = trial_recipe(varied, {"model.pretrained": str(other)}, varied.tune)
     assert (drawn.model.configuration, drawn.model.weights_sha256) == (None, None)
     best = ParetoTrial(trial=1, epochs=2, values={}, params={"model.pretrained": str(other)})
-    (file := tmp_path / "best.yaml").write_text(tuned_recipe(run.recipe, best, run.run_id), encoding="utf-8")
+    (file := tmp_path / "best.yaml").write_text(best_yaml(run.recipe, best, run.run_id), encoding="utf-8")
     shutil.rmtree(folder)
     trained = Run.start("train", load_recipe(file))
     model = prepare_run(trained)[0].recipe.model

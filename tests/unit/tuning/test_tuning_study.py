@@ -13,7 +13,7 @@ from upath import UPath
 
 from app.config import Objective, load_recipe
 from app.tuning import samplers, trials
-from app.tuning.outcome import ParetoTrial, TuneMetrics, tuned_recipe
+from app.tuning.outcome import ParetoTrial, TuneMetrics, best_yaml
 from app.tuning.report import write_report
 from app.tuning.space import Value
 from app.tuning.study import SearchStudy
@@ -69,7 +69,7 @@ def test_a_trial_that_was_cut_short_is_the_best_by_the_epoch_that_training_would
     metrics = TuneMetrics.of(study, ["val_accuracy"], "tune.stop.epochs 4 are trained")
     assert (metrics.best_trial, metrics.best_value, metrics.best_trial_epochs) == (1, 0.75, 3)
     ended = ParetoTrial(trial=1, epochs=3, values=metrics.best_values, params=metrics.best_params)
-    (file := tmp_path / "best.yaml").write_text(best := tuned_recipe(recipe_with(), ended, "one"), encoding="utf-8")
+    (file := tmp_path / "best.yaml").write_text(best := best_yaml(recipe_with(), ended, "one"), encoding="utf-8")
     assert "# val_accuracy 0.75 in 3 epochs: trial 1 of study one." in best
     assert str(load_recipe(file).tuned_from) == "trial 1 of one"
 
