@@ -243,8 +243,13 @@ class Recipe(Section):
         return self.model_copy(update={"model": model})
 
     def as_found_by(self, earlier: "Recipe") -> "Recipe":
-        """Return the recipe with what an earlier run found of its model, if it names the same one."""
-        return self.with_model(earlier.model) if earlier.model.as_given == self.model.as_given else self
+        """Return the recipe with what an earlier run found of its model and its teacher, if it names the same ones."""
+        recipe = self.with_model(earlier.model) if earlier.model.as_given == self.model.as_given else self
+        given, found = self.train.teacher, earlier.train.teacher
+        # A name without a number stood for the version that was in production then.
+        if given and found and found.model.startswith(f"{given.model}/"):
+            recipe = recipe.with_teacher(found.model)
+        return recipe
 
     @model_validator(mode="after")
     def _holds_no_secrets(self, info: ValidationInfo) -> Self:

@@ -61,7 +61,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     earlier = _recipe_of(folder)
     _check_same(recipe, earlier, run_id)
     print(f"run {run_id} goes on", flush=True)
-    run = Run.start(job, _with_plan_of(earlier, recipe).with_model(earlier.model), run_id)
+    run = Run.start(job, _with_plan_of(earlier, recipe).as_found_by(earlier), run_id)
     run.earlier_request = written_request(folder)
     return run
 

@@ -26,7 +26,8 @@ def prepare_trials(
 ) -> tuple[PreparedData, Recipe]:
     """Check a trial with the recipe's own values, and return its data and the recipe that all trials vary.
 
-    The run's recipe records what a pretrained model's folder holds, so the best recipe names the trials' weights.
+    The run's recipe records what a pretrained model's folder holds, and the version of the teacher. So all trials and
+    the best recipe have the same ones.
     A plan of ``auto`` is chosen once for all trials, since they would hardly be comparable otherwise. It is ZeRO 1
     where the space draws what a plan is chosen by.
 
@@ -39,7 +40,7 @@ def prepare_trials(
         print(f"train.plan auto: ZeRO 1 unless the space says otherwise, since it gives {key}", flush=True)
         trial = trial.with_plan(PlanConfig())
     plan, data = prepare_run(replace(run, recipe=trial), find_cluster)
-    run.recipe = run.recipe.with_model(plan.recipe.model)
+    run.recipe = run.recipe.as_found_by(plan.recipe)
     return data, run.recipe.with_plan(plan.recipe.train.plan)
 
 

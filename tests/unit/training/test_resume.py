@@ -226,6 +226,18 @@ def test_a_request_to_pause_a_run_that_waits_for_its_turn_is_kept(monkeypatch: p
     assert read_stop_request(run.folder) is StopRequest.PAUSE
 
 
+@pytest.mark.parametrize(
+    ("given", "taught_by"), [("reviews", "reviews/3"), ("reviews/4", "reviews/4"), ("review", "review")]
+)
+def test_a_resumed_run_keeps_the_version_of_a_teacher_that_is_given_by_name(given: str, taught_by: str) -> None:
+    run = Run.start("train", load_recipe(DIGITS, ["train.teacher.model=reviews/3"]))
+    run.open()
+    keys = [f"train.resume={run.run_id}", f"train.teacher.model={given}"]
+    teacher = start_or_resume("train", load_recipe(DIGITS, keys)).recipe.train.teacher
+    assert teacher is not None
+    assert teacher.model == taught_by
+
+
 def test_what_was_trained_with_a_plan_that_is_refused_now_still_loads(tmp_path: Path) -> None:
     plan = ["train.workers=2", "train.plan.pipeline=2", "train.plan.zero_stage=1", "train.device=gpu"]
     run = Run.start("train", load_recipe(DIGITS, plan))

@@ -15,12 +15,17 @@ from app.config import Recipe, TeacherConfig, load_recipe
 from app.data.images import ImageProcessor
 from app.data.labelled import LabelledData
 from app.engines.base import Signature
+from app.planner.cluster import local_cluster
 from app.repository.repository import Repository
+from app.runs import Run
 from app.tasks import prepare
 from app.tasks.objective import CrossEntropy
 from app.tensors import TensorSpec
 from app.training.difficulty import recorded_difficulty, require_difficulty
 from app.training.teacher import TaughtDataset, kept_rows, with_resolved_teacher
+from app.tuning.space import load_space
+from app.tuning.trial_data import prepare_trials
+from jobs.tune import start_or_resume
 from tests.engine_contract import PROCESSOR, SIGNATURE
 from tests.helpers import ROOT, SGD, folder_of, losses, train_alone
 from tests.toy import publish_version
@@ -128,6 +133,17 @@ def test_a_student_of_the_teacher_alone_learns_its_mistakes(storage: UPath) -> N
     for digit, taken_for in SWAPPED.items():
         assert matrix[digit].argmax() == taken_for
     assert matrix[0].argmax() == 0
+
+
+def test_all_trials_of_a_search_and_its_best_recipe_have_one_version_of_the_teacher(storage: UPath) -> None:
+    keys = [f"storage={storage}", "train.teacher.model=teacher"]
+    run = Run.start("tune", load_recipe(DIGITS, keys))
+    assert run.recipe.tune
+    _, varied = prepare_trials(run, run.recipe.tune, load_space(run.recipe.tune.space, run.recipe), local_cluster)
+    assert [recipe.value_of("train.teacher.model") for recipe in (varied, run.recipe)] == ["teacher/1"] * 2
+    run.open()
+    resumed = start_or_resume("tune", load_recipe(DIGITS, [*keys, "tune.resume=true"]))
+    assert (resumed.run_id, resumed.recipe.value_of("train.teacher.model")) == (run.run_id, "teacher/1")
 
 
 def test_two_workers_learn_of_a_teacher_as_one_does(storage: UPath) -> None:
