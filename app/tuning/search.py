@@ -142,7 +142,7 @@ class Search:
         table = self._table()
         callback = StudyCallback(study, config, self.folder / TRIALS, self.budget, table, promotion, back_up)
         metrics = SearchMetrics(publish, study, self.recipe.name, config.objectives)
-        tuner = self._tuner(mark, scheduler, promotion, [callback, metrics, *self._notes(promotion)])
+        tuner = self._tuner(mark, scheduler, promotion, [callback, metrics, *self._notes()])
         try:
             tuner.fit()
         except TuneError as error:
@@ -201,11 +201,11 @@ class Search:
             for number in self.study.end_running(self.budget.reason or "not promoted"):
                 table.ended(self.study, number)
 
-    def _notes(self, promotion: Promotion | None) -> list[TrialNotes]:
+    def _notes(self) -> list[TrialNotes]:
         """Return what tells trackers of trials, if there are any."""
         if not self.recipe.tracking.trackers:
             return []
-        return [TrialNotes(self.folder / TRIALS, self.config.objectives, pauses=promotion is not None)]
+        return [TrialNotes(self.folder / TRIALS, self.study, self.config.objectives)]
 
     def _table(self) -> Table:
         table = Table(self.config.objectives, self._train.epochs, self.config.trials)

@@ -224,7 +224,18 @@ class SearchStudy:
             self.study.set_user_attr(_SECONDS, seconds)
 
     def complete(self, number: int, values: Sequence[float], stopped_early: bool) -> None:
-        """Record a trial that trained to its end, or that early stopping ended."""
+        """Record a trial that trained to its end, or that early stopping ended.
+
+        The value of a trial that continues from another's checkpoint is that of its own epochs since then, because
+        ``values`` may be those of the other. If it trained none, it is pruned.
+        """
+        with explained(self.location):
+            inherits, own = INHERITED in self._open[number].user_attrs, kept_value(self._open[number])
+        if inherits:
+            if own is None:
+                self.prune(number, "none of its epochs since it took over another trial's weights has a value")
+                return
+            values = [own]
         with explained(self.location):
             self._open[number].set_user_attr(STOPPED_EARLY, stopped_early)
             self._record_rung_result(number, values[0])

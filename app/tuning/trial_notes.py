@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from optuna.trial import TrialState
 from ray import tune
 from ray.tune.experiment import Trial
 from upath import UPath
@@ -11,35 +12,41 @@ from app.best_effort import BestEffort
 from app.config import Objective
 from app.storage import write_atomically
 from app.tracking.tracked_run import TRIAL_FILE, TrialNote
-from app.tuning.trial_config import ENDED, NUMBER, VALUES, FinalResult
+from app.tuning.study import SearchStudy
+from app.tuning.trial_config import NUMBER, VALUES
+from app.tuning.trials import ENDINGS
 
 
 class TrialNotes(tune.Callback):  # type: ignore[misc] # Ray has no types
     """Writes ``trial.json`` when a trial starts and when it has ended. A trial that is paused goes on running."""
 
-    def __init__(self, trials: UPath, objectives: Sequence[Objective], pauses: bool) -> None:
-        """``pauses``: whether a trial that stops early may go on later."""
-        self._trials, self._objectives, self._pauses = trials, objectives, pauses
+    def __init__(self, trials: UPath, study: SearchStudy, objectives: Sequence[Objective]) -> None:
+        self._trials, self._study, self._objectives = trials, study, objectives
         self._writing = BestEffort(f"{TRIAL_FILE} cannot be written: trackers do not learn of it", "the search")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for Ray Tune, which only stores it."""
+        return {}
 
     def on_trial_start(self, trial: Trial, **_: Any) -> None:
         """Note the values that were drawn for the trial."""
-        self._write(trial, TrialNote(values=trial.config[VALUES]))
+        self._writing(lambda: self._write(trial, TrialNote(values=trial.config[VALUES])))
 
     def on_trial_complete(self, trial: Trial, **_: Any) -> None:
-        """Note that training has ended, or that the scheduler has ended it."""
-        if ENDED in trial.last_result:
-            final = FinalResult.model_validate(trial.last_result).final_values
-            names = [objective.metric for objective in self._objectives]
-            objectives = dict(zip(names, final, strict=True))
-            self._write(trial, TrialNote(values=trial.config[VALUES], state="complete", objectives=objectives))
-        elif not self._pauses:
-            self._write(trial, TrialNote(values=trial.config[VALUES], state="pruned"))
+        """Note how the study's callback has recorded the trial, if it has ended."""
+        self._writing(lambda: self._note_end(trial))
 
-    def on_trial_error(self, trial: Trial, **_: Any) -> None:
-        """Note a trial's last failure."""
-        self._write(trial, TrialNote(values=trial.config[VALUES], state="failed"))
+    on_trial_error = on_trial_complete
+
+    def _note_end(self, trial: Trial) -> None:
+        recorded = self._study.study.get_trials(deepcopy=False)[trial.config[NUMBER]]
+        if not recorded.state.is_finished():
+            return
+        # Optuna gives a pruned trial the value of its last epoch.
+        values = recorded.values if recorded.state == TrialState.COMPLETE else []
+        objectives = {objective.metric: value for objective, value in zip(self._objectives, values, strict=False)}
+        self._write(trial, TrialNote(values=trial.config[VALUES], state=ENDINGS[recorded.state], objectives=objectives))
 
     def _write(self, trial: Trial, note: TrialNote) -> None:
         file = self._trials / f"{trial.config[NUMBER]:04d}" / TRIAL_FILE
-        self._writing(lambda: write_atomically(file, note.model_dump_json().encode()))
+        write_atomically(file, note.model_dump_json().encode())

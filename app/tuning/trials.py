@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import Literal
 
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
@@ -15,7 +16,11 @@ CAUSE, EPOCHS, VALUES, FAILURES, STOPPED_EARLY, DUPLICATE_OF, LEARNED_FROM = (
 )  # fmt: skip
 """Attributes of a trial. ``VALUES`` holds drawn and derived values, Optuna's own ``params`` only drawn ones."""
 
-ENDINGS = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
+ENDINGS: dict[TrialState, Literal["complete", "pruned", "failed"]] = {
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+}
 """How a trial may end, in a word."""
 
 INHERITED = "inherited"

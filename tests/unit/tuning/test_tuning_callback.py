@@ -8,12 +8,16 @@ from ray import cloudpickle
 from sqlalchemy.engine import URL
 from upath import UPath
 
+from app.config import Objective
 from app.errors import ActorBusyError, UnsharedStorageError
+from app.tracking.tracked_run import TRIAL_FILE, TrialNote
 from app.tuning.budget import SearchBudget
 from app.tuning.study import Proposal, SearchStudy
 from app.tuning.study_callback import StudyCallback
 from app.tuning.table import Table
-from app.tuning.trial_config import EpochResult, FinalResult
+from app.tuning.trial_config import CLONED, LAST_REPORTED_EPOCH, EpochResult, FinalResult
+from app.tuning.trial_notes import TrialNotes
+from app.tuning.trials import ENDINGS, objective_values
 from tests.studies import MAX_TRIALS, create, ray_trial, recipe_with, resume
 
 
@@ -53,6 +57,35 @@ def test_a_trial_whose_last_epoch_ends_the_search_is_complete(url: URL, tmp_path
     assert callback.broken is None
     (ended,) = study.ended
     assert (ended.state, ended.value, ended.intermediate_values) == (TrialState.COMPLETE, 0.5, {1: 0.5})
+
+
+@pytest.mark.parametrize(
+    ("own_epochs", "state", "values"), [(2, TrialState.COMPLETE, {"val_accuracy": 0.6}), (0, TrialState.PRUNED, {})]
+)
+def test_a_trial_that_went_on_from_another_is_worth_its_own_epochs(
+    url: URL, tmp_path: Path, own_epochs: int, state: TrialState, values: dict[str, float]
+) -> None:
+    study, callback = begin(url, tmp_path, "tune.scheduler=pbt")
+    notes = TrialNotes(UPath(tmp_path), study, [Objective("val_accuracy", "max")])
+    trial = ray_trial(propose(study))
+    trial.config |= {LAST_REPORTED_EPOCH: 3, CLONED: True}
+    callback.on_trial_start(trial=trial)
+    for epoch, value in [(4, 0.6), (5, 0.5)][:own_epochs]:
+        callback.on_trial_result(
+            trial=trial, result=EpochResult(epoch=epoch, value=value, cost=(-value, 0.0)).model_dump()
+        )
+    values_of_other = FinalResult(
+        epoch=3 + own_epochs, value=0.5, cost=(-0.5, 0.0), final_values=[0.98], stopped_early=False
+    )
+    trial.last_result = values_of_other.model_dump()
+    callback.on_trial_result(trial=trial, result=trial.last_result)
+    callback.on_trial_complete(trial=trial)
+    notes.on_trial_complete(trial=trial)
+    assert callback.broken is None
+    (ended,) = study.ended
+    assert (ended.state, objective_values(ended)) == (state, list(values.values()))
+    note = TrialNote.model_validate_json((tmp_path / "0000" / TRIAL_FILE).read_bytes())
+    assert (note.state, note.objectives) == (ENDINGS[state], values)
 
 
 def test_a_trial_whose_process_never_began_fails_alone(

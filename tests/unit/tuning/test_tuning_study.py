@@ -112,6 +112,7 @@ def test_samplers_and_later_searches_learn_of_the_values_that_a_trial_of_a_popul
     proposal = study.ask(MAX_TRIALS)
     assert proposal is not None
     study.record_clone(proposal.number, {**proposal.values, **last}, epoch=1)
+    study.report(proposal.number, 2, 0.9, cost=(-0.9, 0.0))
     study.complete(proposal.number, [0.9], stopped_early=False)
     study.study.sampler = sampler = Onlooker(seed=0)
     config = recipe_with(*POPULATION).tune
