@@ -15,7 +15,7 @@ from app.errors import RecipeError
 from app.tuning.promotion import Promotion
 from app.tuning.ray_internals import Halving, MedianRule, Population
 from app.tuning.space import Space, Value
-from app.tuning.trial_config import EPOCH, NUMBER, VALUE
+from app.tuning.trial_config import ENDED, EPOCH, NUMBER, VALUE
 from app.tuning.trials import is_paused
 
 _HYPERBAND_BRACKETS = 3
@@ -65,6 +65,11 @@ class _PauseAtRungs(FIFOScheduler):  # type: ignore[misc] # Ray has no types
         """Return whether the trial continues now."""
         goes_on = self._promotion.goes_on(trial.config[NUMBER], result[EPOCH], result[VALUE])
         return str(TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP)
+
+    def on_trial_complete(self, tune_controller: object, trial: Trial, result: dict[str, Any]) -> None:  # noqa: ARG002
+        """Compare later trials with one whose training ended at a rung."""
+        if ENDED in result:
+            self._promotion.recall(trial.config[NUMBER], {result[EPOCH]: result[VALUE]}, is_paused=False)
 
 
 def create_scheduler(

@@ -1,6 +1,7 @@
 """The actor in which Ray Tune runs trials, one after another, so that imports happen once."""
 
 import gc
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         The last epoch's result includes the final values. So a search that ends after it still has a complete trial.
         """
         outcome = self._thread.next()
-        if isinstance(outcome, EpochRecord) and outcome.epoch >= self._trial.train.epochs:
+        if isinstance(outcome, EpochRecord) and self._is_last(outcome):
             outcome = self._thread.next()
         if isinstance(outcome, Ending):
             return self._final_result(outcome)
@@ -122,6 +123,11 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         first = self._tune.objectives[0]
         return None if first.is_measured_at_end else epoch_value(record, first)
 
+    def _is_last(self, record: EpochRecord) -> bool:
+        """Return whether no epoch can follow. Early stopping may end a trial before."""
+        config = self._trial.train
+        return record.epoch >= config.epochs or record.step >= (config.max_steps or math.inf)
+
     def _cost(self, record: EpochRecord) -> tuple[float, float]:
         return epoch_cost(record, find_task(self._trial.task).selection(self._trial.train))
 
@@ -160,7 +166,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
             value=self._value(last),
             cost=self._cost(last),
             final_values=values,
-            stopped_early=last.epoch < self._trial.train.epochs and self._trial.train.max_steps is None,
+            stopped_early=not self._is_last(last),
         ).model_dump()
 
 

@@ -22,9 +22,9 @@ from app.tuning.search import Search
 from app.tuning.searcher import StudySearcher
 from app.tuning.space import load_space
 from app.tuning.space_explorer import Suggester
-from app.tuning.trial_config import CLONED, EPOCH, LAST_REPORTED_EPOCH, NUMBER, VALUE, VALUES
+from app.tuning.trial_config import CLONED, ENDED, EPOCH, LAST_REPORTED_EPOCH, NUMBER, VALUE, VALUES
 from tests.helpers import ROOT
-from tests.studies import ask, create, recipe_with
+from tests.studies import ask, create, recipe_with, space_of
 
 EPOCHS = 4
 LR, MOMENTUM = "train.optimizer.lr", "train.optimizer.momentum"
@@ -52,6 +52,20 @@ class Trial:
 def told(scheduler: TrialScheduler, trial: Trial, epoch: int, value: float) -> str:
     controller = SimpleNamespace(get_live_trials=list)
     return str(scheduler.on_trial_result(controller, trial, {EPOCH: epoch, VALUE: value}))
+
+
+def test_a_trial_that_ends_at_a_rung_counts_there_and_is_not_promoted() -> None:
+    promotion = Promotion(EPOCHS, grace=1, factor=2, mode="max")
+    config = recipe_with("tune.scheduler=asha").tune
+    assert config is not None
+    scheduler = create_scheduler(config, EPOCHS, space_of(recipe_with()), promotion)
+    scheduler.on_trial_complete(None, Trial(0), {EPOCH: 1, VALUE: 0.9, ENDED: True})
+    for number, value in ((1, 0.5), (2, 0.4)):
+        assert told(scheduler, Trial(number), 1, value) == TrialScheduler.STOP
+        scheduler.on_trial_complete(None, Trial(number), {EPOCH: 1, VALUE: value})
+    assert promotion.promote() is None
+    assert promotion.promote(at_least=1) is None
+    assert told(scheduler, Trial(3), 1, 0.8) == TrialScheduler.CONTINUE
 
 
 def test_a_search_that_goes_on_compares_with_the_trials_before_it() -> None:

@@ -63,12 +63,20 @@ def test_an_epoch_that_nobody_heard_of_is_reported_by_the_next_attempt(begin: Be
     assert second.step() == lost != known
 
 
-def test_the_last_epoch_comes_with_what_the_trial_came_to(begin: Begin) -> None:
-    actor = begin()
+@pytest.mark.parametrize("keys", [{}, {"train.epochs": 9, "train.max_steps": 7}])
+def test_the_last_epoch_comes_with_what_the_trial_came_to(begin: Begin, keys: dict[str, Any]) -> None:
+    actor = begin(**keys)
     first, last = actor.step(), actor.step()
     assert "ended" not in first
     assert (last["epoch"], last["ended"], last["stopped_early"]) == (2, True, False)
     assert last["final_values"] == [max(first["value"], last["value"])]
+
+
+def test_a_trial_that_early_stopping_ends_before_its_last_step_was_stopped_early(begin: Begin) -> None:
+    stopping = {"train.early_stopping": {"patience": 1, "min_delta": 1.0}}
+    actor = begin(**stopping, **{"train.epochs": 9, "train.max_steps": 40})
+    ending = [actor.step() for _ in range(3)][-1]
+    assert (ending["epoch"], ending["ended"], ending["stopped_early"]) == (2, True, True)
 
 
 def test_a_trial_goes_on_after_an_epoch_without_a_number_as_training_does(tmp_path: Path) -> None:
