@@ -161,6 +161,12 @@ class _Bound:
         for name, buffer in self._inputs.items():
             rows = len(inputs[name])
             host = buffer.host.numpy()
+            given, expected = inputs[name].shape[1:], host.shape[1:]
+            if given != expected:  # NumPy would copy a size of 1 into all columns
+                raise RequestError(
+                    f"input {name!r} has rows of shape {list(given)}, expected {list(expected)}: the sizes that vary "
+                    "must be equal in all inputs"
+                ).of("batch.lengths", name)
             host[:rows] = inputs[name]
             host[rows:] = inputs[name][-1:]
             buffer.device.copy_(buffer.host, non_blocking=True)

@@ -126,6 +126,8 @@ def test_what_no_profile_holds_is_refused() -> None:
         lanes.infer(batch(9, 16))
     with refused("tensor.shape", "input_ids"):
         lanes.infer(batch(1, 33))
+    with refused("batch.lengths", "attention_mask"):
+        lanes.run(batch(2, 16) | {"attention_mask": np.ones((2, 1), np.int64)})
 
 
 def test_rows_that_pad_are_rows_that_were_given() -> None:
