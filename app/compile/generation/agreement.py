@@ -53,8 +53,8 @@ class Parity:
             magnitudes.append(float(np.abs(theirs).max()))
             norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
             cosines.append(float(np.mean((ours * theirs).sum(axis=1) / np.maximum(norms, 1e-30))))
-        largest = max(differences)
-        return cls(largest, largest / max(max(magnitudes), 1e-30), float(np.mean(cosines)))
+        largest = float(np.max(differences))  # NaN if one is, unlike ``max``
+        return cls(largest, largest / max(float(np.max(magnitudes)), 1e-30), float(np.mean(cosines)))
 
     @property
     def failure(self) -> str | None:

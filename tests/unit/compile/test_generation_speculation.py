@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from upath import UPath
 
 from app.cli.versions import description_of
 from app.compile.generation import compilation
-from app.compile.generation.agreement import first_difference, greedy
+from app.compile.generation.agreement import Parity, first_difference, greedy
 from app.compile.generation.compilation import best_point
 from app.compile.generation.export import load_causal_lm
 from app.compile.generation.records import GenerationReport
@@ -25,6 +26,12 @@ from tests.importing import imported
 from tests.wording import refused
 
 _KEYS = ("compile.precisions=[fp32]", "compile.speculation=prompt_lookup")
+
+
+def test_logits_that_are_not_finite_fail_parity() -> None:
+    logits = np.ones((2, 3), np.float32)
+    assert not Parity.of([(logits, logits)]).failure
+    assert Parity.of([(logits, logits), (np.full_like(logits, np.nan), logits)]).failure
 
 
 @pytest.fixture(scope="module")
