@@ -1,4 +1,7 @@
-"""An extra model output that reports indices out of range. OpenVINO itself would read zeros there."""
+"""An extra model output that reports indices out of range.
+
+Without it, Gather reads zeros there, GatherND reads other memory, and GatherElements ends the batch.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +13,7 @@ from openvino import opset13
 FAULT = "rayloom.index_fault"
 """Name of the extra output, a single bool."""
 
-_GATHERING = ("Gather", "GatherElements")
+_GATHERING = ("Gather", "GatherElements", "GatherND")
 _SHAPE_ONLY = ("Convert", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 _WITHOUT_VALUES = ("Constant", "ShapeOf")
 """Operators whose results do not depend on the values of inputs."""
@@ -38,29 +41,49 @@ def _faults(model: openvino.Model) -> Iterator[openvino.Node]:
             continue
         if kind == "Parameter" or any(value.get_node().get_name() in dependent for value in inputs):
             dependent.add(node.get_name())
-        is_computed = kind in _GATHERING and inputs[1].get_node().get_name() in dependent
-        if is_computed and not (_is_input(inputs[1]) and inputs[0].get_node().get_type_name() == "Constant"):
-            yield _fault(inputs[0], inputs[1], _axis_of(node))
+        if kind in _GATHERING and inputs[1].get_node().get_name() in dependent and not _is_limited(node):
+            yield _fault(node)
+
+
+def _is_limited(node: openvino.Node) -> bool:
+    """Return whether ``TensorSpec.values_below`` limits the indices already: an unchanged input into a constant."""
+    table, indices = node.input_values()[:2]
+    return bool(
+        node.get_type_name() == "Gather" and table.get_node().get_type_name() == "Constant" and _is_input(indices)
+    )
 
 
 def _is_input(value: openvino.Output) -> bool:
-    """Return whether indices are an unchanged input, whose values ``TensorSpec.values_below`` limits already."""
+    """Return whether a value is an unchanged input."""
     node = value.get_node()
     while node.get_type_name() in _SHAPE_ONLY:
         node = node.input_value(0).get_node()
     return bool(node.get_type_name() == "Parameter")
 
 
-def _axis_of(node: openvino.Node) -> int:
-    if node.get_type_name() == "GatherElements":
-        return int(node.get_attributes()["axis"])
-    axis: int = node.input_value(2).get_node().get_data().item()
-    return axis
+def _sizes(node: openvino.Node) -> openvino.Node:
+    """Return the exclusive limits of indices: one, or with GatherND one for each number along the last axis."""
+    indices = node.input_value(1)
+    if node.get_type_name() == "GatherND":
+        first = int(node.get_attributes()["batch_dims"])
+        axes = list(range(first, first + indices.get_partial_shape()[-1].get_length()))
+    elif node.get_type_name() == "GatherElements":
+        axes = [int(node.get_attributes()["axis"])]
+    else:
+        axes = [node.input_value(2).get_node().get_data().item()]
+    return opset13.gather(
+        opset13.shape_of(node.input_value(0), "i64"), opset13.constant(np.array(axes)), opset13.constant(0)
+    )
 
 
-def _fault(data: openvino.Output, indices: openvino.Output, axis: int) -> openvino.Node:
-    whole = opset13.constant(0)
-    size = opset13.gather(opset13.shape_of(data, "i64"), opset13.constant(axis), whole)
-    flat = opset13.reshape(opset13.convert(indices, "i64"), opset13.constant(np.array([-1])), False)
-    is_outside = opset13.logical_or(opset13.less(flat, opset13.negative(size)), opset13.greater_equal(flat, size))
-    return opset13.reduce_logical_or(is_outside, whole, False)
+def _fault(node: openvino.Node) -> openvino.Node:
+    """Return whether an index of a gather is out of range. Let GatherND and GatherElements read at 0 instead."""
+    indices, sizes = node.input_value(1), _sizes(node)
+    rows = opset13.reshape(
+        opset13.convert(indices, "i64"), opset13.constant(np.array([-1, sizes.get_output_shape(0)[0]])), False
+    )
+    is_outside = opset13.logical_or(opset13.less(rows, opset13.negative(sizes)), opset13.greater_equal(rows, sizes))
+    if node.get_type_name() != "Gather":
+        inside = opset13.select(is_outside, opset13.constant(np.int64(0)), rows)
+        node.input(1).replace_source_output(opset13.reshape(inside, opset13.shape_of(indices), False).output(0))
+    return opset13.reduce_logical_or(is_outside, opset13.constant(np.array([0, 1])), False)
