@@ -6,8 +6,10 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 import openvino
+from openvino.utils.data_helpers.wrappers import OVDict
 
 from app.checksums import sha256_of_file
 from app.config import ComputePrecision
@@ -30,7 +32,7 @@ _DTYPES = {
 }
 
 
-class OpenVinoEngine(PooledEngine[openvino.InferRequest]):
+class OpenVinoEngine(PooledEngine["_Stream"]):
     """A compiled model with one inference request for each stream.
 
     In an int8 file the quantized layers run in int8, the others in float32. If only a layer's weights are in int8,
@@ -52,21 +54,81 @@ class OpenVinoEngine(PooledEngine[openvino.InferRequest]):
             raise EngineError("OpenVINO runs on the CPU here: choose the device cpu, or another engine").of(
                 "device.unsupported"
             )
-        model = load_apart(partial(_load, path, settings))
+        self._graph = _Graph(partial(_load, path, settings))
+        model = self._graph.model()
         outputs = [port for port in model.outputs if FAULT not in port.get_names()]
         self._tells_faults = len(outputs) < len(model.outputs)
         signature = Signature(tuple(map(_limited, _specs(path, model.inputs))), _specs(path, outputs))
-        super().__init__(signature, (model.create_infer_request() for _ in range(settings.streams)))
+        super().__init__(signature, (_Stream(self._graph) for _ in range(settings.streams)))
 
-    def _run(self, member: openvino.InferRequest, inputs: Tensors) -> Tensors:
+    def close(self) -> None:
+        super().close()
+        self._graph.discard()
+
+    def _run(self, member: "_Stream", inputs: Tensors) -> Tensors:
         require_finite(inputs, "OpenVINO")
-        # The inputs outlive the call, so they need not be copied.
-        results = member.infer(dict(inputs), share_inputs=True)
+        results = member.run(inputs)
         if self._tells_faults and results[FAULT].any():
-            raise EngineError(
-                "an index is out of range, and OpenVINO would read zeros there: give indices in range"
-            ).of("index.range")
+            raise EngineError("an index is out of range: give indices in range").of("index.range")
         return {spec.name: results[spec.name] for spec in self.signature.outputs}
+
+
+class _Graph:
+    """A compiled model, which is loaded again after a batch has failed.
+
+    OpenVINO's graph keeps the sizes of a batch that fails halfway. It would compute later batches with them.
+    """
+
+    def __init__(self, load: Callable[[], openvino.CompiledModel]) -> None:
+        self._load = load
+        self._lock = Lock()
+        self._model: openvino.CompiledModel | None = None
+
+    def model(self) -> openvino.CompiledModel:
+        """Return the model. Load it if necessary, which raises EngineError if it cannot be loaded."""
+        with self._lock:
+            if self._model is None:
+                self._model = load_apart(self._load)
+            return self._model
+
+    def discard(self, only: openvino.CompiledModel | None = None) -> None:
+        """Free the model, so that the next batch loads it again; if ``only`` is given, unless another replaced it."""
+        with self._lock:
+            if only in (None, self._model):
+                self._model = None
+
+
+class _Stream:
+    """An inference request of a graph. It is made again when the graph is."""
+
+    def __init__(self, graph: _Graph) -> None:
+        self._graph = graph
+        self._opened: tuple[openvino.CompiledModel, openvino.InferRequest] | None = None
+        self._open()
+
+    def run(self, inputs: Tensors) -> OVDict:
+        """Return copies of the outputs. Raises RuntimeError if OpenVINO cannot compute them."""
+        while True:
+            model, request = self._open()
+            try:
+                # With one thread, the synchronous call of OpenVINO 2026.4 loses errors: it returns an earlier batch's
+                # outputs. The inputs outlive the call, so they need not be copied.
+                request.start_async(dict(inputs), share_inputs=True)
+                request.wait()
+                results = request.results
+            except RuntimeError:
+                self._opened = None  # frees the memory before the graph is loaded again
+                self._graph.discard(model)
+                raise
+            # A batch that failed meanwhile may have changed the sizes of this one.
+            if self._graph.model() is model:
+                return results
+
+    def _open(self) -> tuple[openvino.CompiledModel, openvino.InferRequest]:
+        model = self._graph.model()
+        if self._opened is None or self._opened[0] is not model:
+            self._opened = model, model.create_infer_request()
+        return self._opened
 
 
 def load_apart(load: Callable[[], openvino.CompiledModel]) -> openvino.CompiledModel:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import openvino
@@ -41,7 +41,8 @@ class CompiledModel:
         """Return logits of shape (rows, length, vocabulary) for tokens of shape (rows, length)."""
         self._request.reset_state()
         count, length = rows.shape
-        results: Any = self._request.infer(
+        # Not ``infer``, which loses errors with one thread: see app/engines/openvino.py.
+        self._request.start_async(
             {
                 "input_ids": rows,
                 "attention_mask": np.ones_like(rows),
@@ -49,7 +50,8 @@ class CompiledModel:
                 "beam_idx": np.arange(count, dtype=np.int32),
             }
         )
-        logits: NDArray[np.float32] = results["logits"]
+        self._request.wait()
+        logits: NDArray[np.float32] = self._request.results["logits"]
         return logits
 
     def losses(self, passages: Sequence[Passage]) -> "Losses":

@@ -328,7 +328,7 @@ TABLE = np.arange(1.0, 13.0, dtype=np.float32).reshape(6, 2)
 
 def table_of(way: str, path: Path) -> Path:
     """Write a model that gathers rows by indices, computed in the given ``way``."""
-    constants = {"table": TABLE, "two": np.array([2]), "first": np.array(0)}
+    constants = {"table": TABLE, "two": np.array([2]), "first": np.array(0), "both": np.array([1, 2])}
     nodes = {
         "with an offset": [
             helper.make_node("Add", ["given", "two"], ["index"]),
@@ -338,9 +338,14 @@ def table_of(way: str, path: Path) -> Path:
             helper.make_node("Gather", ["given", "first"], ["column"], axis=1),
             helper.make_node("Gather", ["table", "column"], ["answer"]),
         ],
+        "of each axis": [helper.make_node("GatherND", ["table", "given"], ["answer"])],
+        "of elements": [
+            helper.make_node("Expand", ["given", "both"], ["index"]),
+            helper.make_node("GatherElements", ["table", "index"], ["answer"]),
+        ],
     }[way]
-    used = {name for node in nodes for name in node.input} - {"given"}
-    rows_only = way == "of one column"
+    used = {name for node in nodes for name in node.input} - {"given", "column", "index"}
+    rows_only = way != "with an offset"
     given = helper.make_tensor_value_info("given", TensorProto.INT64, ["rows", 1] if rows_only else ["rows"])
     answer = helper.make_tensor_value_info("answer", TensorProto.FLOAT, ["rows", 2])
     initializers = [numpy_helper.from_array(array, name) for name, array in constants.items() if name in used]
@@ -350,7 +355,7 @@ def table_of(way: str, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("way", ["with an offset", "of one column"])
+@pytest.mark.parametrize("way", ["with an offset", "of one column", "of each axis", "of elements"])
 def test_openvino_refuses_an_index_out_of_range(way: str, cached: bool, tmp_path: Path) -> None:
     path, settings = table_of(way, tmp_path / "m.onnx"), EngineSettings(cache=tmp_path / "cache" if cached else None)
     if cached:
@@ -358,7 +363,7 @@ def test_openvino_refuses_an_index_out_of_range(way: str, cached: bool, tmp_path
     engine, offset = open_engine("openvino", path, settings), 2 if way == "with an offset" else 0
 
     def answer(index: int) -> list[float]:
-        shape = (1, 1) if way == "of one column" else (1,)
+        shape = (1,) if way == "with an offset" else (1, 1)
         found: list[float] = engine.infer({"given": np.full(shape, index - offset)})["answer"][0].tolist()
         return found
 
@@ -367,6 +372,23 @@ def test_openvino_refuses_an_index_out_of_range(way: str, cached: bool, tmp_path
     for index in (6, -7, 2**31 - 1):
         with refused("index.range"):
             answer(index)
+
+
+@pytest.mark.parametrize("settings", [EngineSettings(), EngineSettings(threads=2), TWO_STREAMS])
+def test_a_batch_that_openvino_cannot_compute_changes_no_other_answer(settings: EngineSettings, tmp_path: Path) -> None:
+    """OpenVINO itself would answer as before with one thread, and keep the sizes for later batches."""
+    nodes = [
+        helper.make_node("Relu", ["given"], ["positive"]),
+        helper.make_node("Reshape", ["positive", "four"], ["answer"]),
+    ]
+    constants = {"four": np.array([-1, 4])}
+    path = save_onnx(tmp_path / "m.onnx", nodes, constants, shape=("rows", "columns"), answered=("rows", 4))
+    engine = open_engine("openvino", path, settings)
+    for number in range(1, 7):
+        given = np.full((2, 4), number, np.float32)
+        assert (engine.infer({"given": given})["answer"] == given).all()
+        with pytest.raises(EngineError, match="conflicts with the reshape pattern"):
+            engine.infer({"given": np.ones((1, 6), np.float32)})
 
 
 @pytest.mark.parametrize("number", [2**31, 2**32 + 5, -(2**31) - 1])
