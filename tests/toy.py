@@ -31,12 +31,14 @@ from tests.publishing import CARD
 LABELS = ["bad", "neither", "good"]
 
 
-def publish(storage: UPath, *models: bytes, key: Mapping[str, str] | None = None) -> list[int]:
+def publish(
+    storage: UPath, *models: bytes, key: Mapping[str, str] | None = None, labels: list[str] = LABELS
+) -> list[int]:
     """Publish each as the next version of the model 'toy', and return their numbers.
 
     ``key`` has fields of the engine key, in place of those that are right here.
     """
-    return [publish_version(storage, "toy", model, SIGNATURE, PROCESSOR, LABELS, key) for model in models]
+    return [publish_version(storage, "toy", model, SIGNATURE, PROCESSOR, labels, key) for model in models]
 
 
 def publish_version(

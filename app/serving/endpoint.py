@@ -157,22 +157,22 @@ class Endpoint:
         """The server's name, version and extensions."""
         return _METADATA
 
-    def route(self, name: str, version: str | None = None) -> InferenceTarget:
-        """Choose the target of a request: at random if a canary is served, so call this once per request.
+    def route(self, name: str, version: str | None = None, *, takes_tensors: bool = False) -> InferenceTarget:
+        """Choose the target of a request, as ``Rollout.route``: at random if a canary is served, so call this once.
 
         Raises:
             NotServedError: the model or version is not served.
         """
-        return self._model(name).route(version)
+        return self._model(name).route(version, takes_tensors=takes_tensors)
 
     def route_single(self, name: str, version: str | None = None) -> ServedModel | None:
-        """Choose as ``route``, if a single version answers. Return None, without choosing, if several take part.
+        """Choose as ``route`` for tensors, if a single version answers. Return None, without choosing, if several do.
 
         Raises:
             NotServedError: as ``route``.
         """
         model = self._model(name)
-        target = model.route(version) if model.has_single_target(version) else None
+        target = model.route(version, takes_tensors=True) if model.has_single_target(version) else None
         return target if isinstance(target, ServedModel) else None
 
     def generator(self, name: str, version: str | None = None) -> GenerationTarget:

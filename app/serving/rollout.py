@@ -14,6 +14,7 @@ from app.published.loaded import LoadedModel
 from app.serving.agreement import Response, agreeing_rows
 from app.serving.batching.statistics import FailureReason, RecentLatencies
 from app.serving.cascade.served import ServedCascade
+from app.serving.cascade.stages import read_alike
 from app.serving.model.served import ServedModel
 from app.serving.protocol.infer import InferRequest, InferResponse
 from app.serving.protocol.management import ModelIndex, ModelMetadata, ModelStatistics
@@ -258,9 +259,18 @@ class Rollout(VersionChoice[ServedModel]):
         super().__init__(name, production, canary, shadow, chance)
         self._cascade = cascade
         self._copies = Shadow(shadow.served) if shadow else None
+        self._unlike = {
+            share.served.version
+            for _, share in self._candidates
+            if not read_alike(models := [production.model, share.served.model]) or models[0].labels != models[1].labels
+        }
 
-    def route(self, version: str | None) -> InferenceTarget:
+    def route(self, version: str | None, *, takes_tensors: bool = False) -> InferenceTarget:
         """Choose the target of a request: the named version, else production, its cascade or, at random, the canary.
+
+        Args:
+            version: the version that the request names.
+            takes_tensors: whether the request has tensors, which a client encoded for production.
 
         Raises:
             NotServedError: the named version is not served.
@@ -268,13 +278,17 @@ class Rollout(VersionChoice[ServedModel]):
         if version is not None:
             return self.find(version)
         # A shadow is drawn independently of the canary, so it sees requests of both.
-        canary = self._canary
+        canary, shadow = self._canary, self._shadow
         target: InferenceTarget = self._cascade or self._production
-        if canary and self._draws(canary):
+        if canary and not (takes_tensors and self._is_unlike(canary)) and self._draws(canary):
             target = canary.served
-        if self._copies and self._shadow and self._draws(self._shadow):
+        if self._copies and shadow and not (takes_tensors and self._is_unlike(shadow)) and self._draws(shadow):
             return MirroredTarget(target, self._copies)
         return target
+
+    def _is_unlike(self, share: TrafficShare[ServedModel]) -> bool:
+        """Return whether the same tensors mean something else to a candidate than to production."""
+        return share.served.version in self._unlike
 
     def has_single_target(self, version: str | None) -> bool:
         """Return whether ``route`` returns a single version, without a cascade or a shadow."""

@@ -207,7 +207,7 @@ async def infer(call: InferenceCall, message: pb.ModelInferRequest, num_bytes: i
         to_read = bytes_to_read(message, num_bytes, inputs)
         return await call.admission.endpoint.reader.read(to_read, lambda: read_infer(message, inputs), call.received)
 
-    request, target = await call.route(message.model_name, message.model_version or None, read)
+    request, target = await call.route(message.model_name, message.model_version or None, read, takes_tensors=True)
     answer = write_infer(await call.run(target.infer(request)))
     call.sent = answer.ByteSize()
     return answer

@@ -171,7 +171,7 @@ async def _answer(
         return await reader.read(num_bytes, lambda: read_infer(content, headers, name, version, inputs), len(body))
 
     async def ask() -> tuple[InferRequest, InferResponse]:
-        request, target = await call.route(name, version, read)
+        request, target = await call.route(name, version, read, takes_tensors=True)
         return request, await call.run(target.infer(request))
 
     request, response = await unless_gone(receive, ask())

@@ -201,12 +201,18 @@ class InferenceCall:
         self._has_entered = True
 
     async def route(
-        self, name: str, version: str | None, read: Callable[[Sequence[TensorSpec]], Awaitable[Request]]
+        self,
+        name: str,
+        version: str | None,
+        read: Callable[[Sequence[TensorSpec]], Awaitable[Request]],
+        *,
+        takes_tensors: bool = False,
     ) -> tuple[Request, InferenceTarget]:
         """Read the request for a model, and choose who answers it.
 
         Args:
             read: reads the request for a model with these inputs.
+            takes_tensors: as in ``Rollout.route``.
 
         Raises:
             NotServedError: the model or version is not served.
@@ -222,7 +228,7 @@ class InferenceCall:
             raise
         # Looked up only now, because a version can be replaced while a body arrives and is read.
         await endpoint.load_on_demand(name)
-        target = endpoint.route(name, version)
+        target = endpoint.route(name, version, takes_tensors=takes_tensors)
         self.version = target.version
         return request, target
 

@@ -19,12 +19,12 @@ from app.errors import EngineError
 from app.serving.config import CandidateConfig, DeployedModel
 from app.serving.demand import Scaling
 from app.serving.protocol.infer import InferResponse
-from app.serving.rollout import Shadow
+from app.serving.rollout import MirroredTarget, Shadow
 from app.tensors import OUTPUT
 from tests.engine_contract import PROCESSOR, TEXTS, exported, rows
 from tests.helpers import wait_until
 from tests.serving import Server, serving
-from tests.toy import endpoint_config, publish, version_config
+from tests.toy import LABELS, body, endpoint_config, publish, version_config
 
 SEED, REQUESTS = 3, 40
 
@@ -43,9 +43,13 @@ def changed(factor: float) -> bytes:
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> UPath:
-    """With versions 1 and 2, which answer differently, 3, which has no finite answer to a text, and 4, no model."""
+    """With versions 1 and 2, which answer differently, 3, which has no finite answer to a text, and 4, no model.
+
+    Version 5 has its labels in another order.
+    """
     folder = UPath(tmp_path_factory.mktemp("rollout"))
     publish(folder, exported(), changed(-3.0), changed(np.nan), b"no model")
+    publish(folder, exported(), labels=LABELS[::-1])
     return folder
 
 
@@ -75,6 +79,22 @@ def test_what_a_successor_drops_is_named(storage: UPath) -> None:
 
 def ask(server: Server, path: str = "/v1/models/toy/predict") -> httpx.Response:
     return httpx.post(f"http://{server.http}{path}", json={"inputs": TEXTS[:2]})
+
+
+def test_tensors_go_to_a_canary_only_if_they_mean_the_same_to_it(server: Server, storage: UPath) -> None:
+    deploy(server, storage, canary=5)
+    tensors, texts = body(rows(1)), {"inputs": TEXTS[:1]}
+
+    def versions(path: str, asked: object) -> set[str]:
+        answers = [httpx.post(f"http://{server.http}{path}", json=asked) for _ in range(REQUESTS)]
+        return {answer.json()["model_version"] for answer in answers}
+
+    assert versions("/v1/models/toy/predict", texts) == {"1", "5"}
+    assert versions("/v2/models/toy/infer", tensors) == {"1"}
+    assert versions("/v2/models/toy/versions/5/infer", tensors) == {"5"}
+    deploy(server, storage, shadow=5)
+    assert isinstance(server.endpoint.route("toy"), MirroredTarget)
+    assert server.endpoint.route("toy", takes_tensors=True) is server.endpoint.find("toy")
 
 
 def fails(server: Server, version: str) -> int:
