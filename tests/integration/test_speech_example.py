@@ -56,7 +56,7 @@ def write_words(folder: Path, count: int) -> list[tuple[bytes, str]]:
 
 @pytest.mark.slow
 def test_a_speech_task_is_trained_compiled_and_served(tmp_path: Path) -> None:
-    words = write_words(tmp_path / "recordings", 50)
+    words = write_words(tmp_path / "recordings", 100)
     given = [f"storage={tmp_path}/storage", f"data.source={tmp_path}/recordings", "train.workers=1"]
     trained = train_alone(*given, recipe=RECIPE)
     assert trained["metrics"]["val_average_recall"] > 0.85
@@ -71,7 +71,7 @@ def test_a_speech_task_is_trained_compiled_and_served(tmp_path: Path) -> None:
     version = VersionConfig.of(
         recipe.storage or "", Repository(UPath(recipe.storage)).manifest("speech", 1), recipe.serve
     )
-    asked = words[::4]
+    asked = words[::8]
     with serving() as server:
         server.run(server.endpoint.update(EndpointConfig(models={"speech": DeployedModel(production=version)})))
         url = f"http://{server.http}/v1/models/speech/predict"
