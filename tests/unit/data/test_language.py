@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from tokenizers import Tokenizer
 from upath import UPath
 
 from app.config import CleanConfig, DataConfig, SourceConfig, TokenizerConfig
@@ -42,6 +43,16 @@ def test_tokens_are_decoded_to_the_same_text(tmp_path: Path, config: TokenizerCo
         assert tokenizer.encode(text) == fitted.encode(text)
     assert len(tokenizer.encode(ODD)) <= len(ODD.encode())
     assert tokenizer.facts == fitted.facts
+
+
+def test_a_tokenizer_saved_with_truncation_and_padding_neither_cuts_nor_pads_documents() -> None:
+    fitted = LanguageTokenizer.fit(TEXTS, DataConfig(source="-"))
+    saved = Tokenizer.from_str(fitted.to_json())
+    saved.enable_truncation(4)
+    saved.enable_padding(length=600)
+    tokenizer = LanguageTokenizer(saved, 32)
+    assert np.array_equal(tokenizer.join(TEXTS), fitted.join(TEXTS))
+    assert tokenizer.sha256 == LanguageTokenizer(Tokenizer.from_str(fitted.to_json()), 32).sha256
 
 
 def test_bytes_are_one_token_each_and_one_for_the_end() -> None:
