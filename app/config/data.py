@@ -263,7 +263,8 @@ class DataConfig(Section):
         """Return the section for each source alone."""
         if not self.sources:
             return [self]
-        given = [(one.source, one.columns or self.columns) for one in self.sources]
+        shared = {key: getattr(self.columns, key) for key in _OF_ALL_SOURCES}
+        given = [(one.source, (one.columns or self.columns).model_copy(update=shared)) for one in self.sources]
         return [self.model_copy(update={"source": uri, "columns": own, "sources": []}) for uri, own in given]
 
     @property

@@ -168,12 +168,7 @@ class Preparer:
         self._run("reading columns", work, work.examine, "kinds")
         kinds = work.kinds
         columns = resolve_kinds(kinds, config.columns)
-        named = {"categories": columns.categories, "numbers": columns.numbers}
-        each = [
-            one.model_copy(update={"columns": one.columns and one.columns.model_copy(update=named)})
-            for one in config.sources
-        ]
-        config = config.model_copy(update={"columns": columns, "sources": each})
+        config = config.model_copy(update={"columns": columns})
         return replace(work, encoding=replace(work.encoding, config=config)), in_words(kinds, given.columns)
 
     def _judge(self, work: UnitWork) -> None:

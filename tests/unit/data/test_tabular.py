@@ -226,6 +226,27 @@ def test_equal_sets_of_labels_are_equal_in_every_format(tmp_path: Path) -> None:
     assert data.report.dropped == {"in_test": 10}
 
 
+def test_keys_of_all_sources_hold_for_a_source_with_columns_of_its_own(tmp_path: Path) -> None:
+    rows = [(f"{number}", f"{number % 7}.5", "red,blue" if number % 2 else "red") for number in range(40)]
+    write_table(tmp_path / "first.csv", rows[:20], ["code", "size", "label"])
+    write_table(tmp_path / "second.csv", rows[20:], ["code", "size", "tags"])
+    own = [{"label": "label"}, {"label": "tags"}]
+    sources = [
+        {"source": str(tmp_path / name), "columns": columns}
+        for name, columns in zip(["first.csv", "second.csv"], own, strict=True)
+    ]
+
+    def prepared(**columns: Any) -> Any:
+        recipe = recipe_of(tmp_path, "tabular-multilabel", separator=",", **columns)
+        data = {**recipe.data.model_dump(), "source": None, "sources": sources}
+        return prepare(recipe.model_copy(update={"data": DataConfig.model_validate(data)}))
+
+    data = prepared()
+    assert data.targets.labels == ["blue", "red"]
+    assert data.processor.facts["num_numbers"] == 2
+    assert prepared(categories=["code"]).processor.facts["num_numbers"] == 1
+
+
 @pytest.mark.parametrize(
     ("targets", "labels", "rule"),
     [
