@@ -1,17 +1,19 @@
 """What shards depend on: the files of the source, and the recipe keys that preparation reads."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from app.checksums import sha256_of
+from app.checksums import sha256_of, sha256_of_file
 from app.config import Recipe
 from app.data.preparation.samples import SampleKind, TokenKind
 from app.data.shards import FORMAT
 from app.data.sources.formats.base import SourceFile
 from app.data.tokenizer import LanguageTokenizer
 from app.pretrained import open_pretrained
+from app.storage import to_path
 
 _READ = {"source", "seed", "validation_fraction", "test_fraction", "test_source", "group_column", "clean"}
 """Keys of ``data`` that every preparation reads, beside columns."""
@@ -26,11 +28,24 @@ def settings_of(recipe: Recipe, kind: SampleKind) -> dict[str, Any]:
         "size": config.shards.size,
         **config.model_dump(mode="json", include=_READ),
         "columns": [one.columns.model_dump(mode="json") for one in config.each_source()],
+        **_own_code(type(kind), *((kind.targets,) if kind.targets else ())),
     }
     if isinstance(kind, TokenKind):
         return settings | _blocks(recipe)
     # Processors of other samples read the shards as they are.
     return settings | ({"targets": f"{kind.targets.__module__}:{kind.targets.__qualname__}"} if kind.targets else {})
+
+
+def _own_code(*types: type) -> dict[str, Any]:
+    """Return the sha256 of each file outside the library with one of the classes or a base of it; nothing if none is.
+
+    Their code decides what rows and labels are, and a project changes it without a new ``FORMAT``.
+    """
+    modules = {base.__module__ for one in types for base in one.__mro__}
+    own = {name for name in modules if name.partition(".")[0] not in {"app", *sys.stdlib_module_names}}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in own}
+    sums = {name: sha256_of_file(to_path(file)) for name, file in files.items() if file}
+    return {"code": sums} if sums else {}
 
 
 def _blocks(recipe: Recipe) -> dict[str, Any]:

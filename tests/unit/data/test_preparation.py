@@ -3,9 +3,11 @@
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from app.data.labelled import LabelledData
 from app.data.language import LanguageData
 from app.data.preparation import prepare as preparing
 from app.data.preparation import sample as sampling
+from app.data.preparation.data import prepare_labelled
 from app.data.preparation.encoding import Encoding
 from app.data.preparation.progress import UnitProgress
 from app.data.preparation.samples import Documents
@@ -171,6 +174,38 @@ def test_other_settings_make_other_shards_and_other_windows_do_not(tmp_path: Pat
     assert prepared(source, "data.seed=1").reference.location != first
     write_table(source, ROWS[:-1])
     assert prepared(source).reference.location != first
+
+
+OWN_CODE = """
+from dataclasses import replace
+from app.data.preparation.samples import Labelled
+from app.data.targets import Classes
+class OwnTargets(Classes):
+    rule = replace(Classes.rule, written=lambda label, separator: label{change})
+class OwnSamples(Labelled):
+    def labels(self, rows, config):
+        return [label{change} for label in super().labels(rows, config)]
+KIND = {kind}
+"""
+
+
+@pytest.mark.parametrize("kind", ["Labelled('text', OwnTargets)", "OwnSamples('text', Classes)"])
+def test_changed_code_of_a_project_makes_other_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    write_table(tmp_path / "rows.csv", ROWS[:60])
+    recipe = recipe_of(tmp_path / "rows.csv")
+
+    def prepared_by(change: str) -> LabelledData:
+        (tmp_path / "own_code.py").write_text(OWN_CODE.format(kind=kind, change=change), encoding="utf-8")
+        monkeypatch.delitem(sys.modules, "own_code", raising=False)
+        return prepare_labelled(recipe, import_module("own_code").KIND, TextProcessor)
+
+    first = prepared_by("")
+    assert prepared_by("").reference == first.reference
+    assert prepared_by(".upper()").labels == ["BAD", "FAIR", "GOOD"]
 
 
 def test_another_tokenizer_at_the_same_place_makes_other_shards(tmp_path: Path) -> None:
