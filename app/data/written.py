@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import lru_cache
@@ -59,3 +59,10 @@ def _name_of(text: str) -> str:
 def spelling_of(names: Collection[str]) -> Callable[[str], str]:
     """Return how to write names: as they are, or as Python does if all are booleans, which csv has in any case."""
     return str.capitalize if names and all(name.capitalize() in _BOOLEANS for name in names) else str
+
+
+def same_names(names: Sequence[str]) -> list[int]:
+    """Return the place of the name that each one is: its own, or that of a boolean in another spelling."""
+    spelled = spelling_of(names)
+    places = {spelled(name): place for place, name in enumerate(names)}
+    return [places[spelled(name)] for name in names]

@@ -111,7 +111,9 @@ def _count(
     require_readable(Source(config.source), dropped, len(codes), config.clean, unreadable)
     _require_splits(config, kept.sum(axis=0), str(report))
     if kind.are_classes:
-        _require_classes(config, surveys.labels, kept)
+        of_classes = np.zeros_like(kept)
+        np.add.at(of_classes, surveys.classes, kept)
+        _require_classes(config, surveys.labels, of_classes)
     return report, kept[:-1]
 
 

@@ -12,6 +12,7 @@ from app.data.preparation.sample import Sample, SampleBuilder
 from app.data.preparation.survey import KEPT, SPLITS, code_of
 from app.data.preparation.surveys import Surveys
 from app.data.preparation.work import UnitWork
+from app.data.written import same_names
 from app.storage import write_atomically
 
 _MAX_SHOWN = 100
@@ -57,7 +58,7 @@ def _labels_in_training(surveys: Surveys, codes: NDArray[np.uint8]) -> set[str]:
     found = set[str]()
     for start, survey in surveys:
         is_used = (codes[start : start + len(survey.codes)] == KEPT) & (survey.splits == _TRAIN)
-        found |= {surveys.labels[label] for label in np.unique(survey.labels[is_used]).tolist()}
+        found |= {surveys.labels[label] for label in np.unique(surveys.classes[survey.labels[is_used]]).tolist()}
     return found
 
 
@@ -75,14 +76,16 @@ def _learn(work: UnitWork, surveys: Surveys, codes: NDArray[np.uint8]) -> LabelJ
     labels, keys = np.empty(len(learned.rows), np.int64), np.empty(len(learned.rows), np.uint64)
     for start, survey in surveys:
         mine = slice(*np.searchsorted(learned.rows, [start, start + len(survey.codes)]))
-        labels[mine], keys[mine] = survey.labels[learned.rows[mine] - start], survey.low[learned.rows[mine] - start]
+        rows = learned.rows[mine] - start
+        labels[mine], keys[mine] = surveys.classes[survey.labels[rows]], survey.low[rows]
     return LabelJudge.fit([str(item) for item in learned.inputs], labels, keys, surveys.labels)
 
 
 def judge_unit(work: UnitWork, number: int) -> int:
     """Write the ``UnitDoubts`` of a unit, and return its number. Raises DataError if the source changed."""
     judge, surveys = LabelJudge.load(work.judge_file), list(work.survey_of(number))
-    class_of = {label: place for place, label in enumerate(judge.labels.tolist())}
+    names = judge.labels.tolist()
+    class_of = dict(zip(names, same_names(names), strict=True))
     # -1 means no label.
     table = np.array([*(class_of[label] for label in work.facts(number).label_names), FINE])
     classes = np.concatenate([table[:0], *(table[survey.labels] for survey in surveys)])

@@ -4,6 +4,7 @@ The rows themselves are not kept. What is dropped is decided afterwards, from th
 """
 
 import hashlib
+import re
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from app.data.preparation.slices import Arrays, Slices
 from app.data.prepared import TEST, TRAIN, VALIDATION
 from app.data.rows import number_of
 from app.data.targets import LabelError
+from app.data.written import spelling_of
 
 _MAX_LABELS = 100_000
 """Number of different labels of a unit above which the column is taken for something else."""
@@ -35,6 +37,7 @@ SPLITS = (TRAIN, VALIDATION, TEST)
 IN_TRAIN, IN_VALIDATION, IN_TEST = range(3)
 """Places in ``SPLITS``."""
 DIGEST_BYTES = 16
+_BOOLEAN = re.compile('"((?i:true|false))"')
 _MAX_DIGITS = 100
 """Decimal exponent, of either sign, from which a number is compared as a text."""
 SPLIT_SALT = 0x9E3779B97F4A7C15
@@ -177,7 +180,7 @@ class Surveyor:
         cleaned = [self._cleaner.convert(item) for item in inputs]
         kind = self._cleaner.kind
         given: Sequence[str | None] = labels or [None] * len(cleaned)
-        of_inputs = hashes_of(("",) if item is None else kind.parts(item) for item in cleaned)
+        of_inputs = hashes_of(compared_parts(kind, item, None) for item in cleaned)
         agree = labels is None or kind.labels_agree
         high, low = of_inputs if agree else hashes_of(map(partial(compared_parts, kind), cleaned, given))
         codes = np.array(
@@ -234,9 +237,16 @@ class SurveyWriter(Surveyor):
 
 def compared_parts(kind: SampleKind, item: Input | None, label: str | None) -> Sequence[Input]:
     """Return the parts of a row by which it equals others: of its input, and of its label where equal inputs differ."""
+    if kind.contents in ("row", "record") and isinstance(item, str):
+        item = _with_one_case(item)
     if label is None or kind.labels_agree:
         return ("",) if item is None else kind.parts(item)
-    return (_with_label(item, label),)
+    return (_with_label(item, _with_one_case(f'"{label}"')),)
+
+
+def _with_one_case(content: str) -> str:
+    """Return JSON with all texts that are booleans as ``True`` or ``False``: typed files give these, csv any case."""
+    return _BOOLEAN.sub(lambda found: f'"{found[1].capitalize()}"', content)
 
 
 def _with_label(item: Input | None, label: str) -> bytes:
@@ -268,11 +278,11 @@ def _key_of(group: str) -> int:
 
 
 def _one_spelling(group: str) -> str:
-    """Return the same text for all spellings of a number or Unicode forms of a text, which are one group."""
+    """Return the same text for all spellings of a number or a boolean, or Unicode forms of a text: one group."""
     with suppress(ArithmeticError):  # the exponent has too many digits for Decimal
         if number_of(group) is not None and abs((number := (Decimal(group) + 0).normalize()).adjusted()) < _MAX_DIGITS:
             return format(number, "f")
-    return unicodedata.normalize("NFC", group)
+    return spelling_of([group])(unicodedata.normalize("NFC", group))
 
 
 def hashes_of(items: Iterable[Sequence[Input]]) -> Hashes:

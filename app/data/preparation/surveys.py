@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from app.data.preparation.slices import Arrays, join_slices
 from app.data.preparation.survey import KEPT, Survey, code_of
+from app.data.written import same_names
 
 _ROW_BYTES = 192
 """Memory that a row takes in ``resolve``: its hash, its number, its label, and their sorted copies."""
@@ -30,6 +31,11 @@ class Surveys:
         """All labels, sorted."""
         return sorted(set[str]().union(*self.label_names))
 
+    @cached_property
+    def classes(self) -> NDArray[np.int32]:
+        """The index of the class of each label, of which booleans have several spellings. The last one, -1, is none."""
+        return np.array([*same_names(self.labels), -1], np.int32)
+
     def __iter__(self) -> Iterator[tuple[int, Survey]]:
         """Yield the first row of each slice, and its survey, whose ``labels`` are indices into those of all units."""
         places = {label: place for place, label in enumerate(self.labels)}
@@ -41,12 +47,12 @@ class Surveys:
                 start += len(survey.codes)
 
     def hashes(self, part: int, parts: int, max_rows: int) -> Iterator[Arrays]:
-        """Yield rows, hashes and labels of rows that are not dropped yet and whose hash is in this part."""
+        """Yield rows, hashes and classes of rows that are not dropped yet and whose hash is in this part."""
 
         def chosen() -> Iterator[Arrays]:
             for start, survey in self:
                 rows = np.flatnonzero((survey.codes == KEPT) & ((survey.high ^ survey.low) % np.uint64(parts) == part))
-                yield start + rows, survey.high[rows], survey.low[rows], survey.labels[rows]
+                yield start + rows, survey.high[rows], survey.low[rows], self.classes[survey.labels[rows]]
 
         return join_slices(chosen(), max_rows)
 

@@ -88,6 +88,18 @@ def test_units_and_their_order_do_not_change_what_is_doubted(tmp_path: Path) -> 
     assert cut.report.dropped == whole.report.dropped
 
 
+def test_spellings_of_a_boolean_are_one_label(tmp_path: Path) -> None:
+    words, suspected = [" ".join(words_of(random.Random(number), 8)) for number in range(300)], set[int | None]()
+    for spellings in (["True"], ["true", "True"]):
+        rows = [
+            (f"{('good', 'bad')[number % 2]} {text}", "False" if number % 2 else spellings[-(number % 3 > 0)], "")
+            for number, text in enumerate(words)
+        ]
+        write_table(tmp_path / "rows.csv", rows)
+        suspected.add(prepared(tmp_path / "rows.csv", "data.clean={label_noise: report}").report.suspected)
+    assert len(suspected) == 1
+
+
 def words_of(source: random.Random, count: int) -> list[str]:
     return ["".join(source.choices(ascii_lowercase, k=source.randint(3, 7))) for _ in range(count)]
 

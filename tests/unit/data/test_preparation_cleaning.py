@@ -150,7 +150,15 @@ def test_texts_are_dropped_by_language_and_symbols(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spellings", [["é", "e\u0301"], ["1.10", "1.1", "1.100"], ["7", "007", "7e0"], ["0", "-0.0"], ["1e5", "100000"]]
+    "spellings",
+    [
+        ["é", "e\u0301"],
+        ["1.10", "1.1", "1.100"],
+        ["7", "007", "7e0"],
+        ["0", "-0.0"],
+        ["1e5", "100000"],
+        ["true", "TRUE", "True"],
+    ],
 )
 def test_all_spellings_of_a_group_are_in_one_split(spellings: list[str]) -> None:
     others = ["E", "1.11", "70", "1e-99999999999999999999", "9007199254740993", "9007199254740992", "x", "1_0", "nan"]

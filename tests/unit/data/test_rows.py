@@ -242,6 +242,31 @@ def test_a_boolean_is_one_in_every_format_and_at_the_endpoint(tmp_path: Path, wr
     assert data.processor.encode(asked)["categories"].ravel().tolist() == [2, 2, 1, 1, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("task", "label"), [("tabular-classification", "label"), ("text-multilabel", "label"), ("tabular-regression", "n")]
+)
+def test_rows_with_booleans_are_equal_in_every_format(tmp_path: Path, task: str, label: str) -> None:
+    typed = [(str(number), number % 2 == 0, number % 3 != 0, number) for number in range(COUNT)]
+    names = ["text", "flag", "label", "n"]
+    write_table(tmp_path / "a.csv", [(text, *(str(cell).lower() for cell in more)) for text, *more in typed], names)
+    write_table(tmp_path / "b.parquet", typed[::5], names)
+    given = {"source": str(tmp_path / "a.csv"), "test_source": str(tmp_path / "b.parquet"), "columns": {"label": label}}
+    tree = {"name": "rows", "task": task, "data": given, "model": {"factory": "a:b"}}
+    data: Any = prepare(Recipe.model_validate(tree))
+    assert data.report.dropped == {"in_test": COUNT // 5}
+
+
+def test_equal_texts_with_one_boolean_in_two_formats_are_no_conflict(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    typed = [(str(number), number % 2 == 0, "") for number in range(COUNT)]
+    write_table(tmp_path / "rows/a.csv", [(text, str(label).lower(), "") for text, label, _ in typed])
+    write_table(tmp_path / "rows/b.parquet", typed)
+    tree = {"name": "rows", "task": "text-classification", "data": {"source": str(tmp_path / "rows")}}
+    data: Any = prepare(Recipe.model_validate(tree | {"model": {"factory": "a:b"}}))
+    assert data.report.dropped == {"duplicate": COUNT}
+    assert data.targets.labels == ["False", "True"]
+
+
 def test_words_beside_others_that_are_no_booleans_stay_as_they_are(tmp_path: Path) -> None:
     words = ["true", "True", "yes"]
     lines = [f"{words[number % 3]},{words[number % 3]},{number}" for number in range(COUNT)]
