@@ -280,6 +280,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _labels_are_balanced_once(self, info: ValidationInfo) -> Self:
+        if self.train.class_weights == self.data.sampling == "balanced" and not is_stored(info):
+            raise RecipeError(
+                "train.class_weights and data.sampling are both balanced, and each makes up for rare labels on its "
+                "own: leave one of them out, or give each label a weight"
+            ).of("keys.contradict", "train.class_weights")
+        return self
+
+    @model_validator(mode="after")
     def _stream_has_no_end(self) -> Self:
         """Refuse what needs all labels of a stream, or the number of its steps."""
         stream, train = self.data.stream, self.train

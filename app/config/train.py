@@ -170,8 +170,8 @@ class TrainConfig(Section):
     )
     class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(gt=0.0)]] | None = Field(
         default=None,
-        description="for classes: weight of each label in the training loss, scaled to a mean of 1 over the rows; "
-        "balanced: by how rare the label is; default: all 1",
+        description="for classes: weight of each label in the training loss, scaled to a mean of 1 over the rows "
+        "of the training split; balanced: by how rare the label is; default: all 1",
     )
     temperature: Annotated[float, Field(gt=0.0)] = Field(
         default=0.05, description="for sentence-embedding: by which the loss divides cosines"

@@ -277,6 +277,7 @@ def test_the_recorded_order_stays_as_it_was(whole: dict[str, list[list[int]]]) -
         ([*TOKENS, *SOURCES], "train.tokens_per_batch"),
         ([*TOKENS, *CURRICULUM], "train.tokens_per_batch"),
         ([*SOURCES, *BALANCED], "data.sampling"),
+        ([*BALANCED, "train.class_weights=balanced"], "train.class_weights"),
     ],
 )
 def test_rules_that_contradict_each_other_are_refused(keys: list[str], key: str) -> None:
