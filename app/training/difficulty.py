@@ -1,6 +1,8 @@
 """How hard each training sample is, for ``train.curriculum``. A run records it, to resume in the same order."""
 
 import io
+from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from app.config import Recipe
 from app.data.labelled import LabelledData
 from app.data.prepared import PreparedData
 from app.data.rows import number_of
-from app.errors import DataError, RecipeError
+from app.errors import DataError, RecipeError, short_repr
 from app.shared_files import read
 from app.storage import ProgressCallback, no_op, open_storage, stream_atomically
 from app.training.data.samples import samples_of
@@ -30,7 +32,7 @@ def recorded_difficulty(
 
     Raises:
         RecipeError: the task's samples have no such difficulty, or the model does not suit them.
-        DataError: the column is missing, or has cells that are not numbers.
+        DataError: the column is missing, has cells that are not numbers, or several numbers for a text.
     """
     if len(recorded := _recorded(run_folder)) == len(data.train):
         return recorded
@@ -88,11 +90,27 @@ def _labelled(data: PreparedData) -> LabelledData:
 
 def _by_column(recipe: Recipe, data: LabelledData, column: str) -> NDArray[np.float32]:
     """Return the numbers of a column, found by the text of each sample."""
+    numbers, others = dict[str, float](), dict[str, str]()
+    for text, number, place in _numbers_of(recipe, data, column):
+        # Cleaning keeps the first of equal texts, without white space around it.
+        if numbers.setdefault(text, number) != number:
+            others.setdefault(text, place)
+    texts = list(map(str, data.train.split.inputs))
+    twice = next((text for text, count in Counter(texts).items() if count > 1 and text in others), None)
+    if twice is not None:
+        raise DataError(
+            f"{others[twice]}: {short_repr(twice)} has another number in column {column!r} of train.curriculum than in "
+            "a row before, and training reads both rows: give equal texts one number, or set by to length"
+        ).of("curriculum.two_numbers", "train.curriculum.column")
+    return np.array([numbers[text] for text in texts], np.float32)
+
+
+def _numbers_of(recipe: Recipe, data: LabelledData, column: str) -> Iterator[tuple[str, float, str]]:
+    """Yield the text, the number and the place of each row of the sources."""
     from app.data.sources.cells import Column, Columns  # other curricula do not read the source
     from app.data.sources.source import Source
     from app.data.sources.units import read_source
 
-    numbers: dict[str, float] = {}
     for config in recipe.data.each_source():
         source = Source(config.source)
         if data.processor.modality != "text" or source.uri.startswith("builtin:"):
@@ -106,9 +124,7 @@ def _by_column(recipe: Recipe, data: LabelledData, column: str) -> NDArray[np.fl
         for rows in read_source(source, Columns("row", named)):
             texts, cells = (found.to_pylist() for found in rows.cells.values())
             for row, (text, cell) in enumerate(zip(texts, cells, strict=True)):
-                # Cleaning keeps the first of equal texts, without white space around it.
-                numbers.setdefault((text or "").strip(), _number(cell, column, rows.place(row)))
-    return np.array([numbers[str(text)] for text in data.train.split.inputs], np.float32)
+                yield (text or "").strip(), _number(cell, column, place := rows.place(row)), place
 
 
 def _number(cell: str, column: str, place: str) -> float:

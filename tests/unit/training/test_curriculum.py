@@ -72,7 +72,8 @@ def _without_source(keys: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("keys", [[], [SHARDS], [SOURCES], [SHARDS, SOURCES]])
 def test_a_column_is_found_by_the_text_of_each_sample(tmp_path: Path, keys: list[str]) -> None:
-    more = [f"- more {n},a,{1000 - n}" for n in range(40)]
+    # Cleaning keeps the first of the equal texts, whose number counts.
+    more = [f"- more {n},a,{1000 - n}" for n in range(40)] + [f"- more {n},a,0" for n in range(40)]
     (tmp_path / "more.csv").write_text("\n".join(["text,label,hard", *more]), encoding="utf-8")
     keys = [key.replace("FOLDER", str(tmp_path)) for key in keys]
     recipe = recipe_of(tmp_path, "{by: column, column: hard}", *keys, *_without_source(keys))
@@ -81,6 +82,20 @@ def test_a_column_is_found_by_the_text_of_each_sample(tmp_path: Path, keys: list
     assert found.tolist() == [1000 - int(text.split()[-1]) for text in data.train.split.inputs]  # type: ignore[attr-defined]
     (tmp_path / "texts.csv").unlink()
     assert np.array_equal(recorded_difficulty(recipe, data, UPath(tmp_path / "run")), found)
+
+
+REGRESSION = [
+    "task=text-regression", "train.label_smoothing=0", "train.early_stopping=null", "data.columns.label=size",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", [REGRESSION, ["data.clean.deduplicate=false"]])
+def test_equal_texts_that_are_both_read_need_one_number(tmp_path: Path, keys: list[str]) -> None:
+    hard = recipe_of(tmp_path, "{by: column, column: hard}", *keys)
+    lines = [f"text {n // 4},{n % 3},{'ab'[n // 4 % 2]},{n}" for n in range(160)]
+    (tmp_path / "texts.csv").write_text("\n".join(["text,size,label,hard", *lines]), encoding="utf-8")
+    with refused("curriculum.two_numbers", "train.curriculum.column"):
+        require_difficulty(hard, prepare(hard), UPath(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("keys", [[], [SHARDS], [SHARDS, "data.sampling=balanced"]])
