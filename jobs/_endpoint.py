@@ -21,7 +21,7 @@ from app.errors import ClusterError
 from app.serving.config import EndpointConfig
 from app.serving.demand import Demand
 from app.serving.pool_configs import PoolConfigs
-from app.serving.pools import APPLICATION, Pool, application_of, named, pool_of, prefix_of
+from app.serving.pools import Pool, application_of, is_ours, named, pool_of, prefix_of
 from jobs._claim import keep_claim
 from jobs._cluster import may_grow, require, require_node
 from jobs._code import drop_code, keep_code
@@ -81,7 +81,7 @@ def desired_pools() -> PoolConfigs:
         ClusterError: another release of Rayloom has deployed the endpoint.
     """
     given = {name: found.user_config for name, found in deployed_in(DEPLOYMENT).items()}
-    ours = {name: config for name, config in given.items() if name == APPLICATION or name.startswith(f"{APPLICATION}-")}
+    ours = {name: config for name, config in given.items() if is_ours(name)}
     try:
         return PoolConfigs({pool_of(name): EndpointConfig.model_validate(config) for name, config in ours.items()})
     except ValidationError as error:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from app.cli.endpoint import local_endpoint
+from app.cli.endpoint import EndpointClient, local_endpoint
 from app.cli.monitoring import Notify, receivers_of
 from app.cli.options import Json
 from app.cli.tables import print_json
@@ -36,7 +36,7 @@ def up(
         _require_none_of_monitoring({"--notify": notify, "--retention": retention})
         with spinner("starting Ray"):
             cluster = local.start(dashboard_port, serve_port, grpc_port, num_cpus)
-        _describe(cluster)
+        _describe(cluster, cluster.endpoint)
         return
     # Both are checked before the cluster starts, so that an error leaves nothing to stop.
     receivers = receivers_of(notify)
@@ -48,7 +48,7 @@ def up(
     except BaseException:
         local.stop(cluster)
         raise
-    _describe(cluster)
+    _describe(cluster, cluster.endpoint)
 
 
 def _require_none_of_monitoring(options: Mapping[str, str | None]) -> None:
@@ -78,11 +78,12 @@ def status(
     if as_json:
         print_json(_facts(cluster))
         return
-    _describe(cluster)
+    endpoint = local_endpoint(cluster)
+    _describe(cluster, endpoint.url)
     _describe_supervisor(cluster)
     _describe_monitoring(cluster)
     _describe_ports(cluster, ports)
-    _describe_models(cluster)
+    _describe_models(cluster, endpoint)
 
 
 def env(as_json: Json = False) -> None:
@@ -105,15 +106,15 @@ def _export(variables: Mapping[str, str], as_json: bool) -> None:
 
 def _facts(cluster: ClusterState) -> dict[str, object]:
     """Return all that 'rayloom status' shows, for programs. ``models`` is null if the endpoint refuses to list them."""
-    watched = cluster.monitoring
+    watched, endpoint = cluster.monitoring, local_endpoint(cluster)
     try:
-        models, problem = [model.model_dump() for model in local_endpoint(cluster).models()], None
+        models, problem = [model.model_dump() for model in endpoint.models()], None
     except ClusterError as error:
         models, problem = None, str(error)
     return {
         "dashboard": cluster.dashboard,
         "token_file": str(TOKEN_FILE),
-        "endpoint": cluster.endpoint,
+        "endpoint": endpoint.url,
         "grpc": cluster.grpc_endpoint,
         "storage": cluster.storage,
         "supervised": bool(cluster.supervisors()),
@@ -125,9 +126,9 @@ def _facts(cluster: ClusterState) -> dict[str, object]:
     }
 
 
-def _describe(cluster: ClusterState) -> None:
+def _describe(cluster: ClusterState, endpoint: str) -> None:
     print(f"dashboard  {cluster.dashboard}  (log in with the token in {TOKEN_FILE}, not that of 'ray get-auth-token')")
-    print(f"endpoint   {cluster.endpoint}  (answers once a model is deployed; its API is at /docs)")
+    print(f"endpoint   {endpoint}  (answers once a model is deployed; its API is at /docs)")
     print(f"gRPC       {cluster.grpc_endpoint}")
     print(f"storage    {cluster.storage}")
     if cluster.monitoring:
@@ -150,12 +151,11 @@ def _describe_monitoring(cluster: ClusterState) -> None:
         print(f"monitoring {running} of {wanted} processes run; their logs are in {processes.CONFIGURATION}")
 
 
-def _describe_models(cluster: ClusterState) -> None:
+def _describe_models(cluster: ClusterState, endpoint: EndpointClient) -> None:
     """Print the deployed models, and a command to paste for each."""
     try:
         from app.cli.examples import commands_for  # reads data
 
-        endpoint = local_endpoint(cluster)
         served, commands = endpoint.models(), commands_for(endpoint, open_storage(cluster.storage))
     except ClusterError as error:
         print(f"models     {error}")

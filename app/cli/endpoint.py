@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
+from app.cluster.jobs import JobsApi, ServeDetails
 from app.cluster.state import ClusterState
 from app.errors import ClusterError, RequestError, first_line
 from app.serving.access import ENDPOINT_TOKEN_FILE, read_token
+from app.serving.pools import is_ours
 from app.serving.protocol.management import ModelIndex, Statistics
 from app.serving.protocol.predict import ModelDescription, PredictRequest, PredictResponse
 
@@ -32,13 +34,15 @@ class EndpointClient:
 
     url: str
     token_file: Path | None
+    may_serve: bool = False
+    """Whether models may be deployed, even if nothing answers."""
 
     @property
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {read_token(self.token_file)}"} if self.token_file else {}
 
     def models(self) -> list[ModelIndex]:
-        """Return the models that the endpoint serves; none if nothing was ever deployed.
+        """Return the models that the endpoint serves; none if nothing is deployed.
 
         Raises:
             ClusterError: the endpoint does not answer the request.
@@ -59,14 +63,20 @@ class EndpointClient:
         return (name, str(version)) in held
 
     def _request(self, method: str, path: str, kind: TypeAdapter[Answer]) -> Answer | None:
-        """Return the endpoint's answer; None if nothing was ever deployed."""
+        """Return the endpoint's answer; None if nothing is deployed."""
         try:
             answer = httpx.request(method, f"{self.url}/{path}", headers=self._headers, timeout=5.0)
-            if answer.status_code == httpx.codes.NOT_FOUND:  # Ray Serve runs without an application
+            # Ray Serve answers so without an application.
+            if answer.status_code == httpx.codes.NOT_FOUND and not self.may_serve:
                 return None
             return kind.validate_json(answer.raise_for_status().content)
-        except httpx.ConnectError:
-            return None
+        except httpx.ConnectError as error:
+            if not self.may_serve:
+                return None
+            raise ClusterError(
+                f"nothing answers at {self.url} ({first_line(error)}), and models may be deployed: ask again in a "
+                "minute; the endpoint's logs are in the Ray dashboard"
+            ).of("endpoint.no_answer") from error
         except (httpx.HTTPError, ValidationError) as error:
             raise ClusterError(
                 f"the endpoint {self.url} did not list its models ({first_line(error)}): if it requires "
@@ -171,14 +181,25 @@ def named_endpoint(url: str, token_file: Path | None) -> EndpointClient:
 
 
 def local_endpoint(cluster: ClusterState, token_file: Path | None = None) -> EndpointClient:
-    """Return the local cluster's endpoint, with a token if it needs one.
+    """Return the local cluster's endpoint, with a token if it needs one. Its address is the one that Ray Serve has.
 
     The token is in ``token_file``, else in ``$RAYLOOM_TOKEN_FILE``, else where jobs.deploy has made one.
     """
+    serve = _serve_of(cluster)
+    url = serve.http_options.url if serve and serve.http_options else cluster.endpoint
+    may_serve = any(map(is_ours, serve.applications)) if serve else bool(cluster.processes())
     named = token_file or os.environ.get(TOKEN_FILE_VARIABLE)
     known = Path(named) if named else ENDPOINT_TOKEN_FILE if ENDPOINT_TOKEN_FILE.exists() else None
     # The file outlives the endpoint that asked for a token, so this one is asked whether it does.
-    return EndpointClient(cluster.endpoint, known if known and _needs_token(cluster.endpoint) else None)
+    return EndpointClient(url, known if known and _needs_token(url) else None, may_serve)
+
+
+def _serve_of(cluster: ClusterState) -> ServeDetails | None:
+    """Return what Ray Serve runs; None if the cluster does not tell."""
+    try:
+        return JobsApi.of(cluster.client_environment()).serve()
+    except (ClusterError, httpx.HTTPError, ValidationError):
+        return None
 
 
 def _needs_token(url: str) -> bool:

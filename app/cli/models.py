@@ -89,9 +89,10 @@ def rollback(name: str, storage: Storage = None) -> None:
 def delete(name: str, version: Version, storage: Storage = None) -> None:
     """Remove a version for good, unless an alias names it or the local endpoint serves it."""
     cluster = read_state()
-    if cluster and local_endpoint(cluster).holds(name, version):
+    endpoint = local_endpoint(cluster) if cluster else None
+    if endpoint and endpoint.holds(name, version):
         raise StorageError(
-            f"model {name!r}, version {version}, is served at {cluster.endpoint}: deploy another version first, with "
+            f"model {name!r}, version {version}, is served at {endpoint.url}: deploy another version first, with "
             f"'rayloom submit deploy RECIPE serve.version=N' ({name} for RECIPE has default settings), or "
             f"without the canary, shadow or stage that it is; or "
             f"serve the model no longer, with 'rayloom submit undeploy {name}'"

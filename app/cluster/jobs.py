@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from app.best_effort import warn
 from app.errors import ClusterError, first_line
+from app.ports import LOOPBACK
 
 _ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
 _LAST_LINES = 20
@@ -68,6 +69,26 @@ class Actor(BaseModel):
     actor_id: str
     class_name: str
     death_cause: Any = None
+
+
+class HttpAddress(BaseModel):
+    """Where Ray Serve listens for HTTP."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """The URL on this machine."""
+        return f"http://{LOOPBACK if self.host == '0.0.0.0' else self.host}:{self.port}"  # noqa: S104
+
+
+class ServeDetails(BaseModel):
+    """What Ray Serve runs, as the cluster describes it."""
+
+    http_options: HttpAddress | None = None
+    """None: Serve does not run."""
+    applications: dict[str, Any] = {}
 
 
 Item = TypeVar("Item", bound=BaseModel)
@@ -164,6 +185,11 @@ class JobsApi:
         """Return the actors that have ended for any reason. Raises httpx.HTTPError."""
         dead = {"filter_keys": "state", "filter_predicates": "=", "filter_values": "DEAD"}
         return _readable(Actor, self._listed("actors", **dead))
+
+    def serve(self) -> ServeDetails:
+        """Return what Ray Serve runs. Raises httpx.HTTPError, or ValidationError for another answer."""
+        answer = self._request("GET", "serve/applications/").raise_for_status()
+        return ServeDetails.model_validate_json(answer.content)
 
     def _listed(self, resource: str, **options: str) -> list[Any]:
         query = urlencode({"detail": "1", "limit": str(_MAX_LISTED), **options})

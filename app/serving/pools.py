@@ -19,6 +19,11 @@ def application_of(pool: Pool) -> str:
     return APPLICATION if pool is SHARED else f"{APPLICATION}-{pool}"
 
 
+def is_ours(application: str) -> bool:
+    """Return whether an application of Ray Serve is the endpoint's."""
+    return application == APPLICATION or application.startswith(f"{APPLICATION}-")
+
+
 def pool_of(application: str) -> Pool:
     """Return the pool of one of our applications."""
     return SHARED if application == APPLICATION else application.removeprefix(f"{APPLICATION}-")

@@ -3,12 +3,15 @@
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
-from app.cli.endpoint import EndpointClient
+from app.cli.endpoint import EndpointClient, local_endpoint
+from app.cluster.state import ClusterState
 from tests.wording import refused
 
 SERVED = {"name": "loaded", "version": "1", "state": "READY"}
@@ -18,12 +21,17 @@ STAGE = {"name": "loaded/stage", "version": "2"}
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A server that lists models, and breaks off in the middle of an answer."""
+    """A server that lists models, and breaks off in the middle of an answer. It is the cluster's dashboard, too."""
+
+    serve: ClassVar[dict[str, Any]] = {}
+    """What Ray Serve runs."""
 
     def answer(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.path == "/v2/repository/index":
             self.send([SERVED, COLD, ASLEEP])
+        elif self.path == "/api/serve/applications/":
+            self.send(self.serve)
         elif self.path == "/v2/models/stats":
             self.send({"model_stats": [STAGE]})
         else:
@@ -61,6 +69,32 @@ def test_a_version_that_a_request_would_load_is_served(
     endpoint: EndpointClient, name: str, version: int, is_held: bool
 ) -> None:
     assert endpoint.holds(name, version) is is_held
+
+
+@pytest.mark.parametrize(
+    ("application", "port", "is_held"),
+    [("rayloom", None, True), ("rayloom-rare", 9, None), ("theirs", 9, False), (None, 9, False)],
+)
+def test_a_version_is_looked_for_where_ray_serve_listens(
+    endpoint: EndpointClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    application: str | None,
+    port: int | None,
+    is_held: bool | None,
+) -> None:
+    own = int(endpoint.url.rpartition(":")[2])
+    serve = {"http_options": {"host": "0.0.0.0", "port": port or own}, "applications": {application: {}}}
+    monkeypatch.setattr(Handler, "serve", serve if application else {"applications": {}})
+    (tmp_path / "token").write_text("token", encoding="utf-8")
+    monkeypatch.setattr("app.cluster.state.TOKEN_FILE", tmp_path / "token")
+    cluster = ClusterState(
+        id="mine", gcs_port=1, dashboard_port=own, serve_port=9, grpc_port=4, storage="/s", num_cpus=1, runtime=tmp_path
+    )
+    with refused("endpoint.no_answer") if is_held is None else nullcontext():
+        assert local_endpoint(cluster).holds("loaded", 1) is is_held
+    ended = cluster.model_copy(update={"dashboard_port": 9})
+    assert not local_endpoint(ended).holds("loaded", 1)
 
 
 def test_an_answer_that_breaks_off_does_not_ask_for_a_deployment(endpoint: EndpointClient) -> None:

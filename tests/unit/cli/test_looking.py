@@ -121,7 +121,8 @@ def test_status_and_env_are_json_for_programs(tmp_path: Path) -> None:
         found, variables = printed("status"), printed("env")
         process.kill()
     assert (found["dashboard"], found["grpc"], found["storage"]) == ("http://127.0.0.1:2", "127.0.0.1:4", "/s")
-    assert (found["supervised"], found["models"], found["open_ports"]) == (False, [], [])
+    assert (found["supervised"], found["models"], found["open_ports"]) == (False, None, [])
+    assert "nothing answers at http://127.0.0.1:9" in str(found["problem"])  # and no dashboard tells why
     assert variables["RAY_API_SERVER_ADDRESS"] == "http://127.0.0.1:2"
 
 
