@@ -1,7 +1,7 @@
 """The recipe: one task from its data to its endpoint, as a frozen tree of pydantic models."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveInt, ValidationInfo, model_validator
 
@@ -56,6 +56,8 @@ _CONTRADICTIONS = {
 }
 """Keys that cannot both be set, and why."""
 Name = Annotated[str, Field(pattern=rf"^{NAME}$")]
+PublishedModel = Literal["teacher", "curriculum"]
+"""The sections of ``train`` that may name a published model."""
 
 
 def texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -227,11 +229,10 @@ class Recipe(Section):
         """Return the recipe with this plan, and with other values of ``train``. They are not checked."""
         return self.model_copy(update={"train": self.train.model_copy(update={"plan": plan, **train})})
 
-    def with_teacher(self, model: str) -> "Recipe":
-        """Return the recipe with another teacher. It is not checked."""
-        assert self.train.teacher is not None
-        teacher = self.train.teacher.model_copy(update={"model": model})
-        return self.model_copy(update={"train": self.train.model_copy(update={"teacher": teacher})})
+    def with_published(self, section: PublishedModel, model: str) -> "Recipe":
+        """Return the recipe with another published model in a section of ``train``. It is not checked."""
+        named = getattr(self.train, section).model_copy(update={"model": model})
+        return self.model_copy(update={"train": self.train.model_copy(update={section: named})})
 
     @property
     def as_given(self) -> "Recipe":
@@ -243,12 +244,13 @@ class Recipe(Section):
         return self.model_copy(update={"model": model})
 
     def as_found_by(self, earlier: "Recipe") -> "Recipe":
-        """Return the recipe with what an earlier run found of its model and its teacher, if it names the same ones."""
+        """Return the recipe with what an earlier run found of its model and published models, if they are the same."""
         recipe = self.with_model(earlier.model) if earlier.model.as_given == self.model.as_given else self
-        given, found = self.train.teacher, earlier.train.teacher
-        # A name without a number stood for the version that was in production then.
-        if given and found and found.model.startswith(f"{given.model}/"):
-            recipe = recipe.with_teacher(found.model)
+        for section in get_args(PublishedModel):
+            given, found = self.value_of(f"train.{section}.model"), earlier.value_of(f"train.{section}.model")
+            # A name without a number stood for the version that was in production then.
+            if given and found and found.startswith(f"{given}/"):
+                recipe = recipe.with_published(section, found)
         return recipe
 
     @model_validator(mode="after")

@@ -49,20 +49,24 @@ def _recorded(run_folder: UPath) -> NDArray[np.float32]:
     return np.load(io.BytesIO(content), allow_pickle=False) if content else np.empty(0, np.float32)
 
 
-def require_difficulty(recipe: Recipe, data: PreparedData, run_folder: UPath) -> None:
-    """Raise the errors of ``recorded_difficulty``, without asking a model."""
+def require_difficulty(recipe: Recipe, data: PreparedData, run_folder: UPath) -> Recipe:
+    """Return the recipe with the number of the curriculum's model.
+
+    Raise the errors of ``recorded_difficulty``, without asking the model.
+    """
     curriculum = recipe.train.curriculum
     assert curriculum is not None
     if len(_recorded(run_folder)) == len(data.train):
-        return
+        return recipe
     if curriculum.model is None:
         find_difficulty(recipe, data)
-        return
+        return recipe
     from app.training.teacher import require_classifier  # it imports an engine
 
     labelled, storage = _labelled(data), open_storage(recipe.storage)
     title = require_classifier(curriculum.model, "train.curriculum.model", labelled, storage)
     print(f"train.curriculum: samples are ordered by the loss of {title}", flush=True)
+    return recipe.with_published("curriculum", title)
 
 
 def find_difficulty(recipe: Recipe, data: PreparedData, on_progress: ProgressCallback = no_op) -> NDArray[np.float32]:

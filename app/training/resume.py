@@ -59,9 +59,10 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
         )
     # The run's own recipe, because the one that is given may have changed.
     earlier = _recipe_of(folder)
+    recipe = recipe.as_found_by(earlier)
     _check_same(recipe, earlier, run_id)
     print(f"run {run_id} goes on", flush=True)
-    run = Run.start(job, _with_plan_of(earlier, recipe).as_found_by(earlier), run_id)
+    run = Run.start(job, _with_plan_of(earlier, recipe), run_id)
     run.earlier_request = written_request(folder)
     return run
 

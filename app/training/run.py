@@ -75,11 +75,11 @@ def prepare_run(
         from app.training.teacher import with_resolved_teacher  # imports an engine, which other runs do not need
 
         recipe = with_resolved_teacher(recipe, data, run.storage)
-    plan = TrainingPlan.of(recipe, data, planned_periods(recipe, run.folder, data))
     if recipe.train.curriculum:
         from app.training.difficulty import require_difficulty  # other runs do not need it
 
-        require_difficulty(recipe, data, run.folder)
+        recipe = require_difficulty(recipe, data, run.folder)
+    plan = TrainingPlan.of(recipe, data, planned_periods(recipe, run.folder, data))
     _describe(plan, data)
     return plan, data
 

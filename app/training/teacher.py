@@ -51,7 +51,7 @@ def with_resolved_teacher(recipe: Recipe, data: PreparedData, storage: UPath) ->
     rows, kept = len(data.train), kept_rows(len(data.train), len(data.labels))
     again = f"; it runs again on {rows - kept:,} of {rows:,} rows in each epoch" if kept < rows else ""
     print(f"teacher {title}: gives its logits for each batch{again}", flush=True)
-    return recipe.with_teacher(title)
+    return recipe.with_published("teacher", title)
 
 
 def require_classifier(model: str, key: str, data: LabelledData, storage: UPath) -> str:

@@ -227,15 +227,20 @@ def test_a_request_to_pause_a_run_that_waits_for_its_turn_is_kept(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("given", "taught_by"), [("reviews", "reviews/3"), ("reviews/4", "reviews/4"), ("review", "review")]
+    ("section", "given", "found"),
+    [
+        ("teacher: {model: ", "reviews", "reviews/3"),
+        ("teacher: {model: ", "reviews/4", "reviews/4"),
+        ("teacher: {model: ", "review", "review"),
+        ("curriculum: {by: loss, model: ", "reviews", "reviews/3"),
+    ],
 )
-def test_a_resumed_run_keeps_the_version_of_a_teacher_that_is_given_by_name(given: str, taught_by: str) -> None:
-    run = Run.start("train", load_recipe(DIGITS, ["train.teacher.model=reviews/3"]))
+def test_a_resumed_run_keeps_the_version_of_a_model_that_is_given_by_name(section: str, given: str, found: str) -> None:
+    run = Run.start("train", load_recipe(DIGITS, [f"train={{{section}reviews/3}}}}"]))
     run.open()
-    keys = [f"train.resume={run.run_id}", f"train.teacher.model={given}"]
-    teacher = start_or_resume("train", load_recipe(DIGITS, keys)).recipe.train.teacher
-    assert teacher is not None
-    assert teacher.model == taught_by
+    keys = [f"train={{{section}{given}}}, resume: {run.run_id}}}"]
+    resumed = start_or_resume("train", load_recipe(DIGITS, keys)).recipe
+    assert resumed.value_of(f"train.{section.partition(':')[0]}.model") == found
 
 
 def test_what_was_trained_with_a_plan_that_is_refused_now_still_loads(tmp_path: Path) -> None:

@@ -161,7 +161,8 @@ def test_two_workers_learn_of_a_teacher_as_one_does(storage: UPath) -> None:
 def test_samples_that_the_model_takes_for_others_are_hard(data: LabelledData, storage: UPath, tmp_path: Path) -> None:
     keys = [f"storage={storage}", "train.curriculum={by: loss, model: teacher}"]
     recipe = load_recipe(DIGITS, keys)
-    require_difficulty(recipe, data, UPath(tmp_path))
+    resolved = require_difficulty(recipe, data, UPath(tmp_path))
+    assert resolved.value_of("train.curriculum.model") == "teacher/1"
     beats: list[int] = []
     found = recorded_difficulty(recipe, data, UPath(tmp_path), lambda: beats.append(1))
     assert len(beats) == math.ceil(len(data.train) / 256), "a run that asks for long is not taken for one that hangs"
