@@ -30,6 +30,8 @@ _FIXED_KEYS = (
     "train.optimizer.name", "train.prune",
 )  # fmt: skip
 """Keys that must not change, because a checkpoint is of no use with other values."""
+_SCHEDULE_KEYS = ("train.epochs", "train.max_steps", "train.schedule")
+"""Keys that decide by which factor a step multiplies ``train.optimizer.lr``."""
 
 
 def start_or_resume(job: str, recipe: Recipe) -> Run:
@@ -62,6 +64,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
     recipe = recipe.as_found_by(earlier)
     _check_same(recipe, earlier, run_id)
     print(f"run {run_id} goes on", flush=True)
+    _print_schedule_changes(recipe, earlier)
     run = Run.start(job, _with_plan_of(earlier, recipe), run_id)
     run.earlier_request = written_request(folder)
     return run
@@ -140,3 +143,10 @@ def _check_same(recipe: Recipe, earlier: Recipe, run_id: str) -> None:
                 f"{key} is not what run {run_id} was started with, and its checkpoints are of no use with another: "
                 "change it back, or leave train.resume out to start a new run"
             ).of("resume.differs", "train.resume")
+
+
+def _print_schedule_changes(recipe: Recipe, earlier: Recipe) -> None:
+    changed = [key for key in _SCHEDULE_KEYS if attrgetter(key)(recipe) != attrgetter(key)(earlier)]
+    if changed:
+        new = " and ".join(changed)
+        print(f"the learning rate goes on as in a run that started with the new {new}", flush=True)

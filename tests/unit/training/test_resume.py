@@ -172,6 +172,25 @@ def test_a_run_that_was_not_pruned_from_these_weights_does_not_go_on_with_them(b
         start_or_resume("train", load_recipe(DIGITS, ["train.prune.weights=/w", f"train.resume={run.run_id}"]))
 
 
+@pytest.mark.parametrize(
+    ("keys", "changed"),
+    [
+        ([], None),
+        (["train.optimizer.lr=1.0"], None),
+        (["train.epochs=9"], "train.epochs"),
+        (["train.max_steps=9", "train.schedule.name=linear"], "train.max_steps and train.schedule"),
+    ],
+)
+def test_a_resumed_run_tells_that_its_schedule_changes(
+    keys: list[str], changed: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.start("train", load_recipe(DIGITS))
+    run.open()
+    start_or_resume("train", load_recipe(DIGITS, [*keys, f"train.resume={run.run_id}"]))
+    told = f"the learning rate goes on as in a run that started with the new {changed}\n" if changed else ""
+    assert capsys.readouterr().out == f"run {run.run_id} goes on\n{told}"
+
+
 def opened(job: str, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run that a job on a cluster has opened and not finished."""
     monkeypatch.setenv(JOB, job)
