@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +32,19 @@ def hold_zeros(model: nn.Module) -> int:
     """
     weights = list(prunable_weights(model))
     for weight in weights:
-        weight.register_hook(partial(torch.mul, other=(weight != 0).to(weight.dtype)))  # type: ignore[no-untyped-call]
+        weight.register_hook(_HeldZeros(weight))  # type: ignore[no-untyped-call]
     return len(weights)
+
+
+class _HeldZeros:
+    """Gives the weights that are zero now a gradient of zero. DeepSpeed may move the weights to a GPU later."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._mask = weight.detach() != 0
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        self._mask = self._mask.to(gradient.device)  # copied once
+        return gradient * self._mask
 
 
 def prunable_weights(model: nn.Module) -> Iterator[nn.Parameter]:

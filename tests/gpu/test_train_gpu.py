@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from upath import UPath
 
+from app.artifacts import WEIGHTS_FILE
 from app.telemetry.usage import read_usage
 from tests.gpu.training import train_on_gpu
 from tests.helpers import SGD, folder_of, losses, steps_of, train_alone, write_sums
@@ -65,6 +67,19 @@ def test_zero_plus_plus_learns_the_sums(gpus: int, keys: str, tmp_path: Path, mo
         recipe="recipes/stdlib_gpt.yaml",
     )
     assert losses(result)[-1] < 0.7 * losses(result)[0]
+
+
+@pytest.mark.parametrize("plan", ["{zero_stage: 0}", "{zero_stage: 2}"])
+def test_a_pruned_model_keeps_its_zeros(plan: str) -> None:
+    dense = train_on_gpu("train.epochs=1")["artifacts"]["weights"]
+    sparse = train_on_gpu("train.epochs=1", f"train.plan={plan}", f"train.prune.weights={dense}")["artifacts"][
+        "weights"
+    ]
+    after = safetensors.torch.load_file(Path(sparse) / WEIGHTS_FILE)
+    matrices = [weight for weight in after.values() if weight.dim() > 1 and weight.shape[1] % 4 == 0]
+    assert matrices
+    for weight in matrices:
+        assert ((weight.movedim(1, -1).reshape(-1, 4) != 0).sum(-1) <= 2).all()
 
 
 def test_a_run_in_fp16_goes_on_with_its_loss_scale() -> None:

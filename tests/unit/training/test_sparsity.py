@@ -1,6 +1,7 @@
 """Pruning two of four weights, and training on with the zeros held."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from app.artifacts import WEIGHTS_FILE
 from app.config import PruneConfig, load_recipe
-from app.models.sparsity import prune_2_to_4
+from app.models.sparsity import hold_zeros, prune_2_to_4
 from app.training.engine.pruning import require_same_model, start_pruned
 from tests.helpers import ROOT, train_alone
 from tests.wording import refused
@@ -45,6 +46,14 @@ def test_weights_to_prune_have_every_name_of_the_model(tmp_path: Path) -> None:
     start_pruned(torch.nn.Sequential(OrderedDict(first=first, last=last)), config)
     assert torch.equal(last.bias, trained["last"].bias)
     assert torch.equal(first.weight, prune_2_to_4(trained["first"]).weight)
+
+
+def test_zeros_are_held_on_the_device_to_which_the_weights_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, hooks = torch.nn.Linear(4, 2), list[Callable[[torch.Tensor], torch.Tensor]]()
+    monkeypatch.setattr(model.weight, "register_hook", hooks.append, raising=False)
+    assert hold_zeros(model) == len(hooks) == 1
+    (hook,) = hooks
+    assert hook(torch.ones(2, 4, device="meta")).device.type == "meta"
 
 
 @pytest.mark.slow
