@@ -69,6 +69,17 @@ class FlickeringCnn(SmallCnn):
         return logits if self.training or self.validated else logits * torch.nan
 
 
+class FrozenNormCnn(SmallCnn):
+    """A CNN behind a batch norm that is frozen in evaluation mode."""
+
+    def __init__(self, num_labels: int, channels: int, width: int) -> None:
+        super().__init__(num_labels, channels, width)
+        self.norm = nn.BatchNorm2d(channels).requires_grad_(False).eval()
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return super().forward(self.norm(pixel_values))
+
+
 class MuteCnn(SmallCnn):
     """One whose validations have no number."""
 

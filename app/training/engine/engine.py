@@ -78,6 +78,7 @@ def create_engine(
     objective, kind = objective or Objective(CrossEntropy(config.label_smoothing)), kind_of(blueprint.model)
     deepspeed = for_kind(deepspeed or deepspeed_config(config, layout), layout, kind)
     if kind is ModelKind.STAGED and layout.model_parallel > 1:
+        keep_frozen_in_eval(blueprint.model)
         return PipelineEngine.create(blueprint, config, layout, deepspeed, total_steps, objective)
     if config.plan.uses_nvme:
         load_asynchronous_io()
@@ -90,11 +91,34 @@ def create_engine(
         start_pruned(model, config.prune)
     if config.sync_batch_norm:
         model = synchronize_batch_norm(model)
+    keep_frozen_in_eval(model)
     if config.plan.activation_checkpointing:
         _recompute_activations(model)
     engine = DataParallelEngine.create(model, config, layout, deepspeed, total_steps, objective)
     return_freed_memory()
     return engine
+
+
+def keep_frozen_in_eval(model: nn.Module) -> None:
+    """Have ``train`` leave frozen submodules in evaluation mode, if the factory has put just these into it.
+
+    A frozen batch norm would otherwise go on tracking statistics. What is trained is in training mode, although
+    ``from_pretrained`` returns it in evaluation mode.
+    """
+    if not model.training:
+        return
+    for child in model.children():
+        parameters = list(child.parameters())
+        if child.training:
+            keep_frozen_in_eval(child)
+        elif parameters and not any(parameter.requires_grad for parameter in parameters):
+            # Each of them, because a pipeline takes layers out of their parents.
+            for module in child.modules():
+                module.train = partial(_stay, module)  # type: ignore[method-assign]
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:  # noqa: ARG001
+    return module
 
 
 def sums_to_add(sums: Tensor, layout: Layout, rank: int) -> Tensor:

@@ -16,6 +16,7 @@ from app.config import CheckpointConfig, load_recipe
 from app.errors import StorageError
 from app.runs import Run
 from app.tasks import prepare
+from app.training.checkpoints.reader import export_weights
 from app.training.checkpoints.state import TrainState
 from app.training.checkpoints.store import Checkpoint, CheckpointStore
 from app.training.checkpoints.writer import STATE_FILE, CheckpointWriter
@@ -130,6 +131,16 @@ def test_an_epoch_is_saved_though_its_last_step_was_saved_again(
     state = TrainState.model_validate_json((store.folder_of(newest) / STATE_FILE).read_bytes())
     assert newest.number == 2, "the last step was not saved again"
     assert (state.position.epoch, len(state.records)) == (2, 1)
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_a_batch_norm_that_is_frozen_in_evaluation_mode_tracks_no_statistics(tmp_path: Path) -> None:
+    keys = ["train.max_steps=1", "model.args.width=8", "model.factory=tests.faults.models:FrozenNormCnn"]
+    recipe = load_recipe("recipes/digits.yaml", keys)
+    data, worker, store = prepare(recipe), start_worker(recipe.train), CheckpointStore(UPath(tmp_path) / CHECKPOINTS)
+    train(TrainingPlan.of(recipe, data), data, worker, UPath(tmp_path))
+    export_weights(store.folder_of(store.committed()[-1]), tmp_path / "weights")
+    assert safetensors.torch.load_file(tmp_path / "weights")["norm.num_batches_tracked"] == 0
 
 
 class SwappingOptimizer:

@@ -1,6 +1,8 @@
 """The parts of training that need no process group."""
 
+import copy
 import time
+from collections.abc import Iterator
 from math import inf, nan
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from app.training.data.ranks import DataRank, validation_share
 from app.training.data.recipe_order import count_steps, order_of
 from app.training.engine.batch_norm import synchronize_batch_norm
 from app.training.engine.deepspeed_engine import Factors, StepResult
+from app.training.engine.engine import keep_frozen_in_eval
 from app.training.engine.optimizer import lr_factor
 from app.training.records import EpochRecord, best_of, ranked, should_stop
 from app.training.resume import start_or_resume
@@ -130,6 +133,32 @@ def test_the_metric_of_the_task_chooses_the_best_epoch_and_the_loss_among_equals
     assert best_of(records, find_task("image-classification").selection(config)).epoch == 3
     errors = find_task("tabular-regression").selection(config)
     assert (errors.metric, errors.mode) == ("val_mae", "min")
+
+
+def frozen(*modules: nn.Module) -> nn.Module:
+    return nn.Sequential(*modules).requires_grad_(False).eval()
+
+
+def layers() -> Iterator[nn.Module]:
+    yield from (nn.Linear(4, 4), nn.Dropout(), nn.BatchNorm1d(4))
+
+
+def test_what_the_factory_has_frozen_in_evaluation_mode_stays_in_it() -> None:
+    trained, thawed = nn.Sequential(*layers()).eval(), nn.Sequential(frozen(*layers()), *layers()).eval()
+    adapted = nn.Sequential(nn.Sequential(*layers()).requires_grad_(False), nn.Linear(4, 4))
+    kept, nested = frozen(*layers()), nn.Sequential(frozen(*layers()))
+    model = nn.Sequential(trained, thawed, adapted, kept, nested, nn.Dropout().eval())
+    keep_frozen_in_eval(model)
+    for each in (model, copy.deepcopy(model)):
+        for mode in (False, True):
+            each.train(mode)
+        held = {name for name, module in each.named_modules() if not module.training}
+        assert held == {"3", "3.0", "3.1", "3.2", "4.0", "4.0.0", "4.0.1", "4.0.2"}
+    stage = nn.Sequential(*kept).train()  # of a pipeline
+    assert not any(layer.training for layer in stage)
+    root = frozen(*layers())
+    keep_frozen_in_eval(root)
+    assert all(module.training for module in root.train().modules())
 
 
 @pytest.mark.parametrize(
