@@ -22,7 +22,7 @@ _MAX_BYTES = 60 * 2**20
 _WHEELS = (
     *("annotated-types", "pydantic", "pydantic_core", "typing-inspection"),
     *("pathlib_abc", "universal_pathlib"),
-    *("orjson", "tenacity", "tensorboardX"),
+    *("orjson", "rensa", "tenacity", "tensorboardX"),
     *("einops", "hjson", "msgpack", "py-cpuinfo"),  # of DeepSpeed
     *("execnet", "pytest-xdist"),
 )
