@@ -129,7 +129,7 @@ def reading(folder: Path, home: Path, **settings: str) -> Iterator[Reader]:
 
 def test_submit_jobs(reader: Reader) -> None:
     shown = reader.paste_all("submit_jobs.md")
-    assert shown.count("RESULT ") == 6
+    assert shown.count("RESULT ") == 7
     assert "lr: 0.001" in shown
 
 

@@ -43,7 +43,8 @@ def test_what_deploy_would_refuse_ends_a_lifecycle_before_its_first_step(
 ) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         given = override.format(taken=taken.getsockname()[1])
-        refused = submit(cluster.environment, "lifecycle", *DIGITS, "serve.host=0.0.0.0", given, succeeds=False)
+        host = [] if given.startswith("serve.host=") else ["serve.host=0.0.0.0"]
+        refused = submit(cluster.environment, "lifecycle", *DIGITS, *host, given, succeeds=False)
     assert reason in refused["error"]
     assert not [*cluster.storage.glob("runs/*/*")], "something has run"
 

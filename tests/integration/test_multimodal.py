@@ -66,7 +66,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
     manifest = Repository(UPath(storage)).manifest(recipe.name, 1)
     version = VersionConfig.of(str(storage), manifest, recipe.serve)
     data: Any = prepare(recipe)
-    whole = next(json.loads(item) for item in data.validation.split.inputs if item.count(": ") == 2)
+    whole = next(item for item in data.validation.split.inputs if len(item) == 2)
     with serving() as server:
         server.run(server.endpoint.update(EndpointConfig(models={recipe.name: DeployedModel(production=version)})))
         with httpx.Client(base_url=f"http://{server.http}") as client:
@@ -76,7 +76,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
 @pytest.mark.slow
 def test_both_fields_tell_more_than_one(chain: Chain) -> None:
     assert chain.trained["metrics"]["val_accuracy"] > 0.7
-    inputs = [json.loads(item) for item in chain.data.validation.split.inputs]
+    inputs = list(chain.data.validation.split.inputs)
     labels = [chain.data.labels[index] for index in chain.data.validation.split.classes]
     rows = [(record, label) for record, label in zip(inputs, labels, strict=True) if len(record) == 2]
 
