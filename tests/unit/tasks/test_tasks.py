@@ -242,7 +242,7 @@ def test_the_best_epoch_is_chosen_by_a_metric_of_ones_own() -> None:
     config = TrainConfig.model_validate({"early_stopping": {"metric": "val_own", "mode": "max", "patience": 2}})
     assert best_of(records, Selection("val_own", "max")).epoch == 2
     assert config.early_stopping is not None
-    assert should_stop([record.value_of("val_own") for record in records], "max", config.early_stopping)
+    assert should_stop(records, Selection("val_own", "max"), config.early_stopping)
     assert math.isnan(records[0].value_of("val_accuracy")), "a task without one"
 
 
