@@ -2,7 +2,8 @@
 
 import base64
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self, cast
@@ -127,10 +128,8 @@ class RecordProcessor:
         tensors: dict[str, NDArray[Any]] = {}
         for name, processor in self._processors.items():
             has, contents = records.has[name], records.contents[name]
-            try:
+            with _errors_of(name):
                 encoded = processor.encode(contents) if len(contents) else self._blanks[name]
-            except DataError as error:
-                raise DataError(f"field {name!r}: {error}").of(error.rule, error.key) from error
             for inner, values in encoded.items():
                 tensors[f"{name}_{inner}"] = values if has.all() else _spread(values, has, self._blanks[name][inner])
             tensors[f"{name}_{PRESENT}"] = has.astype(np.int64)[:, None]
@@ -138,11 +137,12 @@ class RecordProcessor:
 
     def weigh(self, item: Record) -> float:
         """Return the sum of the weights of the record's fields. Raises DataError as ``encode`` does."""
-        return sum(
-            processor.weigh(value)
-            for name, value in self._fields(item).items()
-            if isinstance(processor := self._processors[name], WeighingProcessor)
-        )
+        weight = 0.0
+        for name, value in self._fields(item).items():
+            if isinstance(processor := self._processors[name], WeighingProcessor):
+                with _errors_of(name):
+                    weight += processor.weigh(value)
+        return weight
 
     def measure(self, inputs: Sequence[Record]) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
         """Return the characters of each record's longest text, and the names of the fields that it has."""
@@ -247,6 +247,15 @@ class RecordProcessor:
                     (to_path(temporary) / file.name.removeprefix(f"{name}.")).write_bytes(file.read_bytes())
                 processors[name] = processor_type(kind).load(to_path(temporary))
         return cls(kinds, processors)
+
+
+@contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Let a DataError name the field."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"field {name!r}: {error}").of(error.rule, error.key) from error
 
 
 def _is_absent(value: Any) -> bool:
