@@ -66,17 +66,22 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
     manifest = Repository(UPath(storage)).manifest(recipe.name, 1)
     version = VersionConfig.of(str(storage), manifest, recipe.serve)
     data: Any = prepare(recipe)
-    whole = next(item for item in data.validation.split.inputs if len(item) == 2)
+    whole = next(sent(item) for item in data.validation.split.inputs if len(item) == 2)
     with serving() as server:
         server.run(server.endpoint.update(EndpointConfig(models={recipe.name: DeployedModel(production=version)})))
         with httpx.Client(base_url=f"http://{server.http}") as client:
             yield Chain(trained, result.metrics, client, whole, data)
 
 
+def sent(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record as a request has it, with its picture in base64."""
+    return {name: base64.b64encode(value).decode() if name == "picture" else value for name, value in record.items()}
+
+
 @pytest.mark.slow
 def test_both_fields_tell_more_than_one(chain: Chain) -> None:
     assert chain.trained["metrics"]["val_accuracy"] > 0.7
-    inputs = list(chain.data.validation.split.inputs)
+    inputs = list(map(sent, chain.data.validation.split.inputs))
     labels = [chain.data.labels[index] for index in chain.data.validation.split.classes]
     rows = [(record, label) for record, label in zip(inputs, labels, strict=True) if len(record) == 2]
 
@@ -135,8 +140,8 @@ def test_the_command_sends_the_fields_of_a_record(chain: Chain, tmp_path: Path) 
     done = CliRunner().invoke(app, [*command, *fields])
     assert done.output.split()[0] == chain.label(chain.whole)
     for given, words in (
-        ([], "give inputs, or the fields of one record with --field NAME=VALUE"),
-        (["white", *fields], "give inputs, or the fields of one record"),
+        ([], "give inputs of one kind, or the fields of one record with --field NAME=VALUE"),
+        (["white", *fields], "give inputs of one kind, or the fields of one record"),
         (["--field", "words"], "--field words: expected NAME=VALUE, or NAME=@FILE"),
         (["--field", "picture=@none.png"], "'none.png' cannot be read"),
     ):
