@@ -74,7 +74,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
 
 
 def sent(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record as a request has it, with its picture in base64."""
+    """Return a record as a request sends it, with its picture in base64."""
     return {name: base64.b64encode(value).decode() if name == "picture" else value for name, value in record.items()}
 
 

@@ -286,7 +286,7 @@ def test_any_other_recipe_is_checked_and_sent_along(
 
 
 @pytest.mark.parametrize("folder", ["exp #2", "a: b", "[x", 'say "it\'s" – ok'])
-def test_a_storage_reaches_the_job_by_any_name(
+def test_a_storage_of_any_name_reaches_the_job(
     folder: str, sent: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / folder).mkdir()

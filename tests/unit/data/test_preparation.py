@@ -190,9 +190,7 @@ KIND = {kind}
 
 
 @pytest.mark.parametrize("kind", ["Labelled('text', OwnTargets)", "OwnSamples('text', Classes)"])
-def test_changed_code_of_a_project_makes_other_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_changed_project_code_makes_other_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     write_table(tmp_path / "rows.csv", ROWS[:60])

@@ -226,7 +226,7 @@ def test_equal_sets_of_labels_are_equal_in_every_format(tmp_path: Path) -> None:
     assert data.report.dropped == {"in_test": 10}
 
 
-def test_keys_of_all_sources_hold_for_a_source_with_columns_of_its_own(tmp_path: Path) -> None:
+def test_shared_keys_apply_to_a_source_with_its_own_columns(tmp_path: Path) -> None:
     rows = [(f"{number}", f"{number % 7}.5", "red,blue" if number % 2 else "red") for number in range(40)]
     write_table(tmp_path / "first.csv", rows[:20], ["code", "size", "label"])
     write_table(tmp_path / "second.csv", rows[20:], ["code", "size", "tags"])

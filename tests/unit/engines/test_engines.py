@@ -376,7 +376,7 @@ def test_openvino_refuses_an_index_out_of_range(way: str, cached: bool, tmp_path
 
 @pytest.mark.parametrize("settings", [EngineSettings(), EngineSettings(threads=2), TWO_STREAMS])
 def test_a_batch_that_openvino_cannot_compute_changes_no_other_answer(settings: EngineSettings, tmp_path: Path) -> None:
-    """OpenVINO itself would answer as before with one thread, and keep the sizes for later batches."""
+    """OpenVINO itself repeats the previous answer with one thread, and keeps the sizes for later batches."""
     nodes = [
         helper.make_node("Relu", ["given"], ["positive"]),
         helper.make_node("Reshape", ["positive", "four"], ["answer"]),

@@ -40,7 +40,7 @@ def test_a_replica_that_stops_holds_what_it_has_and_waits_for_nothing() -> None:
     assert held_by([pool]) == [on_node(REPLICA, "10.0.0.1"), SHARD, SHARD]
 
 
-def test_a_serve_that_was_shut_down_by_others_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_serve_that_others_shut_down_is_not_running(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(error: Exception, *_: object, **__: object) -> None:
         raise error
 

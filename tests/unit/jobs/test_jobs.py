@@ -82,7 +82,7 @@ def test_what_cannot_work_is_refused_and_leaves_nothing_but_prepared_data(
 
 
 @pytest.mark.usefixtures("_without_cluster")
-def test_a_lifecycle_that_goes_on_takes_up_no_search_but_its_own_and_only_the_values_that_it_found(
+def test_a_resumed_lifecycle_takes_only_the_found_values_and_only_of_its_own_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Found(BaseModel):

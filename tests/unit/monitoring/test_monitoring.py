@@ -119,7 +119,9 @@ def test_the_configuration_passes_the_tools(tmp_path: Path, monkeypatch: pytest.
     assert json.loads((folder / "dashboards/serving.json").read_text(encoding="utf-8"))["uid"] == "rayloom-serving"
 
 
-def test_the_places_given_replace_those_of_the_watched_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_addresses_replace_those_of_the_monitored_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watched = Monitoring(prometheus=1, alertmanager=2, server=3)
     cluster = ClusterState(
         id="mine", gcs_port=1, dashboard_port=2, serve_port=9, grpc_port=4, storage="/s", num_cpus=1, runtime=tmp_path,

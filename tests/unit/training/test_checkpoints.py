@@ -105,7 +105,7 @@ def test_what_cannot_be_cleared_up_is_no_end_of_training(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("best", [[10, 20], [5, 10, 20]], ids=["there", "gone"])
-def test_the_newest_and_the_best_that_is_there_are_kept(store: CheckpointStore, best: list[int]) -> None:
+def test_the_newest_and_the_best_existing_checkpoint_are_kept(store: CheckpointStore, best: list[int]) -> None:
     store.prune(Checkpoint(30), num_to_keep=1, best=best)
     assert steps(store) == [10, 30]
 

@@ -143,16 +143,16 @@ def layers() -> Iterator[nn.Module]:
     yield from (nn.Linear(4, 4), nn.Dropout(), nn.BatchNorm1d(4))
 
 
-def test_what_the_factory_has_frozen_in_evaluation_mode_stays_in_it() -> None:
+def test_modules_that_the_factory_froze_in_evaluation_mode_stay_in_it() -> None:
     trained, thawed = nn.Sequential(*layers()).eval(), nn.Sequential(frozen(*layers()), *layers()).eval()
     adapted = nn.Sequential(nn.Sequential(*layers()).requires_grad_(False), nn.Linear(4, 4))
     kept, nested = frozen(*layers()), nn.Sequential(frozen(*layers()))
     model = nn.Sequential(trained, thawed, adapted, kept, nested, nn.Dropout().eval())
     keep_frozen_in_eval(model)
-    for each in (model, copy.deepcopy(model)):
+    for network in (model, copy.deepcopy(model)):
         for mode in (False, True):
-            each.train(mode)
-        held = {name for name, module in each.named_modules() if not module.training}
+            network.train(mode)
+        held = {name for name, module in network.named_modules() if not module.training}
         assert held == {"3", "3.0", "3.1", "3.2", "4.0", "4.0.0", "4.0.1", "4.0.2"}
     stage = nn.Sequential(*kept).train()  # of a pipeline
     assert not any(layer.training for layer in stage)

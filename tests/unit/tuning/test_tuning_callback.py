@@ -62,7 +62,7 @@ def test_a_trial_whose_last_epoch_ends_the_search_is_complete(url: URL, tmp_path
 @pytest.mark.parametrize(
     ("own_epochs", "state", "values"), [(2, TrialState.COMPLETE, {"val_accuracy": 0.6}), (0, TrialState.PRUNED, {})]
 )
-def test_a_trial_that_went_on_from_another_is_worth_its_own_epochs(
+def test_a_trial_that_continued_from_another_has_the_value_of_its_own_epochs(
     url: URL, tmp_path: Path, own_epochs: int, state: TrialState, values: dict[str, float]
 ) -> None:
     study, callback = begin(url, tmp_path, "tune.scheduler=pbt")

@@ -72,7 +72,7 @@ def test_the_last_epoch_comes_with_what_the_trial_came_to(begin: Begin, keys: di
     assert last["final_values"] == [max(first["value"], last["value"])]
 
 
-def test_a_trial_that_early_stopping_ends_before_its_last_step_was_stopped_early(begin: Begin) -> None:
+def test_a_trial_that_early_stopping_ends_before_its_last_step_counts_as_stopped_early(begin: Begin) -> None:
     stopping = {"train.early_stopping": {"patience": 1, "min_delta": 1.0}}
     actor = begin(**stopping, **{"train.epochs": 9, "train.max_steps": 40})
     ending = [actor.step() for _ in range(3)][-1]
