@@ -79,7 +79,7 @@ def await_proxies() -> None:
 
 def _client() -> Any:
     """Return the client of the Serve that runs on this cluster, or None. Ray's public API does not show it."""
-    serve.context._check_cached_client_alive()  # else the client of a Serve that was shut down would be returned
+    serve.context._check_cached_client_alive()  # drops the client of a Serve that was shut down
     try:
         return serve.context._get_global_client(raise_if_no_controller_running=True)
     except RayServeException:

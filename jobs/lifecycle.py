@@ -116,8 +116,8 @@ def _stage_times(run: Run, steps: list[Result]) -> dict[str, float]:
 def _search(run: Run, previous: str | None) -> tuple[Result, Recipe]:
     """Return the result of the recipe's search, and the recipe with the best values.
 
-    A resumed lifecycle reuses or resumes its own search only. Of an earlier search it takes the drawn values alone,
-    because the recipe may have changed since.
+    A resumed lifecycle reuses or resumes its own search only. It takes only the drawn values from an earlier
+    search, because the recipe may have changed since.
     """
     search = _search_of(run, previous) or Run.start("tune", run.recipe)
     write_atomically(run.folder / SEARCH_FILE, search.run_id.encode())

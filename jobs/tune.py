@@ -115,7 +115,7 @@ def start_or_resume(job: str, recipe: Recipe) -> Run:
 
 
 def keep_found(search: Run) -> Run:
-    """Give an earlier search what it has found of its recipe. Raise RecipeError if its own cannot be read."""
+    """Keep what an earlier job of the search resolved. Raise RecipeError if its recipe cannot be read."""
     search.recipe = search.recipe.as_found_by(load_stored_recipe(str(search.folder / CONFIG_FILE)))
     return search
 

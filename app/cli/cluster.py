@@ -52,11 +52,12 @@ def up(
 
 
 def _require_none_of_monitoring(options: Mapping[str, str | None]) -> None:
-    """Raise RequestError if an option of the monitoring has a value."""
+    """Raise RequestError if an option is set that needs ``--monitoring``."""
     for option, value in options.items():
         if value is not None:
             raise RequestError(
-                f"{option} is {value!r}, and has no effect without --monitoring: give both, or leave out {option}"
+                f"{option} is {value!r}, which has no effect without --monitoring: add --monitoring, or leave "
+                f"{option} out"
             ).of("options.contradict", option)
 
 

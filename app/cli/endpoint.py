@@ -35,7 +35,7 @@ class EndpointClient:
     url: str
     token_file: Path | None
     may_serve: bool = False
-    """Whether models may be deployed, even if nothing answers."""
+    """Whether models may be deployed although the endpoint does not answer."""
 
     @property
     def _headers(self) -> dict[str, str]:
@@ -66,7 +66,7 @@ class EndpointClient:
         """Return the endpoint's answer; None if nothing is deployed."""
         try:
             answer = httpx.request(method, f"{self.url}/{path}", headers=self._headers, timeout=5.0)
-            # Ray Serve answers so without an application.
+            # Ray Serve returns 404 while no application runs.
             if answer.status_code == httpx.codes.NOT_FOUND and not self.may_serve:
                 return None
             return kind.validate_json(answer.raise_for_status().content)
@@ -74,8 +74,8 @@ class EndpointClient:
             if not self.may_serve:
                 return None
             raise ClusterError(
-                f"nothing answers at {self.url} ({first_line(error)}), and models may be deployed: ask again in a "
-                "minute; the endpoint's logs are in the Ray dashboard"
+                f"nothing answers at {self.url} ({first_line(error)}), although models may be deployed: ask again "
+                "in a minute; the endpoint's logs are in the Ray dashboard"
             ).of("endpoint.no_answer") from error
         except (httpx.HTTPError, ValidationError) as error:
             raise ClusterError(
@@ -181,7 +181,7 @@ def named_endpoint(url: str, token_file: Path | None) -> EndpointClient:
 
 
 def local_endpoint(cluster: ClusterState, token_file: Path | None = None) -> EndpointClient:
-    """Return the local cluster's endpoint, with a token if it needs one. Its address is the one that Ray Serve has.
+    """Return the local cluster's endpoint, with a token if it needs one. Ray Serve reports its address.
 
     The token is in ``token_file``, else in ``$RAYLOOM_TOKEN_FILE``, else where jobs.deploy has made one.
     """
@@ -195,7 +195,7 @@ def local_endpoint(cluster: ClusterState, token_file: Path | None = None) -> End
 
 
 def _serve_of(cluster: ClusterState) -> ServeDetails | None:
-    """Return what Ray Serve runs; None if the cluster does not tell."""
+    """Return the state of Ray Serve; None if the cluster does not report it."""
     try:
         return JobsApi.of(cluster.client_environment()).serve()
     except (ClusterError, httpx.HTTPError, ValidationError):

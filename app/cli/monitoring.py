@@ -16,7 +16,7 @@ from app.monitoring.processes import targets_of
 Notify = Annotated[
     str | None, typer.Option(help="A recipe, whose 'notify' section names who is told of alerts. Default: nobody.")
 ]
-_DEFAULT = "Default: the local cluster's if it is watched, else 127.0.0.1:"
+_DEFAULT = "Default: that of the local cluster if it is monitored, else 127.0.0.1:"
 
 
 def receivers_of(recipe: str | None) -> NotifyConfig:

@@ -72,7 +72,7 @@ class Actor(BaseModel):
 
 
 class HttpAddress(BaseModel):
-    """Where Ray Serve listens for HTTP."""
+    """The address at which Ray Serve listens for HTTP."""
 
     host: str
     port: int
@@ -84,10 +84,10 @@ class HttpAddress(BaseModel):
 
 
 class ServeDetails(BaseModel):
-    """What Ray Serve runs, as the cluster describes it."""
+    """The state of Ray Serve, as the cluster's API reports it."""
 
     http_options: HttpAddress | None = None
-    """None: Serve does not run."""
+    """None if Ray Serve does not run."""
     applications: dict[str, Any] = {}
 
 
@@ -187,7 +187,7 @@ class JobsApi:
         return _readable(Actor, self._listed("actors", **dead))
 
     def serve(self) -> ServeDetails:
-        """Return what Ray Serve runs. Raises httpx.HTTPError, or ValidationError for another answer."""
+        """Return the state of Ray Serve. Raises httpx.HTTPError, or ValidationError if the answer has another form."""
         answer = self._request("GET", "serve/applications/").raise_for_status()
         return ServeDetails.model_validate_json(answer.content)
 

@@ -95,7 +95,7 @@ def submit(
     storage = loaded.storage and absolute_location(loaded.storage)
     if target.is_local or (storage and "://" in storage):
         require_stored(job, loaded, storage or running_cluster().storage, target.is_local)
-    if storage:  # a relative path is meant from the current folder, not from the job's copy of it
+    if storage:  # a relative path starts at the current folder, not at the job's copy of it
         others = [override for override in overrides if not override.startswith("storage=")]
         overrides = [*others, override_of("storage", storage)]
     return send_job(job, location, [*overrides, *options], loaded.name, target, detail, priority)

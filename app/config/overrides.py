@@ -36,7 +36,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
 
 
 def override_of(key: str, text: str) -> str:
-    """Return the override that sets a key to a text. The text is quoted if YAML would read it as something else."""
+    """Return the override that sets a key to a text, quoted if YAML would read the text as something else."""
     try:
         is_plain = parse_yaml(text) == text
     except yaml.YAMLError:

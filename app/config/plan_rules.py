@@ -230,8 +230,8 @@ def _powersgd_takes_plain_data_parallel(plan: PlanConfig, setting: Setting) -> s
         return "powersgd replaces DeepSpeed's reduction: zero_stage 0, fp32, tensor 1, pipeline 1"
     if plan.communication_data_type is not None:
         return (
-            "powersgd replaces DeepSpeed's reduction, and communication_data_type is for that alone: leave one of them "
-            f"out, got communication_data_type {plan.communication_data_type}"
+            "powersgd replaces DeepSpeed's reduction, so communication_data_type has no effect: leave one of them out, "
+            f"got communication_data_type {plan.communication_data_type}"
         )
     if setting.model and setting.model.has_scalars:
         return f"powersgd takes parameters with dimensions, and model {setting.model.name} has scalars"

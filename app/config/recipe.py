@@ -244,11 +244,14 @@ class Recipe(Section):
         return self.model_copy(update={"model": model})
 
     def as_found_by(self, earlier: "Recipe") -> "Recipe":
-        """Return the recipe with what an earlier run found of its model and published models, if they are the same."""
+        """Return the recipe with what an earlier run resolved: its section ``model``, and versions of published models.
+
+        Each is taken over only if both recipes name the same model.
+        """
         recipe = self.with_model(earlier.model) if earlier.model.as_given == self.model.as_given else self
         for section in get_args(PublishedModel):
             given, found = self.value_of(f"train.{section}.model"), earlier.value_of(f"train.{section}.model")
-            # A name without a number stood for the version that was in production then.
+            # A name without a version meant the version in production at that time.
             if given and found and found.startswith(f"{given}/"):
                 recipe = recipe.with_published(section, found)
         return recipe
@@ -285,8 +288,8 @@ class Recipe(Section):
     def _labels_are_balanced_once(self, info: ValidationInfo) -> Self:
         if self.train.class_weights == self.data.sampling == "balanced" and not is_stored(info):
             raise RecipeError(
-                "train.class_weights and data.sampling are both balanced, and each makes up for rare labels on its "
-                "own: leave one of them out, or give each label a weight"
+                "train.class_weights and data.sampling are both balanced, which compensates for rare labels twice: "
+                "leave one of them out, or give each label a weight"
             ).of("keys.contradict", "train.class_weights")
         return self
 

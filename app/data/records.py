@@ -251,7 +251,7 @@ class RecordProcessor:
 
 @contextmanager
 def _errors_of(name: str) -> Iterator[None]:
-    """Let a DataError name the field."""
+    """Add the field's name to a DataError."""
     try:
         yield
     except DataError as error:

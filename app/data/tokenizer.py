@@ -82,7 +82,7 @@ class LanguageTokenizer:
         self._tokenizer, self._end, self._companions = tokenizer, end, companions or {}
         # The text of the end token inside a document does not end it.
         self._tokenizer.encode_special_tokens = True
-        # A pretrained folder may keep those of its last use.
+        # A pretrained folder may have been saved with truncation and padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._max_length = max_length
@@ -211,7 +211,7 @@ def num_ids(tokenizer: Tokenizer) -> int:
 
 
 def read_tokenizer(folder: PretrainedFolder) -> Tokenizer:
-    """Return the tokenizer of a pretrained model. It may truncate and pad, as it did when it was saved.
+    """Return the tokenizer of a pretrained model, with the truncation and padding that were saved with it.
 
     Raises:
         RecipeError: the folder has none, or it cannot be read.

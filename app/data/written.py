@@ -62,7 +62,7 @@ def spelling_of(names: Collection[str]) -> Callable[[str], str]:
 
 
 def same_names(names: Sequence[str]) -> list[int]:
-    """Return the place of the name that each one is: its own, or that of a boolean in another spelling."""
+    """Return an index for each name. All spellings of one boolean get the index of one of them."""
     spelled = spelling_of(names)
     places = {spelled(name): place for place, name in enumerate(names)}
     return [places[spelled(name)] for name in names]

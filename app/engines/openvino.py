@@ -74,9 +74,9 @@ class OpenVinoEngine(PooledEngine["_Stream"]):
 
 
 class _Graph:
-    """A compiled model, which is loaded again after a batch has failed.
+    """A compiled model that is loaded again after a failed batch.
 
-    OpenVINO's graph keeps the sizes of a batch that fails halfway. It would compute later batches with them.
+    If a batch fails halfway, OpenVINO's graph keeps its sizes and would use them for later batches.
     """
 
     def __init__(self, load: Callable[[], openvino.CompiledModel]) -> None:
@@ -85,21 +85,21 @@ class _Graph:
         self._model: openvino.CompiledModel | None = None
 
     def model(self) -> openvino.CompiledModel:
-        """Return the model. Load it if necessary, which raises EngineError if it cannot be loaded."""
+        """Return the model, and load it if necessary. Raises EngineError if it cannot be loaded."""
         with self._lock:
             if self._model is None:
                 self._model = load_apart(self._load)
             return self._model
 
     def discard(self, only: openvino.CompiledModel | None = None) -> None:
-        """Free the model, so that the next batch loads it again; if ``only`` is given, unless another replaced it."""
+        """Free the model, so that the next batch loads it again. If ``only`` is given, free no other model."""
         with self._lock:
             if only in (None, self._model):
                 self._model = None
 
 
 class _Stream:
-    """An inference request of a graph. It is made again when the graph is."""
+    """An inference request of a graph. It is created again after the graph has been loaded again."""
 
     def __init__(self, graph: _Graph) -> None:
         self._graph = graph
@@ -120,7 +120,7 @@ class _Stream:
                 self._opened = None  # frees the memory before the graph is loaded again
                 self._graph.discard(model)
                 raise
-            # A batch that failed meanwhile may have changed the sizes of this one.
+            # If another stream's batch failed meanwhile, this batch may have been computed with its sizes.
             if self._graph.model() is model:
                 return results
 

@@ -1,6 +1,6 @@
 """An extra model output that reports indices out of range.
 
-Without it, Gather reads zeros there, GatherND reads other memory, and GatherElements ends the batch.
+Without it, Gather returns zeros for them, GatherND reads other memory, and GatherElements fails the batch.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def _faults(model: openvino.Model) -> Iterator[openvino.Node]:
 
 
 def _is_limited(node: openvino.Node) -> bool:
-    """Return whether ``TensorSpec.values_below`` limits the indices already: an unchanged input into a constant."""
+    """Return whether ``TensorSpec.values_below`` already limits the indices: an unchanged input indexes a constant."""
     table, indices = node.input_values()[:2]
     return bool(
         node.get_type_name() == "Gather" and table.get_node().get_type_name() == "Constant" and _is_input(indices)
@@ -62,7 +62,7 @@ def _is_input(value: openvino.Output) -> bool:
 
 
 def _sizes(node: openvino.Node) -> openvino.Node:
-    """Return the exclusive limits of indices: one, or with GatherND one for each number along the last axis."""
+    """Return the exclusive upper bounds of indices: one, or for GatherND one for each entry of the last axis."""
     indices = node.input_value(1)
     if node.get_type_name() == "GatherND":
         first = int(node.get_attributes()["batch_dims"])
@@ -77,7 +77,7 @@ def _sizes(node: openvino.Node) -> openvino.Node:
 
 
 def _fault(node: openvino.Node) -> openvino.Node:
-    """Return whether an index of a gather is out of range. Let GatherND and GatherElements read at 0 instead."""
+    """Return a node that tells whether an index is out of range. GatherND and GatherElements read index 0 instead."""
     indices, sizes = node.input_value(1), _sizes(node)
     rows = opset13.reshape(
         opset13.convert(indices, "i64"), opset13.constant(np.array([-1, sizes.get_output_shape(0)[0]])), False

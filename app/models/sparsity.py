@@ -37,7 +37,7 @@ def hold_zeros(model: nn.Module) -> int:
 
 
 class _HeldZeros:
-    """Gives the weights that are zero now a gradient of zero. DeepSpeed may move the weights to a GPU later."""
+    """A gradient hook that holds zero weights at zero. DeepSpeed may move the weights to a GPU later."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._mask = weight.detach() != 0

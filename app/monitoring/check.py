@@ -181,7 +181,7 @@ def _of_model(name: str, ask: Ask | None) -> Iterator[Finding]:
     first_s = ask(f'max(ray_rayloom_first_answer_seconds{{model="{name}"}} > 0)')
     yield Finding(name, FIRST_ANSWER, first_s, "after the last cold start")
     target_s = ask(f'max(ray_rayloom_latency_target_seconds{{model="{name}"}} > 0)')
-    # The target of a language model is for its first token.
+    # The target of a language model limits the time to the first token.
     p99_s = ask(" or ".join(_p99(name, metric) for metric in ("request", "generation_first_token")))
     if target_s is None:
         yield Finding(name, Target("p99", float("inf"), "s"), None, "set serve.scaling.latency_target_ms")
@@ -190,7 +190,7 @@ def _of_model(name: str, ask: Ask | None) -> Iterator[Finding]:
 
 
 def _p99(name: str, metric: str) -> str:
-    """Return an expression for the 99th percentile of a model's latency."""
+    """Return a PromQL expression for the 99th percentile of a model's latency."""
     buckets = f'sum by (le) (rate(ray_rayloom_{metric}_seconds_bucket{{model="{name}"}}[{_RECENT}]))'
     # Without requests the quantile is NaN, which the comparison drops.
     return f"histogram_quantile(0.99, {buckets}) >= 0"

@@ -158,7 +158,7 @@ class Endpoint:
         return _METADATA
 
     def route(self, name: str, version: str | None = None, *, takes_tensors: bool = False) -> InferenceTarget:
-        """Choose the target of a request, as ``Rollout.route``: at random if a canary is served, so call this once.
+        """Choose the target of a request as ``Rollout.route`` does: at random with a canary, so call it once a request.
 
         Raises:
             NotServedError: the model or version is not served.
@@ -166,7 +166,7 @@ class Endpoint:
         return self._model(name).route(version, takes_tensors=takes_tensors)
 
     def route_single(self, name: str, version: str | None = None) -> ServedModel | None:
-        """Choose as ``route`` for tensors, if a single version answers. Return None, without choosing, if several do.
+        """Choose as ``route`` does for tensors, if a single version answers. Otherwise return None without choosing.
 
         Raises:
             NotServedError: as ``route``.

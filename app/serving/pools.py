@@ -20,7 +20,7 @@ def application_of(pool: Pool) -> str:
 
 
 def is_ours(application: str) -> bool:
-    """Return whether an application of Ray Serve is the endpoint's."""
+    """Return whether an application of Ray Serve belongs to the endpoint."""
     return application == APPLICATION or application.startswith(f"{APPLICATION}-")
 
 

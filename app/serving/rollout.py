@@ -270,7 +270,7 @@ class Rollout(VersionChoice[ServedModel]):
 
         Args:
             version: the version that the request names.
-            takes_tensors: whether the request has tensors, which a client encoded for production.
+            takes_tensors: whether the request has tensors, which the client has encoded for production.
 
         Raises:
             NotServedError: the named version is not served.
@@ -287,7 +287,7 @@ class Rollout(VersionChoice[ServedModel]):
         return target
 
     def _is_unlike(self, share: TrafficShare[ServedModel]) -> bool:
-        """Return whether the same tensors mean something else to a candidate than to production."""
+        """Return whether tensors that were encoded for production mean something else to a candidate."""
         return share.served.version in self._unlike
 
     def has_single_target(self, version: str | None) -> bool:

@@ -32,7 +32,7 @@ def recorded_difficulty(
 
     Raises:
         RecipeError: the task's samples have no such difficulty, or the model does not suit them.
-        DataError: the column is missing, has cells that are not numbers, or several numbers for a text.
+        DataError: the column is missing, has cells that are not numbers, or has different numbers for equal texts.
     """
     if len(recorded := _recorded(run_folder)) == len(data.train):
         return recorded
@@ -50,9 +50,9 @@ def _recorded(run_folder: UPath) -> NDArray[np.float32]:
 
 
 def require_difficulty(recipe: Recipe, data: PreparedData, run_folder: UPath) -> Recipe:
-    """Return the recipe with the number of the curriculum's model.
+    """Return the recipe with the version of the curriculum's model.
 
-    Raise the errors of ``recorded_difficulty``, without asking the model.
+    Raise the errors of ``recorded_difficulty``, without running the model.
     """
     curriculum = recipe.train.curriculum
     assert curriculum is not None
@@ -103,8 +103,9 @@ def _by_column(recipe: Recipe, data: LabelledData, column: str) -> NDArray[np.fl
     twice = next((text for text, count in Counter(texts).items() if count > 1 and text in others), None)
     if twice is not None:
         raise DataError(
-            f"{others[twice]}: {short_repr(twice)} has another number in column {column!r} of train.curriculum than in "
-            "a row before, and training reads both rows: give equal texts one number, or set by to length"
+            f"{others[twice]}: {short_repr(twice)} has a different number in column {column!r} of train.curriculum "
+            "than in an earlier row, and training reads both rows: give equal texts the same number, or set by to "
+            "length"
         ).of("curriculum.two_numbers", "train.curriculum.column")
     return np.array([numbers[text] for text in texts], np.float32)
 

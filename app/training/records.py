@@ -162,9 +162,9 @@ def epoch_cost(record: EpochRecord, selection: Selection) -> tuple[float, float]
 
 
 def ranked(records: Sequence[EpochRecord], selection: Selection) -> list[EpochRecord]:
-    """Return the epochs, the best first; the earliest of equal ones. Those without finite numbers are last.
+    """Return the epochs from best to worst, and equal ones in their order. Those without finite numbers come last.
 
-    Epochs that were validated on other sources than the last one come after those of the same sources.
+    Epochs that were validated on the same sources as the last epoch come before those that were not.
     """
     return sorted(
         records,
@@ -177,7 +177,7 @@ def ranked(records: Sequence[EpochRecord], selection: Selection) -> list[EpochRe
 
 
 def best_of(records: Sequence[EpochRecord], selection: Selection) -> EpochRecord:
-    """Return the first one of ``ranked``."""
+    """Return the best epoch, the first one of ``ranked``."""
     return ranked(records, selection)[0]
 
 
@@ -206,7 +206,7 @@ def should_stop(records: Sequence[EpochRecord], selection: Selection, config: Ea
         min(values[-k:]) > min(values[:-k]) - d,  or equal with d = 0;
 
     mode ``max`` is the same on negated values. So a value must be better, and by at least d. NaN is worse than any
-    other value. Only epochs that were validated on the sources of the last one have values to compare.
+    other value. Only epochs that were validated on the same sources as the last one are compared.
     """
     values = [record.value_of(selection.metric) for record in records if record.sources == records[-1].sources]
     # Lower is better for both modes, and NaN is worst.

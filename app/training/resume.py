@@ -31,7 +31,7 @@ _FIXED_KEYS = (
 )  # fmt: skip
 """Keys that must not change, because a checkpoint is of no use with other values."""
 _SCHEDULE_KEYS = ("train.epochs", "train.max_steps", "train.schedule")
-"""Keys that decide by which factor a step multiplies ``train.optimizer.lr``."""
+"""Keys that determine the factor of ``train.optimizer.lr`` at each step."""
 
 
 def start_or_resume(job: str, recipe: Recipe) -> Run:
@@ -149,4 +149,4 @@ def _print_schedule_changes(recipe: Recipe, earlier: Recipe) -> None:
     changed = [key for key in _SCHEDULE_KEYS if attrgetter(key)(recipe) != attrgetter(key)(earlier)]
     if changed:
         new = " and ".join(changed)
-        print(f"the learning rate goes on as in a run that started with the new {new}", flush=True)
+        print(f"the learning rate continues as if the run had started with the new {new}", flush=True)

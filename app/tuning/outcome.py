@@ -84,7 +84,7 @@ class StoppedSearchMetrics(BaseModel):
 
 
 def tuned_recipe(recipe: Recipe, params: Mapping[str, Value], trial: int, study_name: str) -> Recipe:
-    """Return the recipe with the values of a trial. It says where they are from."""
+    """Return the recipe with the values of a trial. Its ``tuned_from`` names the study and the trial."""
     tuned = with_drawn(recipe, {**params, "tuned_from": {"run": study_name, "trial": trial}})
     if tuned.tune is None:
         return tuned

@@ -67,7 +67,7 @@ class _PauseAtRungs(FIFOScheduler):  # type: ignore[misc] # Ray has no types
         return str(TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP)
 
     def on_trial_complete(self, tune_controller: object, trial: Trial, result: dict[str, Any]) -> None:  # noqa: ARG002
-        """Compare later trials with one whose training ended at a rung."""
+        """Record a trial whose training ended at a rung, so that later trials are compared with it."""
         if ENDED in result:
             self._promotion.recall(trial.config[NUMBER], {result[EPOCH]: result[VALUE]}, is_paused=False)
 

@@ -226,14 +226,14 @@ class SearchStudy:
     def complete(self, number: int, values: Sequence[float], stopped_early: bool) -> None:
         """Record a trial that trained to its end, or that early stopping ended.
 
-        The value of a trial that continues from another's checkpoint is that of its own epochs since then, because
-        ``values`` may be those of the other. If it trained none, it is pruned.
+        If a trial continued from another trial's checkpoint, its value is that of its own epochs since then, because
+        ``values`` may be those of the other trial. If it has no such value, it is pruned.
         """
         with explained(self.location):
             inherits, own = INHERITED in self._open[number].user_attrs, kept_value(self._open[number])
         if inherits:
             if own is None:
-                self.prune(number, "none of its epochs since it took over another trial's weights has a value")
+                self.prune(number, "no epoch has a value since the trial took over another trial's weights")
                 return
             values = [own]
         with explained(self.location):

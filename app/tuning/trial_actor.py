@@ -124,7 +124,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         return None if first.is_measured_at_end else epoch_value(record, first)
 
     def _is_last(self, record: EpochRecord) -> bool:
-        """Return whether no epoch can follow. Early stopping may end a trial before."""
+        """Return whether the recipe allows no later epoch. Early stopping may end a trial earlier."""
         config = self._trial.train
         return record.epoch >= config.epochs or record.step >= (config.max_steps or math.inf)
 

@@ -26,8 +26,8 @@ def prepare_trials(
 ) -> tuple[PreparedData, Recipe]:
     """Check a trial with the recipe's own values, and return its data and the recipe that all trials vary.
 
-    The run's recipe records what a pretrained model's folder holds, and the versions of published models. So all
-    trials and the best recipe have the same ones.
+    The run's recipe records what a pretrained model's folder holds, and the versions of published models. So
+    they are the same in all trials and in the best recipe.
     A plan of ``auto`` is chosen once for all trials, since they would hardly be comparable otherwise. It is ZeRO 1
     where the space draws what a plan is chosen by.
 

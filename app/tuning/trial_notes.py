@@ -25,7 +25,7 @@ class TrialNotes(tune.Callback):  # type: ignore[misc] # Ray has no types
         self._writing = BestEffort(f"{TRIAL_FILE} cannot be written: trackers do not learn of it", "the search")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for Ray Tune, which only stores it."""
+        """Return an empty state, because Ray Tune stores it but does not read it."""
         return {}
 
     def on_trial_start(self, trial: Trial, **_: Any) -> None:
@@ -33,7 +33,7 @@ class TrialNotes(tune.Callback):  # type: ignore[misc] # Ray has no types
         self._writing(lambda: self._write(trial, TrialNote(values=trial.config[VALUES])))
 
     def on_trial_complete(self, trial: Trial, **_: Any) -> None:
-        """Note how the study's callback has recorded the trial, if it has ended."""
+        """Note how the trial ended, if it has, as the study's callback recorded it."""
         self._writing(lambda: self._note_end(trial))
 
     on_trial_error = on_trial_complete

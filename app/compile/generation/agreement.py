@@ -53,7 +53,7 @@ class Parity:
             magnitudes.append(float(np.abs(theirs).max()))
             norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
             cosines.append(float(np.mean((ours * theirs).sum(axis=1) / np.maximum(norms, 1e-30))))
-        largest = float(np.max(differences))  # NaN if one is, unlike ``max``
+        largest = float(np.max(differences))  # unlike ``max``, it propagates NaN
         return cls(largest, largest / max(float(np.max(magnitudes)), 1e-30), float(np.mean(cosines)))
 
     @property

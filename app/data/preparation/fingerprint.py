@@ -37,9 +37,9 @@ def settings_of(recipe: Recipe, kind: SampleKind) -> dict[str, Any]:
 
 
 def _own_code(*types: type) -> dict[str, Any]:
-    """Return the sha256 of each file outside the library with one of the classes or a base of it; nothing if none is.
+    """Return the sha256 of each file of a project that defines one of the classes or a base class, if there are any.
 
-    Their code decides what rows and labels are, and a project changes it without a new ``FORMAT``.
+    Their code decides what rows and labels are, and a project can change it without a new ``FORMAT``.
     """
     modules = {base.__module__ for one in types for base in one.__mro__}
     own = {name for name in modules if name.partition(".")[0] not in {"app", *sys.stdlib_module_names}}

@@ -245,7 +245,7 @@ def compared_parts(kind: SampleKind, item: Input | None, label: str | None) -> S
 
 
 def _with_one_case(content: str) -> str:
-    """Return JSON with all texts that are booleans as ``True`` or ``False``: typed files give these, csv any case."""
+    """Return JSON with each boolean text as ``True`` or ``False``, as typed files have it. csv files use any case."""
     return _BOOLEAN.sub(lambda found: f'"{found[1].capitalize()}"', content)
 
 
@@ -278,7 +278,7 @@ def _key_of(group: str) -> int:
 
 
 def _one_spelling(group: str) -> str:
-    """Return the same text for all spellings of a number or a boolean, or Unicode forms of a text: one group."""
+    """Return one text for all spellings of a number or boolean, or Unicode forms of a text. They are one group."""
     with suppress(ArithmeticError):  # the exponent has too many digits for Decimal
         if number_of(group) is not None and abs((number := (Decimal(group) + 0).normalize()).adjusted()) < _MAX_DIGITS:
             return format(number, "f")

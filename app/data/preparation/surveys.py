@@ -33,7 +33,7 @@ class Surveys:
 
     @cached_property
     def classes(self) -> NDArray[np.int32]:
-        """The index of the class of each label, of which booleans have several spellings. The last one, -1, is none."""
+        """The class index of each label. Spellings of one boolean share a class. The last entry, -1, means no label."""
         return np.array([*same_names(self.labels), -1], np.int32)
 
     def __iter__(self) -> Iterator[tuple[int, Survey]]:

@@ -162,7 +162,7 @@ class _Bound:
             rows = len(inputs[name])
             host = buffer.host.numpy()
             given, expected = inputs[name].shape[1:], host.shape[1:]
-            if given != expected:  # NumPy would copy a size of 1 into all columns
+            if given != expected:  # NumPy would broadcast a size of 1
                 raise RequestError(
                     f"input {name!r} has rows of shape {list(given)}, expected {list(expected)}: the sizes that vary "
                     "must be equal in all inputs"

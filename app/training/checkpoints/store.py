@@ -144,10 +144,10 @@ class CheckpointStore:
                 best_effort(rename, f"damaged checkpoint {checkpoint.name} cannot be renamed")
 
     def prune(self, written: Checkpoint, num_to_keep: int, best: Sequence[int] = ()) -> None:
-        """Remove all checkpoints up to ``written`` but those of the ``num_to_keep`` newest steps and of the best step.
+        """Remove all checkpoints up to ``written`` but those of the ``num_to_keep`` newest steps and of the best one.
 
-        Of each step the newest checkpoint is kept. ``best`` has the steps of epochs, the best first: that of the first
-        one may be gone, or was never written.
+        For each step, the newest checkpoint is kept. ``best`` lists the steps of epochs, best first. The best one is
+        the first that has a checkpoint: those of others may be gone, or were never written.
         """
         committed = [checkpoint for checkpoint in self.committed() if checkpoint <= written]
         # A later checkpoint of a step replaces the one before.

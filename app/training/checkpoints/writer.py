@@ -73,7 +73,7 @@ class CheckpointWriter:
     def save(self, take: Callable[[], Snapshot], best: Sequence[int] = ()) -> None:
         """Store the snapshot that ``take`` returns, then remove old checkpoints.
 
-        ``best`` has the steps of epochs, the best first. The first one that has a checkpoint keeps it.
+        ``best`` lists the steps of epochs, best first. The checkpoint of the first one that has any is kept.
 
         ``take`` is called after the previous snapshot is stored and its memory is free. If the previous write failed,
         this call waits until the new snapshot is stored.

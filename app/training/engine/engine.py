@@ -100,10 +100,10 @@ def create_engine(
 
 
 def keep_frozen_in_eval(model: nn.Module) -> None:
-    """Have ``train`` leave frozen submodules in evaluation mode, if the factory has put just these into it.
+    """Make ``train`` leave frozen submodules in evaluation mode, if the factory put them into it but not the model.
 
-    A frozen batch norm would otherwise go on tracking statistics. What is trained is in training mode, although
-    ``from_pretrained`` returns it in evaluation mode.
+    Otherwise a frozen batch norm would update its statistics. Whole models still switch to training mode, because
+    ``from_pretrained`` returns them in evaluation mode.
     """
     if not model.training:
         return
@@ -112,7 +112,7 @@ def keep_frozen_in_eval(model: nn.Module) -> None:
         if child.training:
             keep_frozen_in_eval(child)
         elif parameters and not any(parameter.requires_grad for parameter in parameters):
-            # Each of them, because a pipeline takes layers out of their parents.
+            # Set on every module, because a pipeline takes layers out of their parents.
             for module in child.modules():
                 module.train = partial(_stay, module)  # type: ignore[method-assign]
 

@@ -62,6 +62,6 @@ def _load(model: nn.Module, folder: UPath) -> None:
         Blueprint(model).load(values)
     except ValueError as error:
         raise RecipeError(
-            f"train.prune.weights {str(folder)!r} do not fit {type(model).__name__}: {error}; restore the factory's "
-            "code from when they were trained"
+            f"train.prune.weights {str(folder)!r} do not fit {type(model).__name__}: {error}; restore the "
+            "factory code that they were trained with"
         ).of("weights.other_model", "train.prune.weights") from error

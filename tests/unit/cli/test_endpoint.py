@@ -21,10 +21,10 @@ STAGE = {"name": "loaded/stage", "version": "2"}
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A server that lists models, and breaks off in the middle of an answer. It is the cluster's dashboard, too."""
+    """A server that lists models, and breaks off in the middle of an answer. It is also the cluster's dashboard."""
 
     serve: ClassVar[dict[str, Any]] = {}
-    """What Ray Serve runs."""
+    """The state of Ray Serve."""
 
     def answer(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -122,7 +122,7 @@ def test_status_and_env_are_json_for_programs(tmp_path: Path) -> None:
         process.kill()
     assert (found["dashboard"], found["grpc"], found["storage"]) == ("http://127.0.0.1:2", "127.0.0.1:4", "/s")
     assert (found["supervised"], found["models"], found["open_ports"]) == (False, None, [])
-    assert "nothing answers at http://127.0.0.1:9" in str(found["problem"])  # and no dashboard tells why
+    assert "nothing answers at http://127.0.0.1:9" in str(found["problem"])  # nor does the dashboard
     assert variables["RAY_API_SERVER_ADDRESS"] == "http://127.0.0.1:2"
 
 

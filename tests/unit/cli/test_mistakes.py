@@ -133,7 +133,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["submit", "train"], ["no recipe is given"]),
     (["up", "--serve-port", "99999"], ["--serve-port is '99999'", "65535"]),
     (["up", "--serve-port", "http"], ["--serve-port is 'http'", "a whole number"]),
-    (["up", "--notify", "recipes/tickets.yaml"], ["--notify is 'recipes/tickets.yaml'", "give both"]),
+    (["up", "--notify", "recipes/tickets.yaml"], ["--notify is 'recipes/tickets.yaml'", "add --monitoring"]),
     (["up", "--retention", "90d"], ["--retention is '90d'", "no effect without --monitoring"]),
     (["runs", "list", "--limit", "0"], ["--limit is '0'", "greater than or equal to 1"]),
     (["models", "promote", "tickets", "one"], ["version is 'one'", "a whole number"]),

@@ -102,8 +102,8 @@ TWO = Setting((2, 2), "fp32", "cpu", "adamw")
             ]
         ),
         ({"zero_stage": 0, "powersgd": PowerSgdConfig(), "communication_data_type": "bf16"}, TWO,
-         "powersgd replaces DeepSpeed's reduction, and communication_data_type is for that alone: leave one of them "
-         "out, got communication_data_type bf16 | communication_data_type: null"),
+         "powersgd replaces DeepSpeed's reduction, so communication_data_type has no effect: leave one of them out, "
+         "got communication_data_type bf16 | communication_data_type: null"),
         ({"zero_stage": 0, "powersgd": PowerSgdConfig()}, replace(TWO, model=replace(CNN_TRAITS, has_scalars=True)),
          "powersgd takes parameters with dimensions, and model CNN has scalars | powersgd: null"),
         ({"pipeline": 2}, replace(TWO, model=CNN_TRAITS),

@@ -165,7 +165,7 @@ def test_after_the_latest_run_has_finished_a_new_one_starts(finishing: Run) -> N
 
 
 @pytest.mark.parametrize("before", [[], ["train.prune.weights=/v"]], ids=["whole", "pruned from others"])
-def test_a_run_that_was_not_pruned_from_these_weights_does_not_go_on_with_them(before: list[str]) -> None:
+def test_a_run_is_not_resumed_with_other_weights_to_prune(before: list[str]) -> None:
     run = Run.start("train", load_recipe(DIGITS, before))
     run.open()
     with refused("resume.differs", "train.resume"):
@@ -181,13 +181,13 @@ def test_a_run_that_was_not_pruned_from_these_weights_does_not_go_on_with_them(b
         (["train.max_steps=9", "train.schedule.name=linear"], "train.max_steps and train.schedule"),
     ],
 )
-def test_a_resumed_run_tells_that_its_schedule_changes(
+def test_a_resumed_run_says_that_its_schedule_changes(
     keys: list[str], changed: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run.start("train", load_recipe(DIGITS))
     run.open()
     start_or_resume("train", load_recipe(DIGITS, [*keys, f"train.resume={run.run_id}"]))
-    told = f"the learning rate goes on as in a run that started with the new {changed}\n" if changed else ""
+    told = f"the learning rate continues as if the run had started with the new {changed}\n" if changed else ""
     assert capsys.readouterr().out == f"run {run.run_id} goes on\n{told}"
 
 

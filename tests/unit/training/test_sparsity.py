@@ -36,7 +36,7 @@ def test_two_of_four_weights_along_the_input_channels_are_zero_the_smaller_ones(
     assert torch.equal(model[4].weight, sparse[4].weight)
 
 
-def test_weights_to_prune_have_every_name_of_the_model(tmp_path: Path) -> None:
+def test_weights_to_prune_must_have_every_tensor_of_the_model(tmp_path: Path) -> None:
     first, last = torch.nn.Linear(8, 4), torch.nn.Linear(4, 2)
     trained = OrderedDict(first=torch.nn.Linear(8, 4), last=torch.nn.Linear(4, 2))
     safetensors.torch.save_file(torch.nn.Sequential(trained).state_dict(), tmp_path / WEIGHTS_FILE)
