@@ -25,8 +25,8 @@ from app.shared_files import read
 from app.storage import PlainName, stream_atomically, write_atomically
 
 INDEX_FILE = "index.json"
-FORMAT = "arrow-8"
-"""The layout of shards, and the way that they are made. A change of either needs a new name."""
+FORMAT = "arrow-7"
+"""The layout of shards. A change needs a new name."""
 LENGTH = "length"
 """Column of every shard: the length of each sample, int32."""
 VALUE = "value"

@@ -117,8 +117,10 @@ class _Stream:
                 request.wait()
                 results = request.results
             except RuntimeError:
-                self._opened = None  # frees the memory before the graph is loaded again
                 self._graph.discard(model)
+                # Free the memory before the graph is loaded again. The error keeps this frame alive.
+                self._opened = None
+                del model, request
                 raise
             # If another stream's batch failed meanwhile, this batch may have been computed with its sizes.
             if self._graph.model() is model:
@@ -178,7 +180,7 @@ def _compile(
         return core.compile_model(read_guarded(core, path), _DEVICE, properties)
     cpu = [str(core.get_property(_DEVICE, name)) for name in ("FULL_DEVICE_NAME", "OPTIMIZATION_CAPABILITIES")]
     content = settings.sha256 or sha256_of_file(path)
-    kept = CacheFile.of(settings.cache, "openvino, indices", openvino.__version__, *cpu, str(properties), content)
+    kept = CacheFile.of(settings.cache, "openvino, indices 2", openvino.__version__, *cpu, str(properties), content)
     if (compiled := kept.read()) is not None:
         with suppress(RuntimeError):  # written by another build of the same version
             return core.import_model(compiled, _DEVICE, properties)

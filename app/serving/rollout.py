@@ -262,7 +262,7 @@ class Rollout(VersionChoice[ServedModel]):
         self._unlike = {
             share.served.version
             for _, share in self._candidates
-            if not read_alike(models := [production.model, share.served.model]) or models[0].labels != models[1].labels
+            if not _means_the_same(production.model, share.served.model)
         }
 
     def route(self, version: str | None, *, takes_tensors: bool = False) -> InferenceTarget:
@@ -280,15 +280,15 @@ class Rollout(VersionChoice[ServedModel]):
         # A shadow is drawn independently of the canary, so it sees requests of both.
         canary, shadow = self._canary, self._shadow
         target: InferenceTarget = self._cascade or self._production
-        if canary and not (takes_tensors and self._is_unlike(canary)) and self._draws(canary):
+        if canary and self._takes(canary, takes_tensors=takes_tensors):
             target = canary.served
-        if self._copies and shadow and not (takes_tensors and self._is_unlike(shadow)) and self._draws(shadow):
+        if self._copies and shadow and self._takes(shadow, takes_tensors=takes_tensors):
             return MirroredTarget(target, self._copies)
         return target
 
-    def _is_unlike(self, share: TrafficShare[ServedModel]) -> bool:
-        """Return whether tensors that were encoded for production mean something else to a candidate."""
-        return share.served.version in self._unlike
+    def _takes(self, share: TrafficShare[ServedModel], *, takes_tensors: bool) -> bool:
+        """Draw whether a candidate gets a request."""
+        return not (takes_tensors and share.served.version in self._unlike) and self._draws(share)
 
     def has_single_target(self, version: str | None) -> bool:
         """Return whether ``route`` returns a single version, without a cascade or a shadow."""
@@ -335,3 +335,8 @@ class Rollout(VersionChoice[ServedModel]):
         """Return a version's inputs and outputs, and all versions. Raises NotServedError if it is not served."""
         versions = [served.version for served in self.versions]
         return self.find(version).metadata.model_copy(update={"versions": versions})
+
+
+def _means_the_same(one: LoadedModel, other: LoadedModel) -> bool:
+    """Return whether the same tensors mean the same to two versions of a model, and so do their answers."""
+    return read_alike([one, other]) and one.labels == other.labels

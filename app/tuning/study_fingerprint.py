@@ -39,7 +39,7 @@ def require_same_fingerprint(study: Study, space: Space, recipe: Recipe, config:
                 f"says {_show_range(now.get(key))}: put the space back, or leave tune.resume out to start a new study"
             ).of("study.differs")
     require_same_objectives(study, config)
-    if _stored_training_keys(study, recipe.name) != _training_keys(recipe.as_given):
+    if _stored_training_keys(study, recipe) != _training_keys(recipe.as_given):
         raise TuningError(
             f"the recipe's {', '.join(_TRAINING_SECTIONS)} differ from those that study {study.study_name!r} was "
             "started with, so its values cannot be compared: change them back, or leave tune.resume out to start a new "
@@ -69,13 +69,15 @@ def require_same_objectives(study: Study, config: TuneConfig) -> None:
         ).of("study.differs")
 
 
-def _stored_training_keys(study: Study, name: str) -> dict[str, Any] | None:
+def _stored_training_keys(study: Study, recipe: Recipe) -> dict[str, Any] | None:
     """Return the training sections of the study's recipe; None if this version cannot read them.
 
     Keys that were added since then have their defaults, which train as before the key existed.
     """
     try:
-        return _training_keys(parse_stored_recipe({"name": name, **study.user_attrs.get(_RECIPE, {})}).as_given)
+        stored = parse_stored_recipe({"name": recipe.name, **study.user_attrs.get(_RECIPE, {})})
+        # Older studies have published models without their versions.
+        return _training_keys(stored.as_found_by(recipe).as_given)
     except RecipeError:
         return None
 

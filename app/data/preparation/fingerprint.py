@@ -18,12 +18,16 @@ from app.storage import to_path
 _READ = {"source", "seed", "validation_fraction", "test_fraction", "test_source", "group_column", "clean"}
 """Keys of ``data`` that every preparation reads, beside columns."""
 
+_RULES = 8
+"""The rules by which shards are made. A change needs another number. Runs go on with the shards that they have."""
+
 
 def settings_of(recipe: Recipe, kind: SampleKind) -> dict[str, Any]:
     """Return everything but the files of the source that the shards of a recipe depend on."""
     config = recipe.data
     settings = {
         "format": FORMAT,
+        "rules": _RULES,
         "kind": kind.contents,
         "size": config.shards.size,
         **config.model_dump(mode="json", include=_READ),
@@ -39,7 +43,7 @@ def settings_of(recipe: Recipe, kind: SampleKind) -> dict[str, Any]:
 def _own_code(*types: type) -> dict[str, Any]:
     """Return the sha256 of each file of a project that defines one of the classes or a base class, if there are any.
 
-    Their code decides what rows and labels are, and a project can change it without a new ``FORMAT``.
+    Their code decides what rows and labels are, and a project can change it without other ``_RULES``.
     """
     modules = {base.__module__ for one in types for base in one.__mro__}
     own = {name for name in modules if name.partition(".")[0] not in {"app", *sys.stdlib_module_names}}

@@ -152,7 +152,7 @@ class CheckpointStore:
         committed = [checkpoint for checkpoint in self.committed() if checkpoint <= written]
         # A later checkpoint of a step replaces the one before.
         by_step = {checkpoint.step: checkpoint for checkpoint in committed}
-        kept = {*list(by_step)[-num_to_keep:], *[step for step in best if step in by_step][:1]}
+        kept = {*list(by_step)[-num_to_keep:], next((step for step in best if step in by_step), None)}
         for checkpoint in committed:
             if checkpoint.step not in kept or checkpoint != by_step[checkpoint.step]:
                 self.remove(checkpoint)

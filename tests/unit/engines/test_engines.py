@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -16,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper, save_model
 from torch import nn
 from torch.backends import mha
 
+from app.checksums import sha256_of_file
 from app.engines.base import Engine, EngineSettings, PooledEngine, Signature
 from app.engines.onnxruntime import open_oracle
 from app.engines.registry import installed_engines, open_engine
@@ -374,21 +376,39 @@ def test_openvino_refuses_an_index_out_of_range(way: str, cached: bool, tmp_path
             answer(index)
 
 
-@pytest.mark.parametrize("settings", [EngineSettings(), EngineSettings(threads=2), TWO_STREAMS])
-def test_a_batch_that_openvino_cannot_compute_changes_no_other_answer(settings: EngineSettings, tmp_path: Path) -> None:
-    """OpenVINO itself repeats the previous answer with one thread, and keeps the sizes for later batches."""
+def reshaping(path: Path) -> Path:
+    """Write a model that fails unless it is given a multiple of four numbers."""
     nodes = [
         helper.make_node("Relu", ["given"], ["positive"]),
         helper.make_node("Reshape", ["positive", "four"], ["answer"]),
     ]
     constants = {"four": np.array([-1, 4])}
-    path = save_onnx(tmp_path / "m.onnx", nodes, constants, shape=("rows", "columns"), answered=("rows", 4))
-    engine = open_engine("openvino", path, settings)
+    return save_onnx(path, nodes, constants, shape=("rows", "columns"), answered=("rows", 4))
+
+
+@pytest.mark.parametrize("settings", [EngineSettings(), EngineSettings(threads=2), TWO_STREAMS])
+def test_a_batch_that_openvino_cannot_compute_changes_no_other_answer(settings: EngineSettings, tmp_path: Path) -> None:
+    """OpenVINO itself repeats the previous answer with one thread, and keeps the sizes for later batches."""
+    path = reshaping(tmp_path / "m.onnx")
+    kept = {"cache": tmp_path / "cache", "sha256": sha256_of_file(path)}
+    engine = open_engine("openvino", path, replace(settings, **kept))
+    path.unlink()  # as a replica does
     for number in range(1, 7):
         given = np.full((2, 4), number, np.float32)
         assert (engine.infer({"given": given})["answer"] == given).all()
         with pytest.raises(EngineError, match="conflicts with the reshape pattern"):
             engine.infer({"given": np.ones((1, 6), np.float32)})
+
+
+def test_openvino_answers_nothing_after_a_failed_batch_if_the_model_is_gone(tmp_path: Path) -> None:
+    """The replica then fails its health check, and Ray Serve replaces it."""
+    path = reshaping(tmp_path / "m.onnx")
+    engine = open_engine("openvino", path)
+    path.unlink()
+    with pytest.raises(EngineError, match="conflicts with the reshape pattern"):
+        engine.infer({"given": np.ones((1, 6), np.float32)})
+    with pytest.raises(EngineError, match="cannot load"):
+        engine.infer({"given": np.ones((2, 4), np.float32)})
 
 
 @pytest.mark.parametrize("number", [2**31, 2**32 + 5, -(2**31) - 1])

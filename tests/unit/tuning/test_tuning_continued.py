@@ -101,6 +101,16 @@ def test_a_study_goes_on_whether_it_recorded_auto_or_the_default_plan(url: URL) 
         resume(url, "train.plan={zero_stage: 3}")
 
 
+def test_a_study_that_recorded_a_teacher_by_name_goes_on_with_its_version(url: URL) -> None:
+    study = create(url).study
+    started_with = study.user_attrs["recipe"]
+    started_with["train"]["teacher"] = {"model": "large"}
+    study.set_user_attr("recipe", started_with)
+    assert resume(url, "train.teacher={model: large/3}").study.study_name == "one"
+    with refused("study.differs"):
+        resume(url, "train.teacher={model: other/3}")
+
+
 def test_a_study_of_another_space_is_refused(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
     import tune_spaces.image
 
