@@ -286,7 +286,9 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _labels_are_balanced_once(self, info: ValidationInfo) -> Self:
-        if self.train.class_weights == self.data.sampling == "balanced" and not is_stored(info):
+        # A named run, which may have started before this rule, goes on.
+        is_new = self.train.resume in (None, "latest") and not is_stored(info)
+        if is_new and self.train.class_weights == self.data.sampling == "balanced":
             raise RecipeError(
                 "train.class_weights and data.sampling are both balanced, which compensates for rare labels twice: "
                 "leave one of them out, or give each label a weight"

@@ -283,3 +283,8 @@ def test_the_recorded_order_stays_as_it_was(whole: dict[str, list[list[int]]]) -
 def test_rules_that_contradict_each_other_are_refused(keys: list[str], key: str) -> None:
     with refused("keys.contradict", key):
         load_recipe(ROOT / "recipes/reviews.yaml", keys)
+
+
+def test_a_run_that_balances_labels_twice_is_resumed() -> None:
+    keys = [*BALANCED, "train.class_weights=balanced", "train.resume=20261101-101500-reviews-12ab"]
+    assert load_recipe(ROOT / "recipes/reviews.yaml", keys).data.sampling == "balanced"
