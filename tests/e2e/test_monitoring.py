@@ -47,7 +47,7 @@ pytestmark = [
 ]
 MAX_S = 60.0
 """From a cause to the received webhook, for alerts without a window."""
-ABSENT = ("node_gpu", "node_gram", "fragmentation", "tokens_per_second")
+ABSENT = ("node_gpu", "node_gram", "fragmentation", "tokens_per_second", "generation")
 """In what has no data here: it is of GPUs, or of language models."""
 RAY_BOARDS = ("default", "serve", "serve_deployment", "train")
 RAY_ABSENT = ("gpu", "GPU", "gram", "tpu", "grpc", "autoscaler", "ray_data", "multiplexed")
