@@ -436,4 +436,5 @@ def test_import_a_model(reader: Reader) -> None:
 
 def test_distill_a_model(reader: Reader) -> None:
     reader.publish("reviews", 1)
-    assert "teacher reviews/1: gives its logits" in reader.paste_all("distill_a_model.md")
+    # Other pages may have published newer versions.
+    assert re.search(r"teacher reviews/\d+: gives its logits", reader.paste_all("distill_a_model.md"))
