@@ -68,13 +68,19 @@ demo: $(INSTALLED)
 # Ray's workers are forked from a process that has imported the slow modules: see tests/workers.
 # If a test process dies, the run ends and names its test. When pytest-xdist 3.8 replaces the process, it hangs or fails
 # with a KeyError (github.com/pytest-dev/pytest-xdist/issues/1323, /1362).
+PYTEST_ON_2_CORES := RAYLOOM_TEST_FORKED_WORKERS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+SLOW := slow and not faults and not gpu
+
 test: $(INSTALLED_DEV)
 	@status=0; for tests in "tests/cluster tests/e2e tests/integration" tests/unit; do \
-		RAYLOOM_TEST_FORKED_WORKERS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0 $$tests || status=1; \
+		$(PYTEST_ON_2_CORES) -m "not slow" $$tests || status=1; \
 	done; exit $$status
 
+# The machines of tests/cluster are namespaces on the same cores, and their times are limited: one test at a time.
 test-slow: $(INSTALLED_DEV) $(INSTALLED_BENCH)
-	@$(BIN)/python -m pytest -m "slow and not faults and not gpu" tests
+	@status=0; for tests in "tests/e2e tests/integration" tests/unit; do \
+		$(PYTEST_ON_2_CORES) -m "$(SLOW)" $$tests || status=1; \
+	done; $(BIN)/python -m pytest -m "$(SLOW)" tests/cluster || status=1; exit $$status
 
 test-fresh:
 	@.ci/fresh
