@@ -204,8 +204,10 @@ async def test_an_answer_that_the_cache_cannot_hold_is_refused(loader: Loader) -
 @on_loop
 async def test_closing_a_stream_cancels_its_answers(loader: Loader) -> None:
     async with loader.serve(max_streams=2) as served:
-        stream = await served.generate(request_for(max_tokens=120, num_answers=4))
-        assert (served.admission.running, served.admission.waiting) == (2, 2)
+        # Many, because the engine may end some before this loop runs again.
+        stream = await served.generate(request_for(max_tokens=120, num_answers=50))
+        assert served.admission.running == 2
+        assert 0 < served.admission.waiting <= 48
         await stream.aclose()
         assert loader.engine.statistics.running == served.admission.running == served.admission.waiting == 0
         assert served.statistics.failures[FailureReason.CANCELLED] == 1
