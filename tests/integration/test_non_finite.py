@@ -24,7 +24,7 @@ pytestmark = pytest.mark.faults
 RECIPE, EPOCHS = "recipes/digits.yaml", 2
 NUMBER, STEPS = 9, 22
 """The broken batch of the first epoch, and how many there are; the same picture is in one of the second."""
-RUN = [f"train.epochs={EPOCHS}", "train.early_stopping=null", "train.checkpoint.every_steps=4",
+RUN = ["train.early_stopping=null", "train.checkpoint.every_steps=4",
        "train.checkpoint.num_to_keep=99", "train.resume=latest"]  # fmt: skip
 
 
@@ -43,10 +43,10 @@ def poison(tmp_path_factory: pytest.TempPathFactory) -> str:
     return fingerprints(torch.from_numpy(pictures.batch([chosen]).inputs["pixel_values"]))[0]
 
 
-def train(model: str, poison: str, *overrides: str) -> tuple[dict[str, Any], str]:
+def train(model: str, poison: str, *overrides: str, epochs: int = EPOCHS) -> tuple[dict[str, Any], str]:
     """Train on two ranks. Return the result and the output."""
     poisoned = [f"model.factory=tests.faults.models:{model}", f"model.args.poison=['{poison}']"]
-    done = in_fork("app.training", RECIPE, *RUN, *poisoned, *overrides, processes=2)
+    done = in_fork("app.training", RECIPE, *RUN, f"train.epochs={epochs}", *poisoned, *overrides, processes=2)
     result = result_of(done.stdout)
     assert (done.returncode == 0) is (result["status"] != "failed"), done.stdout + done.stderr
     return result, done.stdout + done.stderr
@@ -111,16 +111,16 @@ def test_a_rollback_forgets_the_errors_that_powersgd_feeds_back(poison: str) -> 
 def test_a_loss_that_is_not_finite_is_seen_where_its_gradient_is_and_the_fourth_batch_ends_the_run(
     poison: str, faults: Faults
 ) -> None:
-    endless = ["train.non_finite=rollback", "train.epochs=9"]
     with faults("T9", "torchrun: an infinite loss, a finite gradient, rollback", "seen before it is kept") as fault:
-        stopped, printed = train("InfiniteCnn", poison, *endless, "alerts=[{metric: step, above: 35, do: [stop]}]")
+        stop = "alerts=[{metric: step, above: 35, do: [stop]}]"
+        stopped, printed = train("InfiniteCnn", poison, "train.non_finite=rollback", stop, epochs=9)
         assert stopped["status"] == "stopped"
         fault.saw(f"{printed.count('without this batch')} batches left out")
         assert printed.count("without this batch") == 2
         words = f"warning: step {NUMBER + 1}: the loss of rank 1 is not finite (epoch 1, batch {NUMBER})"
         assert words in printed
     with faults("T9", "the same, stopped and gone on with", "the fourth batch ends the run") as fault:
-        failed, printed = train("InfiniteCnn", poison, *endless)
+        failed, printed = train("InfiniteCnn", poison, "train.non_finite=rollback", epochs=9)
         assert printed.count("without this batch") == 1
         error = failed["error"]
         assert "is not finite (epoch 4, batch" in error
