@@ -237,6 +237,7 @@ class Batcher:
         self._unanswered = 0
         self._spans = BatchSpans(span_attributes or {})
         self._waking = False
+        self._has_failed = False
         self._alarm = Alarm(self._expire)
         self._drained = asyncio.Event()
 
@@ -399,12 +400,14 @@ class Batcher:
             self._slots.run(chosen)
 
     def _runs_on_loop(self, batch: RequestBatch) -> bool:
-        # 0 means that no call of this shape was measured yet, so it may be a long one.
-        return 0 < batch.group.latency.seconds(batch.rows) < self._max_on_loop_s
+        # After a failed call, an engine may have to load its model again. 0 means that no call of this shape was
+        # measured yet, so it may be a long one.
+        return not self._has_failed and 0 < batch.group.latency.seconds(batch.rows) < self._max_on_loop_s
 
     def _free_slot(self, batch: RequestBatch, outcome: CallResult) -> bool:
         """Return whether the free slot may find a call to make."""
         with self._lock:
+            self._has_failed = isinstance(outcome.answer, Exception)
             if isinstance(outcome.answer, Exception):
                 self._scheduler.failed(batch, self._clock())
             else:
