@@ -63,7 +63,7 @@ class OpenVinoEngine(PooledEngine["_Stream"]):
 
     def close(self) -> None:
         super().close()
-        self._graph.discard()
+        self._graph.close()
 
     def _run(self, member: "_Stream", inputs: Tensors) -> Tensors:
         require_finite(inputs, "OpenVINO")
@@ -91,11 +91,18 @@ class _Graph:
                 self._model = load_apart(self._load)
             return self._model
 
-    def discard(self, only: openvino.CompiledModel | None = None) -> None:
-        """Free the model, so that the next batch loads it again. If ``only`` is given, free no other model."""
+    def discard(self, failed: openvino.CompiledModel) -> bool:
+        """Free the model, so that the next batch loads it again. Return False if that has been done already."""
         with self._lock:
-            if only in (None, self._model):
+            is_used = failed is self._model
+            if is_used:
                 self._model = None
+            return is_used
+
+    def close(self) -> None:
+        """Free the model."""
+        with self._lock:
+            self._model = None
 
 
 class _Stream:
@@ -117,12 +124,14 @@ class _Stream:
                 request.wait()
                 results = request.results
             except RuntimeError:
-                self._graph.discard(model)
+                is_first = self._graph.discard(model)
                 # Free the memory before the graph is loaded again. The error keeps this frame alive.
                 self._opened = None
                 del model, request
-                raise
-            # If another stream's batch failed meanwhile, this batch may have been computed with its sizes.
+                if is_first:
+                    raise
+                continue
+            # A batch of another stream that failed meanwhile may have changed the sizes of this one.
             if self._graph.model() is model:
                 return results
 
