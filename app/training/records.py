@@ -65,7 +65,7 @@ class EpochRecord(Record):
     @property
     def sources(self) -> set[str]:
         """The sources of the epoch's training and validation samples. Empty without ``data.sources``."""
-        return {*(self.source_samples or ())}
+        return set(self.source_samples or ())
 
     @property
     def metrics(self) -> dict[str, float]:
