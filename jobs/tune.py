@@ -23,7 +23,7 @@ from app.tuning.space import Space, load_space
 from app.tuning.storage import StudyLocation, locate_study
 from app.tuning.study import SearchStudy
 from app.tuning.trial_config import trial_recipe
-from app.tuning.trial_data import add_plans, keep_data, prepare_trials
+from app.tuning.trial_data import add_plans, keep_data, prepare_trials, with_versions
 from jobs._cluster import connect, may_grow, require, require_dashboard, training_cluster
 from jobs._runner import main, on_sigterm
 from jobs._shards import prepare_on_cluster
@@ -94,6 +94,7 @@ def _study(run: Run, locate: Callable[[str], StudyLocation], space: Space, confi
                 flush=True,
             )
         return study
+    space = with_versions(space, run.storage)
     earlier = [(name, locate(name)) for name in config.warm_start]
     return SearchStudy.create(run.run_id, location, space, run.recipe, config, earlier)
 

@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
 import optuna
 from optuna.distributions import (
@@ -18,6 +18,7 @@ from optuna.trial import Trial
 from ray.tune.search.sample import Categorical, Domain, Float, Integer, LogUniform, Quantized, Uniform
 
 from app.config import AutoPlan, PlanConfig, Recipe, recipe_keys, with_values
+from app.config.recipe import PublishedModel, texts
 from app.errors import RecipeError
 from app.import_string import did_you_mean, import_attribute
 from app.tuning import optuna_internals
@@ -56,6 +57,9 @@ _PLAN_DEPENDS_ON = (
 )  # fmt: skip
 """Beginnings of the keys that decide which plan fits and which is fastest."""
 
+_PUBLISHED = tuple(f"train.{section}.model" for section in get_args(PublishedModel))
+"""Keys that name a published model."""
+
 _GRID = "grid_search"
 """The key of the dictionary that ``ray.tune.grid_search`` returns."""
 
@@ -74,6 +78,14 @@ class Space:
     """The distribution of each drawn key, in all branches that were explored."""
     derived: dict[str, list[Value]]
     """The values that were derived for each key during the exploration."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """NAME/VERSION for published models that the space gives by NAME."""
+
+    @property
+    def unversioned(self) -> set[str]:
+        """The published models that the space gives by NAME."""
+        drawn = {key: _extremes(distribution) for key, distribution in self.distributions.items()}
+        return {text for key, text in texts(drawn | self.derived) if key in _PUBLISHED and "/" not in text}
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -120,7 +132,7 @@ class Space:
             require_same_distribution(self.name, key, self.distributions.get(key, distribution), distribution)
         values = {**trial.params, **derived}
         _check_keys(self.name, values, self.recipe)
-        return values
+        return {key: _with_versions(key, value, self.versions) for key, value in values.items()}
 
     def own_values(self) -> dict[str, Value]:
         """Return the recipe's own values of the keys, without those that the space cannot draw, and the first plan."""
@@ -277,6 +289,13 @@ def _plain(name: str, key: str, value: Any) -> Value:
             f"tune.space {name!r} returns {key}={value!r}, a {type(value).__name__}: expected what YAML holds, such as "
             "a number, a text or a list of them"
         ).of("space.value", "tune.space") from None
+
+
+def _with_versions(key: str, value: Value, versions: Mapping[str, str]) -> Value:
+    """Return a value with the version of each published model that ``versions`` knows."""
+    if isinstance(value, dict):
+        return {name: _with_versions(f"{key}.{name}", child, versions) for name, child in value.items()}
+    return versions.get(value, value) if key in _PUBLISHED else value
 
 
 def _is_within(key: str, sections: Iterable[str]) -> bool:

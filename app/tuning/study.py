@@ -23,6 +23,7 @@ from app.tuning.study_fingerprint import (
     record_fingerprint,
     require_same_fingerprint,
     require_same_objectives,
+    with_recorded_versions,
 )
 from app.tuning.trials import (
     CAUSE,
@@ -139,6 +140,7 @@ class SearchStudy:
         with explained(location):
             require_same_fingerprint(study, space, recipe, config)
             study.sampler = create_sampler(config, past=len(study.get_trials(deepcopy=False)))
+            space = with_recorded_versions(space, study)
         return cls(study, location, space, config)
 
     @property

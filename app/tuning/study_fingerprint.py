@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from optuna.study import Study, StudyDirection
@@ -10,7 +11,7 @@ from app.config import AutoPlan, PlanConfig, Recipe, TuneConfig, parse_stored_re
 from app.errors import RecipeError, TuningError
 from app.tuning.space import Space, Value
 
-_SPACE, _RECIPE, _TRIALS = "space", "recipe", "trials"
+_SPACE, _VERSIONS, _RECIPE, _TRIALS = "space", "versions", "recipe", "trials"
 _TRAINING_SECTIONS = ("task", "data", "model", "train")
 """The sections of a recipe on which a trial depends."""
 _COMPARABLE = ("epochs", "max_steps", "workers", "scheduler", "grace_epochs", "reduction_factor")
@@ -20,8 +21,14 @@ _COMPARABLE = ("epochs", "max_steps", "workers", "scheduler", "grace_epochs", "r
 def record_fingerprint(study: Study, space: Space, recipe: Recipe, config: TuneConfig) -> None:
     """Store the fingerprint in a new study, for ``require_same_fingerprint``."""
     study.set_user_attr(_SPACE, space.fingerprint)
+    study.set_user_attr(_VERSIONS, dict(space.versions))
     study.set_user_attr(_RECIPE, _training_keys(recipe))
     study.set_user_attr(_TRIALS, _comparable_keys(config))
+
+
+def with_recorded_versions(space: Space, study: Study) -> Space:
+    """Return the space with the versions of published models that the study was started with."""
+    return replace(space, versions=study.user_attrs.get(_VERSIONS, {}))
 
 
 def directions_of(config: TuneConfig) -> list[StudyDirection]:

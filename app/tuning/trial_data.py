@@ -12,6 +12,7 @@ from app.config import AutoPlan, PlanConfig, Recipe, TrainConfig, TuneConfig
 from app.data.prepared import PreparedData
 from app.errors import RecipeError
 from app.planner.cluster import Cluster
+from app.repository.repository import Repository
 from app.runs import Run
 from app.storage import is_local
 from app.tasks import find_task, load_prepared, prepare
@@ -60,6 +61,19 @@ def add_plans(space: Space, recipe: Recipe, data: PreparedData, config: TuneConf
     plans = fastest_plans(recipe, data, cluster, config.plans)
     print(f"tune.plans: {'; '.join(plans)}", flush=True)
     return space.with_plans(plans)
+
+
+def with_versions(space: Space, storage: UPath) -> Space:
+    """Return the space with the production version of each model that it gives by name, the same for all trials.
+
+    Raises:
+        StorageError: a model has no version in production.
+    """
+    repository = Repository(storage)
+    versions = {name: f"{name}/{repository.production(name)}" for name in space.unversioned}
+    for name, version in sorted(versions.items()):
+        print(f"{name} in tune.space: {version} in all trials", flush=True)
+    return replace(space, versions=versions)
 
 
 def prepare_data(recipe: Recipe, folder: UPath) -> UPath:

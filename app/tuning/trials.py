@@ -111,7 +111,8 @@ def values_of(trial: FrozenTrial) -> dict[str, Value]:
 
 def last_params(trial: FrozenTrial, space: Space) -> dict[str, Value]:
     """Return the trial's values of the drawn keys. In a population, they differ from the ones that were drawn."""
-    values = {key: value for key, value in values_of(trial).items() if key in space.distributions}
+    names = {version: name for name, version in space.versions.items()}
+    values = {key: names.get(value, value) for key, value in values_of(trial).items() if key in space.distributions}
     return values if space.contains(values) else trial.params
 
 

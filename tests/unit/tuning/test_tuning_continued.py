@@ -1,14 +1,25 @@
 """A continued search: its warm start from an earlier one, and the studies that it may continue."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import make_url
 from sqlalchemy.engine import URL
+from upath import UPath
 
+import tune_spaces.image
 from app.config import PlanConfig
+from app.repository.repository import Repository
 from app.tuning.outcome import TuneMetrics
-from tests.studies import MAX_TRIALS, ask, create, resume
+from app.tuning.space_explorer import Suggester
+from app.tuning.study import SearchStudy
+from app.tuning.trial_data import with_versions
+from app.tuning.trials import last_params
+from tests.engine_contract import PROCESSOR, SIGNATURE
+from tests.studies import MAX_TRIALS, ask, create, placed, recipe_with, resume, space_of
+from tests.toy import publish_version
 from tests.wording import refused
 
 
@@ -111,9 +122,42 @@ def test_a_study_that_recorded_a_teacher_by_name_goes_on_with_its_version(url: U
         resume(url, "train.teacher={model: other/3}")
 
 
-def test_a_study_of_another_space_is_refused(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tune_spaces.image
+def test_trials_that_draw_teachers_by_name_have_one_version_of_each(
+    url: URL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, names = UPath(tmp_path), ("large", "small")
+    for name in names:
+        for _ in range(2):
+            publish_version(storage, name, b"", SIGNATURE, PROCESSOR, ["no", "yes"])
+        Repository(storage).promote(name, 1)
 
+    def space(trial: Suggester) -> Mapping[str, Any]:
+        trial.suggest_float("train.optimizer.lr", 0.001, 0.1, step=None, log=False)
+        drawn = trial.suggest_categorical("train.teacher.model", names)
+        return {"train.curriculum": {"by": "loss", "model": drawn}}
+
+    monkeypatch.setattr(tune_spaces.image, "space", space)
+    recipe = recipe_with(f"storage={storage}")
+    assert recipe.tune
+    found = with_versions(space_of(recipe), storage)
+    study = SearchStudy.create("one", placed(url), found, recipe, recipe.tune)
+    proposals = [study.ask(8) for _ in range(4)]
+    for name in names:
+        Repository(storage).promote(name, 2)
+    resumed = resume(url)
+    proposals += [resumed.ask(8) for _ in range(8)]  # first again those that ran
+    given = [proposal.values for proposal in proposals if proposal]
+    assert {values["train.teacher.model"] for values in given} == {"large/1", "small/1"}
+    assert all(values["train.curriculum"]["model"] == values["train.teacher.model"] for values in given)
+    # A trial of a population may take over another's teacher.
+    other = next(values for values in given if values["train.teacher.model"] != given[0]["train.teacher.model"])
+    resumed.record_clone(1, other, epoch=1)
+    learned = last_params(resumed.trials[1], resumed.space)
+    assert learned["train.optimizer.lr"] == other["train.optimizer.lr"]
+    assert f"{learned['train.teacher.model']}/1" == other["train.teacher.model"]
+
+
+def test_a_study_of_another_space_is_refused(url: URL, monkeypatch: pytest.MonkeyPatch) -> None:
     create(url)
     monkeypatch.setattr(
         tune_spaces.image, "space", lambda trial: trial.suggest_float("train.optimizer.lr", 0.1, 1) and None
