@@ -1,19 +1,22 @@
 """What shards depend on: the files of the source, and the recipe keys that preparation reads."""
 
+import ast
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
-from app.checksums import sha256_of, sha256_of_file
+from app.checksums import sha256_of
 from app.config import Recipe
 from app.data.preparation.samples import SampleKind, TokenKind
 from app.data.shards import FORMAT
 from app.data.sources.formats.base import SourceFile
 from app.data.tokenizer import LanguageTokenizer
 from app.pretrained import open_pretrained
-from app.storage import to_path
 
 _READ = {"source", "seed", "validation_fraction", "test_fraction", "test_source", "group_column", "clean"}
 """Keys of ``data`` that every preparation reads, beside columns."""
@@ -43,13 +46,48 @@ def settings_of(recipe: Recipe, kind: SampleKind) -> dict[str, Any]:
 def _own_code(*types: type) -> dict[str, Any]:
     """Return the sha256 of each file of a project that defines one of the classes or a base class, if there are any.
 
-    Their code decides what rows and labels are, and a project can change it without other ``_RULES``.
+    Files of the project that such a file imports count, too. Their code decides what rows and labels are, and a project
+    can change it without other ``_RULES``.
     """
-    modules = {base.__module__ for one in types for base in one.__mro__}
-    own = {name for name in modules if name.partition(".")[0] not in {"app", *sys.stdlib_module_names}}
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in own}
-    sums = {name: sha256_of_file(to_path(file)) for name, file in files.items() if file}
+    sums: dict[str, str] = {}
+    for name in {base.__module__ for one in types for base in one.__mro__}:
+        if file := getattr(sys.modules.get(name), "__file__", None):
+            _add_code(sums, Path(file).parents[name.count(".") + file.endswith("__init__.py")], name)
     return {"code": sums} if sums else {}
+
+
+def _add_code(sums: dict[str, str], root: Path, name: str) -> None:
+    """Add the sha256 of a module below ``root``, and of the modules there that it imports, unless it is the library's.
+
+    Of an installed package only the module itself counts.
+    """
+    if name in sums or name.partition(".")[0] in {"app", *sys.stdlib_module_names}:
+        return
+    path = root.joinpath(*name.split("."))
+    file = next(filter(Path.is_file, (path.with_name(f"{path.name}.py"), path / "__init__.py")), None)
+    if file is None:
+        return
+    sums[name] = sha256_of(content := file.read_bytes())
+    if root.name in {"site-packages", "dist-packages"}:
+        return
+    with suppress(SyntaxError):  # of a file that is imported only elsewhere
+        for imported in _imports(ast.parse(content), name if file.parent == path else name.rpartition(".")[0]):
+            _add_code(sums, root, imported)
+
+
+def _imports(tree: ast.AST, package: str) -> Iterator[str]:
+    """Yield the dotted names that a module of ``package`` imports, with the packages above them."""
+    names: list[str] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                names += [alias.name for alias in node.names]
+            case ast.ImportFrom():
+                above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+                # What is imported may be a module or a name in one.
+                names += [".".join(filter(None, [*above, node.module, alias.name])) for alias in node.names]
+    for name in names:
+        yield from accumulate(name.split("."), "{}.{}".format)
 
 
 def _blocks(recipe: Recipe) -> dict[str, Any]:

@@ -187,6 +187,14 @@ class OwnSamples(Labelled):
         return [label{change} for label in super().labels(rows, config)]
 KIND = {kind}
 """
+OWN_RULES = """
+try:
+    import own.old
+except SyntaxError:
+    import json, own_code
+def tail():
+    return "{tail}"
+"""
 
 
 @pytest.mark.parametrize("kind", ["Labelled('text', OwnTargets)", "OwnSamples('text', Classes)"])
@@ -204,6 +212,39 @@ def test_changed_project_code_makes_other_shards(tmp_path: Path, monkeypatch: py
     first = prepared_by("")
     assert prepared_by("").reference == first.reference
     assert prepared_by(".upper()").labels == ["BAD", "FAIR", "GOOD"]
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "from own.rules import tail",
+        "import own.rules; tail = own.rules.tail",
+        "from own import tail",
+        "from own import *",
+    ],
+)
+def test_changed_code_that_a_projects_code_imports_makes_other_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imports: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    write_table(tmp_path / "rows.csv", ROWS[:60])
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/__init__.py").write_text("from .rules import tail\n")
+    (tmp_path / "own/old.py").write_text("print 1")
+    code = OWN_CODE.format(kind="Labelled('text', OwnTargets)", change=" + tail()")
+    (tmp_path / "own_code.py").write_text(f"{imports}\n{code}")
+
+    def prepared_by(tail: str) -> LabelledData:
+        (tmp_path / "own/rules.py").write_text(OWN_RULES.format(tail=tail))
+        for name in ("own_code", "own", "own.rules"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        return prepare_labelled(recipe_of(tmp_path / "rows.csv"), import_module("own_code").KIND, TextProcessor)
+
+    first = prepared_by("x")
+    assert prepared_by("x").reference == first.reference
+    assert first.labels == ["badx", "fairx", "goodx"]
+    assert prepared_by("y").labels == ["bady", "fairy", "goody"]
 
 
 def test_another_tokenizer_at_the_same_place_makes_other_shards(tmp_path: Path) -> None:
