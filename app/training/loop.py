@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from app.best_effort import warn
-from app.config import TrainConfig
+from app.config import EarlyStoppingConfig, TrainConfig
 from app.config.metrics import Selection
 from app.data.prepared import Indices
 from app.errors import NonFiniteLossError
@@ -116,17 +116,21 @@ class Loop:
         return StopRequest.NONE
 
     def _is_finished(self) -> bool:
-        # An epoch that ``max_steps`` has cut short still has to be validated.
-        if self.position.epoch > self.config.epochs or (self._steps_left() <= 0 and not self.position.batches_done):
-            return True
         stopping = self.config.early_stopping
-        if not stopping or not should_stop(self.records, self.selection, stopping):
-            return False
-        self.worker.print(
-            f"stopped early after epoch {self.records[-1].epoch}: {self.selection.metric} has not improved for "
-            f"{stopping.patience} epochs"
-        )
-        return True
+        if stopping and self._stops_early(stopping):
+            self.worker.print(
+                f"stopped early after epoch {self.records[-1].epoch}: {self.selection.metric} has not improved for "
+                f"{stopping.patience} epochs"
+            )
+            return True
+        return self._has_trained_all()
+
+    def _stops_early(self, stopping: EarlyStoppingConfig) -> bool:
+        return not self._has_trained_all() and should_stop(self.records, self.selection, stopping)
+
+    def _has_trained_all(self) -> bool:
+        # An epoch that ``max_steps`` has cut short still has to be validated.
+        return self.position.epoch > self.config.epochs or (self._steps_left() <= 0 and not self.position.batches_done)
 
     def _steps_left(self) -> int:
         return self.total_steps - self.position.step
@@ -227,6 +231,8 @@ class Loop:
         self.position = Position(step=position.step, epoch=position.epoch + 1, left_out=position.left_out)
         if self.stream:
             self.position.offsets = self.stream.stop
+        stopping = self.config.early_stopping
+        record.stopped_early = stopping is not None and self._stops_early(stopping)
         # This counts with the next epoch, because this one's record is in the checkpoint.
         with self.activity.timed("checkpoint"):
             self.checkpoints.save(self.position, self.records)

@@ -61,6 +61,8 @@ class EpochRecord(Record):
 
     source_samples: dict[str, int] | None = None
     """Samples of each source that the epoch was trained on. None unless there are several sources."""
+    stopped_early: bool = False
+    """Whether early stopping ended training here."""
 
     @property
     def sources(self) -> set[str]:

@@ -124,9 +124,9 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
         return None if first.is_measured_at_end else epoch_value(record, first)
 
     def _is_last(self, record: EpochRecord) -> bool:
-        """Return whether the recipe allows no later epoch. Early stopping may end a trial earlier."""
+        """Return whether training ends after the epoch."""
         config = self._trial.train
-        return record.epoch >= config.epochs or record.step >= (config.max_steps or math.inf)
+        return record.stopped_early or record.epoch >= config.epochs or record.step >= (config.max_steps or math.inf)
 
     def _cost(self, record: EpochRecord) -> tuple[float, float]:
         return epoch_cost(record, find_task(self._trial.task).selection(self._trial.train))
@@ -166,7 +166,7 @@ class TrialActor(tune.Trainable):  # type: ignore[misc] # Ray has no types
             value=self._value(last),
             cost=self._cost(last),
             final_values=values,
-            stopped_early=not self._is_last(last),
+            stopped_early=last.stopped_early,
         ).model_dump()
 
 

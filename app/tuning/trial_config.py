@@ -37,7 +37,7 @@ class EpochResult(BaseModel):
 class FinalResult(EpochResult):
     """The result of a trained trial.
 
-    It comes with the last epoch. If training stopped early, it comes after an epoch that was already reported.
+    It comes with the last epoch, or repeats it if an earlier attempt has reported it.
     """
 
     ended: Literal[True] = True
