@@ -55,6 +55,14 @@ class DropoutCnn(nn.Module):
         time.sleep(self.pause_s)
 
 
+class OneRankCnn(DropoutCnn):
+    """One that fails in the second rank."""
+
+    def trouble(self, pixel_values: Tensor) -> None:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            raise ValueError("this rank has a broken disk")
+
+
 class FlickeringCnn(SmallCnn):
     """One whose first validation has no number."""
 

@@ -135,18 +135,31 @@ def _run_workers(work: Callable[..., T], workers: int, threads: int, *arguments:
             sender.close()
             pipes.append(receiver)
             processes.append(process)
-        return [_receive(pipe) for pipe in pipes]
+        return _receive_all(pipes)
     finally:
         for process in processes:
             process.terminate()
             process.join()
 
 
+def _receive_all(pipes: list[Any]) -> list[Any]:
+    """Return what the workers answer. Raise the error of the first that fails, because others then fail for want of it.
+
+    Raises:
+        PlanError: one failed, or did not end in time.
+    """
+    answers: dict[Any, Any] = {}
+    while missing := [pipe for pipe in pipes if pipe not in answers]:
+        ready = wait(missing, _TIMEOUT_S)
+        if not ready:
+            raise PlanError(
+                f"a worker that measures has not answered for {_TIMEOUT_S:g} s: try again on an idle machine"
+            ).of("worker.silent")
+        answers |= {pipe: _receive(pipe) for pipe in ready}
+    return [answers[pipe] for pipe in pipes]
+
+
 def _receive(pipe: Any) -> Any:
-    if not wait([pipe], _TIMEOUT_S):
-        raise PlanError(
-            f"a worker that measures has not answered for {_TIMEOUT_S:g} s: try again on an idle machine"
-        ).of("worker.silent")
     try:
         answer = pipe.recv()
     except EOFError as error:

@@ -458,6 +458,17 @@ def test_a_plan_is_measured_with_processes_that_read_ahead() -> None:
     assert measure_plan(recipe, data, findings.best, subject.name).step_s > 0
 
 
+@pytest.mark.slow
+def test_a_measurement_reports_the_worker_that_failed_first() -> None:
+    model = "model={factory: tests.faults.models:OneRankCnn, args: {width: 8}}"
+    recipe = load_recipe("recipes/digits.yaml", [model, "train.workers=2"])
+    data = prepare(recipe)
+    subject = subject_of(recipe, blueprint_of(recipe.model, data.facts).model, data)
+    _, findings = find_plans(subject, this_machine(workers=2))
+    with refused("worker.failed"):
+        measure_plan(recipe, data, findings.best, subject.name)
+
+
 def test_a_calibration_is_for_as_many_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("app.planner.calibration._FOLDER", tmp_path)
     rates = {"matmul_flops": 1e9, "memory_bandwidth": 1e9, "launch_s": 1e-6, "link_bandwidth": 1e9}
