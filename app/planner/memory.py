@@ -39,7 +39,7 @@ class MemoryEstimate:
     """The optimizer's numbers and the 32-bit copy of the parameters."""
     activations: float
     buffers: float
-    """Buckets of collectives, gathered parameters, and what passes through memory with offload."""
+    """Buckets of collectives, gathered parameters, copies of gradients, and what passes through memory with offload."""
     context: float
     host: float = 0.0
     """Bytes in the node's memory that offload takes for this rank; not part of ``total``."""
@@ -82,12 +82,13 @@ def memory(
     if plan.offload_param != "none":
         host += parameters if plan.offload_param == "cpu" else _parts_in_use(profile, plan, stage)
         parameters = 0.0
+    stepping = 0.0 if plan.offload != "none" else stack.step_bytes(profile, plan, padded)
     return MemoryEstimate(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
-        buffers=stack.buffers(profile, plan, stage, elements),
+        buffers=stack.buffers(profile, plan, stage, elements) + max(0.0, stepping - gradients - activations),
         context=_process_bytes(process, plan),
         host=host,
     )

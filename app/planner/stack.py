@@ -116,6 +116,18 @@ class Stack:
         adds_up = plan.accumulation > 1 or plan.pipeline > 1 or plan.zero_stage == 0
         return 4 if adds_up else profile.element_bytes
 
+    def step_bytes(self, profile: ModelProfile, plan: ParallelPlan, elements: float) -> float:
+        """Return the bytes of gradients while the optimizer steps. By then, activations and others' parts are freed.
+
+        DeepSpeed's ZeRO 1 and 2 flatten the rank's part, and copy it in 32 bits unless it has them, before they free it
+        (``deepspeed/runtime/zero/stage_1_and_2.py``, ``step``). Sums in 32 bits of gradients in 16 are flat already.
+        torch's profiler counts the same allocations on a CPU.
+        """
+        kept = self.gradient_bytes(profile, plan)
+        if plan.zero_stage not in (1, 2) or kept != profile.element_bytes:
+            return 0.0
+        return elements / plan.data * (2 * kept + (4 if kept < 4 else 0))
+
     def loss_bytes(self, profile: ModelProfile, plan: ParallelPlan) -> float:
         """Return the bytes of one sample's logits that are alive while the loss goes back, beside autograd's.
 

@@ -45,8 +45,11 @@ _CAUSES = """Why goals were missed, and what was looked at:
 - Scaled by one run: the first run of a source is not typical of it, and it scales all others. The first of
   megatron-h100 is its smallest model.
 - Memory too low: one row, 196 B of bigscience with micro-batch 2, which took 65 GB. The same plan with micro-batch 4
-  took 56 GB, which no allocation explains. The next, 182 B with 96 heads, took 59 GB and is predicted 6 % lower. With
+  took 56 GB, which no allocation explains. The log has the same plan for 194 B: 45 GB with micro-batch 2, 56 GB with 4.
+  For 196 B, 46 and 58 GB are predicted. The next, 182 B with 96 heads, took 59 GB and is predicted 6 % lower. With
   128 heads it took 54 GB. No other row is more than 5 % too low.
+- Memory of one copy of the model, mended: it was 15 to 21 % too low in the log's first tables. When the optimizer
+  steps, DeepSpeed has a rank's part of the gradients up to three times.
 - Memory of published runs, mended: rows with many parameters a rank were up to 31 % too high, because their gradients
   had 16 bits. What was missing then did not grow with the model: NCCL's buffers. The largest gradient that is about to
   be added to others, DeepSpeed's bucket and the gradients of logits were missing, too.

@@ -6,7 +6,7 @@ from app.config.plan_rules import Setting
 from app.planner.cluster import cluster_of
 from app.planner.search import Findings, Problem, search
 from benchmarks.markdown import table
-from benchmarks.planning.published import LATER_TABLE, PublishedRun, published_runs
+from benchmarks.planning.published import EARLIER_TABLE, LATER_TABLE, PublishedRun, published_runs
 from benchmarks.planning.transformer import TransformerShape, transformer_profile
 
 _MARGINS = (0.0, 0.04, 0.08, 0.3)
@@ -66,7 +66,7 @@ def safety_section() -> str:
 
 
 def _measured() -> list[PublishedRun]:
-    return [*published_runs(), *published_runs(LATER_TABLE)]
+    return [*published_runs(), *published_runs(LATER_TABLE), *published_runs(EARLIER_TABLE)]
 
 
 def _slower(problem: Problem, found: Findings, margin: float) -> str:

@@ -71,6 +71,9 @@ class Megatron(Framework):
         beside = profile.element_bytes if self.is_deepspeed else 0
         return beside + 4 if profile.precision == "bf16" else profile.element_bytes
 
+    def step_bytes(self, profile: ModelProfile, plan: ParallelPlan, elements: float) -> float:
+        return super().step_bytes(profile, plan, elements) if self.is_deepspeed else 0.0
+
     def loss_bytes(self, profile: ModelProfile, plan: ParallelPlan) -> float:  # noqa: ARG002
         """Return 0: it overwrites its softmax (``core/tensor_parallel/cross_entropy.py``)."""
         return 0.0
@@ -103,6 +106,9 @@ class Fsdp(Framework):
         """Return the bytes of a rank's part, which it keeps in 32 bits."""
         part = elements / plan.data
         return part * 4, part * 4, part * 4 * optimizer_numbers
+
+    def step_bytes(self, profile: ModelProfile, plan: ParallelPlan, elements: float) -> float:  # noqa: ARG002
+        return 0.0
 
     def loss_bytes(self, profile: ModelProfile, plan: ParallelPlan) -> float:  # noqa: ARG002
         return profile.output_bytes * 2 * 4 / profile.element_bytes

@@ -7,7 +7,7 @@ import pytest
 
 from app.planner.validation import validation_of
 from benchmarks.planning.accuracy import accuracy_goals, held_out, memory_errors, time_errors
-from benchmarks.planning.published import LATER_TABLE, published_runs
+from benchmarks.planning.published import EARLIER_TABLE, LATER_TABLE, published_runs
 
 
 def test_every_published_run_names_its_source_and_split() -> None:
@@ -35,6 +35,14 @@ def test_runs_that_nothing_was_fitted_on_are_predicted_too() -> None:
     assert median(used.all) < 0.03
     assert min(used.by_source["bigscience"]) > -0.05
     assert median(times.all) < 0.05
+
+
+def test_memory_of_few_copies_is_not_far_too_low() -> None:
+    runs = published_runs(EARLIER_TABLE)
+    assert len(runs) == 29
+    used = memory_errors(runs)
+    assert median(used.all) < 0.04
+    assert min(used.by_source["bigscience"]) > -0.11
 
 
 def test_goals_on_published_runs_that_were_reached_stay_reached() -> None:

@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 from app.cli.main import app
 from app.config import TrainConfig, load_recipe
 from app.config.layout import lay_out
-from app.config.plan import PlanConfig, ZeroPlusPlusConfig
+from app.config.plan import PlanConfig, Precision, ZeroPlusPlusConfig
 from app.config.plan_rules import Setting
 from app.models.factory import blueprint_of
 from app.models.gpt import GPT
 from app.planner.calibration import Calibration, machine_name, read_calibration
 from app.planner.cluster import Cluster, Link, catalogue_name, cluster_of, this_machine
 from app.planner.measure import measure
+from app.planner.memory import ProcessMemory, memory
 from app.planner.plan import ParallelPlan, parallel_plan
 from app.planner.profile import ModelProfile
 from app.planner.search import Findings, Problem, fewest_devices, price_plan, search
@@ -322,6 +323,28 @@ def test_gradients_travel_in_the_type_that_the_plan_says() -> None:
     plain = ParallelPlan(tensor=1, pipeline=1, data=2, micro_batch=1, accumulation=1, zero_stage=1)
     reduced, gathered = traffic(profile, replace(plain, gradient_bytes=4), RAYLOOM, profile.layers)
     assert reduced.bytes == 2 * gathered.bytes  # parameters travel in bf16
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "accumulation", "bytes_each"),
+    [
+        ("fp16", 1, 1, 2 + 12 + 2 + 2 + 4),
+        ("bf16", 1, 1, 2 + 12 + 2 + 2 + 4),
+        ("bf16", 1, 2, 2 + 12 + 4),
+        ("bf16", 2, 2, 2 + 12 + 4),
+        ("bf16", 2, 1, 2 + 12 + 2 + 2 + 4),
+        ("fp32", 1, 1, 4 + 12 + 4 + 4),
+    ],
+)
+def test_copies_of_gradients_count_where_one_rank_steps_the_whole_model(
+    precision: Precision, stage: int, accumulation: int, bytes_each: int
+) -> None:
+    profile = transformer_profile("wide", TransformerShape(1, 8192, 8, 64, 8, 32768, 8, precision=precision))
+    plan = ParallelPlan(1, 1, data=1, micro_batch=1, accumulation=accumulation, zero_stage=stage)
+    process = ProcessMemory(context=0.0, group=0.0)
+    found = memory(profile, plan, RAYLOOM, (profile.layers,), process=process)
+    buffers = RAYLOOM.buffers(profile, plan, profile.layers, profile.parameters)
+    assert found.total - buffers == pytest.approx(profile.parameters * bytes_each, rel=0.01)
 
 
 def test_powersgd_reduces_as_many_numbers_as_torch_says() -> None:
