@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib import request
 
 import numpy as np
 import openvino
@@ -33,6 +34,7 @@ from app.runs import Run, execute
 from tests.generating import END_ID, LENGTH, TEXTS, copy_instead_of_export, make_language_model
 from tests.helpers import ROOT, train_alone
 from tests.importing import imported
+from tests.proxies import listening
 from tests.signal_stack import signal_stack
 from tests.wording import refused
 
@@ -159,6 +161,15 @@ def test_each_architecture_gives_the_logits_of_transformers(kind: str, tmp_path:
         with torch.no_grad():
             expected = model(input_ids=torch.tensor(tokens)).logits.numpy()
         assert np.abs(exported.logits(tokens) - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
+
+
+def test_nothing_is_told_to_others(language_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO's converter would send usage data."""
+    monkeypatch.setattr(request, "_opener", None)  # it keeps the proxies of an earlier request
+    with listening(403) as proxy:
+        monkeypatch.setenv("https_proxy", proxy.url)
+        export_model(load_causal_lm(language_model), tmp_path)
+        assert proxy.lines == []
 
 
 def matrices_in(graph: openvino.Model) -> list[openvino.op.Constant]:
