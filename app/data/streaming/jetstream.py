@@ -20,7 +20,7 @@ from app.data.streaming.messages import Message, Offsets, require_retained
 from app.errors import BrokerUnreachableError, DataError
 
 _CONNECT_TIMEOUT_S, _CLOSE_TIMEOUT_S = 5, 2.0
-_MAX_ATTEMPTS = 2
+_MAX_ATTEMPTS, _RETRY_S = 2, 1
 _INACTIVE_S = 60.0
 """Time after which the server drops the consumer of a process that was killed."""
 Answer = TypeVar("Answer")
@@ -93,7 +93,7 @@ class JetStreamReader:
                 # A reader whose connection breaks is replaced: its consumer may be gone, too.
                 allow_reconnect=False,
                 max_reconnect_attempts=_MAX_ATTEMPTS,
-                reconnect_time_wait=1,
+                reconnect_time_wait=_RETRY_S,
                 **_credentials(),
             )
         except (nats.errors.Error, OSError, TimeoutError) as error:

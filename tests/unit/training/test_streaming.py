@@ -42,6 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 @pytest.fixture(autouse=True)
 def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.data.streaming.collector._POLL_S", 0.3)
+    monkeypatch.setattr("app.data.streaming.jetstream._RETRY_S", 0.05)
 
 
 class Clock:
