@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
 from app.cli.main import app
@@ -20,9 +20,15 @@ from tests.wording import refused
 DIGITS, REVIEWS, STDLIB = (ROOT / f"recipes/{name}.yaml" for name in ("digits", "reviews", "stdlib_gpt"))
 
 
+@pytest.fixture(scope="module")
+def schema() -> Draft202012Validator:
+    Draft202012Validator.check_schema(Recipe.model_json_schema())
+    return Draft202012Validator(Recipe.model_json_schema())
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/*.yaml")), ids=lambda path: path.stem)
-def test_recipes_load_and_fit_the_schema(path: Path) -> None:
-    jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), Recipe.model_json_schema())
+def test_recipes_load_and_fit_the_schema(path: Path, schema: Draft202012Validator) -> None:
+    schema.validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     assert load_recipe(path).name == path.stem
 
 
