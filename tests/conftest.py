@@ -1,11 +1,12 @@
 """Shared by every test: folders decide the kind of a test, and storage and cache are never the user's."""
 
+import gc
 import os
 import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,17 @@ def pytest_testnodedown(node: "WorkerController", error: object) -> None:
         status = node.gateway._io.wait()
         memory = psutil.virtual_memory()
         print(f"\n{node.gateway.id} ended with status {status}; {memory.available >> 20} MiB are available", flush=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while modules are imported, and leave what they define out of every later collection."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
