@@ -22,7 +22,7 @@ _FILE = Path(__file__).with_suffix(".json")
 _ROOT = _FILE.parents[1]
 _OF_THIS_RUN = {
     re.escape(str(_ROOT)): "ROOT",  # first: a checkout may lie in the folder for temporary files
-    rf"({gettempdir()}|/dev/shm)/(pytest-of-\w+/pytest-\d+/(popen-gw\d+/)?)?[\w-]+": "TMP",
+    rf"({gettempdir()}|/dev/shm)/((pytest-of-\w+/pytest-\d+|rayloom-tests-\w+)/(popen-gw\d+/)?)?[\w-]+": "TMP",
     r"(127\.0\.0\.1|localhost|\[::1\]):\d{4,5}": r"\1:PORT",
     r"-[0-9a-f]{8}\b": "",  # of a job or a bucket
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d": "TIME",
