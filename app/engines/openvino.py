@@ -69,7 +69,7 @@ class OpenVinoEngine(PooledEngine["_Stream"]):
         require_finite(inputs, "OpenVINO")
         results = member.run(inputs)
         if self._tells_faults and results[FAULT].any():
-            raise EngineError("an index is out of range: give indices in range").of("index.range")
+            raise EngineError("an index is out of range: give indices in range, or a shorter input").of("index.range")
         return {spec.name: results[spec.name] for spec in self.signature.outputs}
 
 
@@ -189,7 +189,7 @@ def _compile(
         return core.compile_model(read_guarded(core, path), _DEVICE, properties)
     cpu = [str(core.get_property(_DEVICE, name)) for name in ("FULL_DEVICE_NAME", "OPTIMIZATION_CAPABILITIES")]
     content = settings.sha256 or sha256_of_file(path)
-    kept = CacheFile.of(settings.cache, "openvino, indices 2", openvino.__version__, *cpu, str(properties), content)
+    kept = CacheFile.of(settings.cache, "openvino, indices 3", openvino.__version__, *cpu, str(properties), content)
     if (compiled := kept.read()) is not None:
         with suppress(RuntimeError):  # written by another build of the same version
             return core.import_model(compiled, _DEVICE, properties)

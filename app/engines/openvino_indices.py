@@ -15,12 +15,14 @@ FAULT = "rayloom.index_fault"
 
 _GATHERING = ("Gather", "GatherElements", "GatherND")
 _SHAPE_ONLY = ("Convert", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+_SOURCES = ("Parameter", "Range")
+"""Operators whose results may be bad indices: inputs, and the positions of an input that may be too long."""
 _WITHOUT_VALUES = ("Constant", "ShapeOf")
 """Operators whose results do not depend on the values of inputs."""
 
 
 def read_guarded(core: openvino.Core, path: Path) -> openvino.Model:
-    """Read an ONNX file, and add the output ``FAULT`` if the file computes indices from its inputs."""
+    """Read an ONNX file, and add the output ``FAULT`` if the file computes indices from its inputs or their sizes."""
     model = core.read_model(path)
     faults = list(_faults(model))
     if faults:
@@ -39,7 +41,7 @@ def _faults(model: openvino.Model) -> Iterator[openvino.Node]:
         kind, inputs = node.get_type_name(), node.input_values()
         if kind in _WITHOUT_VALUES:
             continue
-        if kind == "Parameter" or any(value.get_node().get_name() in dependent for value in inputs):
+        if kind in _SOURCES or any(value.get_node().get_name() in dependent for value in inputs):
             dependent.add(node.get_name())
         if kind in _GATHERING and inputs[1].get_node().get_name() in dependent and not _is_limited(node):
             yield _fault(node)

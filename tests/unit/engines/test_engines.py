@@ -376,6 +376,30 @@ def test_openvino_refuses_an_index_out_of_range(way: str, cached: bool, tmp_path
             answer(index)
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_openvino_refuses_a_length_beyond_the_table_of_positions(cached: bool, tmp_path: Path) -> None:
+    """OpenVINO itself would add zeros where there are no positions."""
+    nodes = [
+        helper.make_node("Gather", ["table", "given"], ["words"]),
+        helper.make_node("Shape", ["given"], ["sizes"]),
+        helper.make_node("Gather", ["sizes", "second"], ["length"]),
+        helper.make_node("Range", ["first", "length", "second"], ["range"]),
+        helper.make_node("Gather", ["table", "range"], ["positions"]),
+        helper.make_node("Add", ["words", "positions"], ["answer"]),
+    ]
+    constants = {"table": TABLE, "first": np.array(0), "second": np.array(1)}
+    path, sizes = tmp_path / "m.onnx", ("rows", "length")
+    save_onnx(path, nodes, constants, sizes, answered=(*sizes, 2), dtype=TensorProto.INT64)
+    settings = EngineSettings(cache=tmp_path / "cache" if cached else None)
+    if cached:
+        open_engine("openvino", path, settings).close()
+    engine = open_engine("openvino", path, settings)
+    for _ in range(2):
+        assert (engine.infer({"given": np.zeros((2, 6), np.int64)})["answer"] == TABLE[0] + TABLE).all()
+        with refused("index.range"):
+            engine.infer({"given": np.zeros((1, 7), np.int64)})
+
+
 def reshaping(path: Path) -> Path:
     """Write a model that fails unless it is given a multiple of four numbers."""
     nodes = [
