@@ -89,6 +89,10 @@ class Pipeline:
             "ENABLE_CPU_PINNING": False,
             "prompt_lookup": self._lookup is not None,
         }
+        if settings.threads == 1:
+            # With a stream of one thread, OpenVINO 2026.4 loses errors: it returns an earlier step's outputs. Without a
+            # stream, it computes on this thread alone.
+            properties["NUM_STREAMS"] = 0
         self._num_blocks = scheduler.num_kv_blocks
         self._pipeline = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)
         self._waiting: dict[int, _Waiting] = {}  # in the order of their arrival

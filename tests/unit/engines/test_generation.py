@@ -5,6 +5,7 @@ import asyncio
 import gc
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import openvino as ov
 import pytest
+from openvino import opset13
 
 from app.engines.generation import trial
 from app.engines.generation.base import (
@@ -161,6 +165,30 @@ def test_requests_that_kill_the_process_are_refused_and_no_other(exported: Path)
             await engine.check()
 
     asyncio.run(poison())
+
+
+def test_a_step_that_the_graph_cannot_compute_is_an_error(exported: Path, tmp_path: Path) -> None:
+    """With one thread, OpenVINO itself would give the prompt the tokens of an earlier step."""
+    limited = shutil.copytree(exported, tmp_path / "limited")
+    model = ov.Core().read_model(exported / "openvino_model.xml")
+    tokens = model.input("input_ids").get_node()
+    readers = tokens.output(0).get_target_inputs()
+    flat = opset13.reshape(tokens, opset13.constant(np.array([-1])), False)
+    # Adding a row of 64 zeros, cut to the number of tokens, fails for more of them.
+    start, step, row = (opset13.constant(np.array(numbers)) for numbers in ([0], [1], [0] * 64))
+    same = opset13.add(flat, opset13.slice(row, start, opset13.shape_of(flat), step))
+    for reader in readers:
+        reader.replace_source_output(opset13.reshape(same, opset13.shape_of(tokens), False).output(0))
+    ov.save_model(model, limited / "openvino_model.xml", compress_to_fp16=False)
+
+    async def scenario() -> None:
+        async with opened("openvino_genai", limited, threads=1) as engine:
+            expected = await ask(engine, PROMPTS[0], Sampling(4))
+            with pytest.raises(RefusedError, match="ended the engine's process 2 times"):
+                await ask(engine, PROMPTS[0] * 3, Sampling(4))
+            assert await ask(engine, PROMPTS[0], Sampling(4)) == expected
+
+    asyncio.run(scenario())
 
 
 def test_the_event_loop_never_waits(exported: Path) -> None:
