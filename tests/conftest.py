@@ -7,7 +7,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,6 @@ __all__ = ["pytest_runtest_setup", "pytest_runtest_teardown"]
 pytest_plugins = ["tests.wording"]
 _MEMORY = Path("/dev/shm")
 _MIN_FREE_BYTES = 8 * 2**30
-_FOLDER = _MEMORY if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _MIN_FREE_BYTES else None
-"""Where tests write. Storage and studies wait for a disk at each change, and the tests write less than 2 GiB."""
 _PACKAGES = {"browser": ("chromium", "chromium-driver"), "postgres": ("postgresql",)}
 """The Debian packages that fixtures need. A test that uses such a fixture needs its packages."""
 
@@ -45,11 +44,24 @@ if TYPE_CHECKING:
     from tests.s3 import S3Server
 
 
+@cache
+def _folder() -> Path | None:
+    """Return where tests write, or None for the usual folder.
+
+    Storage and studies wait for a disk at each change. The tests write less than 2 GiB.
+    """
+    with suppress(OSError):  # before Linux 6.6, memory has no direct I/O, which parameters on a disk need
+        os.close(os.open(_MEMORY, os.O_TMPFILE | os.O_DIRECT | os.O_RDWR))
+        if shutil.disk_usage(_MEMORY).free > _MIN_FREE_BYTES:
+            return _MEMORY
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # pytest reads the option in the same hook
 def pytest_configure(config: pytest.Config) -> None:
     """Have tests write into memory if it has room. ``pytest --basetemp=FOLDER`` keeps the files."""
-    if _FOLDER and not config.option.basetemp:
-        config.option.basetemp = tempfile.mkdtemp(prefix="rayloom-tests-", dir=_FOLDER)
+    if _folder() and not config.option.basetemp:
+        config.option.basetemp = tempfile.mkdtemp(prefix="rayloom-tests-", dir=_folder())
         config.add_cleanup(partial(shutil.rmtree, config.option.basetemp, ignore_errors=True))
 
 
@@ -217,7 +229,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 @pytest.fixture(scope="session")
 def home() -> Iterator[Path]:
     """A short folder for the state of a cluster of our own."""
-    folder = Path(tempfile.mkdtemp(prefix="rayloom-test-", dir=_FOLDER))
+    folder = Path(tempfile.mkdtemp(prefix="rayloom-test-", dir=_folder()))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
