@@ -63,7 +63,6 @@ demo: $(INSTALLED)
 	@echo
 	@$(BIN)/rayloom predict reviews "这本书很好，内容生动，值得一读" "质量太差，用了一天就坏了"
 
-# The unit tests run separately. Otherwise the cluster and the imports of the other tests would stay in memory beside them.
 # One process for each of two cores. Tests that share an expensive fixture run in the same process: see tests/conftest.py.
 # Ray's workers are forked from a process that has imported the slow modules: see tests/workers.
 # If a test process dies, the run ends and names its test. When pytest-xdist 3.8 replaces the process, it hangs or fails
@@ -72,9 +71,7 @@ PYTEST_ON_2_CORES := RAYLOOM_TEST_FORKED_WORKERS=1 $(BIN)/python -m pytest --num
 SLOW := slow and not faults and not gpu
 
 test: $(INSTALLED_DEV)
-	@status=0; for tests in "tests/cluster tests/e2e tests/integration" tests/unit; do \
-		$(PYTEST_ON_2_CORES) -m "not slow" $$tests || status=1; \
-	done; exit $$status
+	@$(PYTEST_ON_2_CORES) -m "not slow" tests/cluster tests/e2e tests/integration tests/unit
 
 # The machines of tests/cluster are namespaces on the same cores, and their times are limited: one test at a time.
 test-slow: $(INSTALLED_DEV) $(INSTALLED_BENCH)

@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests share the cores; torch re
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise torch starts processes that import torch
 from tests.debian import pytest_runtest_setup, pytest_runtest_teardown
 from tests.helpers import CLUSTER, ROOT, local_cluster
+from tests.jobs import drivers
 from tests.launch import Cluster, Launch, Trained
 from tests.receiver import HttpReceiver
 from tests.signal_stack import signal_stack
@@ -36,6 +37,9 @@ _MEMORY = Path("/dev/shm")
 _MIN_FREE_BYTES = 8 * 2**30
 _PACKAGES = {"browser": ("chromium", "chromium-driver"), "postgres": ("postgresql",)}
 """The Debian packages that fixtures need. A test that uses such a fixture needs its packages."""
+
+_running = ExitStack()
+"""What ends with the cluster: see ``cluster``."""
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
@@ -131,19 +135,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test by its folder: 'pytest -m integration'.
 
     With several test processes, all tests of the cluster run in the same one, and so do the tests of one file. The
-    cluster's group takes longest, so it starts first. Unit tests are short, so they start last.
+    cluster's group takes longest, so it starts first. Unit tests are short, so they start last, and fill the time of
+    the process that has no more of the other tests.
     """
     for item in items:
         for fixture in _PACKAGES.keys() & getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.debian(*_PACKAGES[fixture]))
         item.add_marker(item.path.relative_to(ROOT / "tests").parts[0])
         if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(CLUSTER if _needs_cluster(item) else item.path.stem))
+            needs_cluster = CLUSTER in getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group(CLUSTER if needs_cluster else item.path.stem))
     items.sort(key=lambda item: (not _needs_cluster(item), "unit" in item.keywords))
 
 
 def _needs_cluster(item: pytest.Item) -> bool:
-    return CLUSTER in getattr(item, "fixturenames", ())
+    group = item.get_closest_marker("xdist_group")
+    return group is not None and group.args == (CLUSTER,)
+
+
+@pytest.hookimpl(specname="pytest_runtest_teardown", wrapper=True)
+def _end_cluster(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Stop the cluster after its last test. Otherwise it would take memory from the unit tests."""
+    result = yield
+    if _needs_cluster(item) and not (nextitem and _needs_cluster(nextitem)):
+        _running.close()
+    return result
 
 
 @pytest.fixture(autouse=True)
@@ -242,8 +258,9 @@ def cluster(home: Path) -> Iterator[dict[str, str]]:
     measure how fast workers restart, get workers as Ray starts them.
     """
     forked = "RAYLOOM_TEST_FORKED_WORKERS" in os.environ
-    with local_cluster(home, **(forked_workers(home) if forked else {})) as environment:
-        yield environment
+    with _running:
+        _running.callback(drivers.cache_clear)
+        yield _running.enter_context(local_cluster(home, **(forked_workers(home) if forked else {})))
 
 
 @pytest.fixture

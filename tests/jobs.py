@@ -47,13 +47,16 @@ def delete_endpoint() -> None:
 
 def _driven(cluster: dict[str, str], module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a module in a fork with the environment of a submitted job."""
-    drivers, environment = _drivers(cluster["RAYLOOM_HOME"])
-    return drivers.run(Command(module, list(arguments), environment), timeout_s=500)
+    forks, environment = drivers(cluster["RAYLOOM_HOME"])
+    return forks.run(Command(module, list(arguments), environment), timeout_s=500)
 
 
 @cache
-def _drivers(home: str) -> tuple[Forks, dict[str, str]]:
-    """Return the fork server for all jobs of a cluster, and the environment of these jobs."""
+def drivers(home: str) -> tuple[Forks, dict[str, str]]:
+    """Return the fork server for all jobs of a cluster, and the environment of these jobs.
+
+    The server ends when nothing refers to it any more.
+    """
     (monitor,) = Cluster({"RAYLOOM_HOME": home}).processes("log_monitor.py")
     (address,) = (word.removeprefix(_GCS) for word in monitor.cmdline() if word.startswith(_GCS))
     environment = monitor.environ() | {"RAY_ADDRESS": address}

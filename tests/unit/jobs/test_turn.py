@@ -66,83 +66,83 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster()
+def fake(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    fake = Cluster()
     monkeypatch.setattr(Store, "texts", {})
     monkeypatch.setattr(_turn, "Store", Store)
     monkeypatch.setattr(_turn, "may_grow", lambda: False)
-    monkeypatch.setattr(_turn, "driver_id", cluster.driver_id)
-    monkeypatch.setattr(_turn, "living_drivers", cluster.living_drivers)
-    monkeypatch.setattr(time, "monotonic", lambda: cluster.now)
-    monkeypatch.setattr(time, "sleep", cluster.sleep)
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": sum(cluster.nodes)})
-    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": sum(cluster.nodes)})
-    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": cpus}} for cpus in cluster.nodes])
+    monkeypatch.setattr(_turn, "driver_id", fake.driver_id)
+    monkeypatch.setattr(_turn, "living_drivers", fake.living_drivers)
+    monkeypatch.setattr(time, "monotonic", lambda: fake.now)
+    monkeypatch.setattr(time, "sleep", fake.sleep)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": sum(fake.nodes)})
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": sum(fake.nodes)})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": cpus}} for cpus in fake.nodes])
     monkeypatch.setenv(_metadata_internals._VARIABLE, '{"metadata": {"job_submission_id": "train-1"}}')
-    return cluster
+    return fake
 
 
-def test_a_job_that_is_alone_starts_without_a_question(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    with cluster.job():
+def test_a_job_that_is_alone_starts_without_a_question(fake: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake.job():
         pass
-    with cluster.job():  # a second process of the same job
+    with fake.job():  # a second process of the same job
         pass
-    assert (cluster.sleeps, cluster.num_questions, capsys.readouterr().out) == ([], 0, "")
+    assert (fake.sleeps, fake.num_questions, capsys.readouterr().out) == ([], 0, "")
 
 
-def test_a_second_process_of_a_job_waits_for_the_first(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    first = cluster.job()
+def test_a_second_process_of_a_job_waits_for_the_first(fake: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    first = fake.job()
     first.__enter__()
-    cluster.during_sleep = lambda: len(cluster.sleeps) == 2 and first.__exit__(None, None, None)
-    with cluster.job():
+    fake.during_sleep = lambda: len(fake.sleeps) == 2 and first.__exit__(None, None, None)
+    with fake.job():
         lines = capsys.readouterr().out.splitlines()
         place = Place.of_line(lines[0])
         assert place is not None
         assert (place.place, place.behind, lines[1:]) == (1, ["train-1"], [STARTED])
-    assert cluster.sleeps == [1.0, 1.0]
+    assert fake.sleeps == [1.0, 1.0]
 
 
-def test_a_job_that_no_node_is_large_enough_for_holds_nothing(cluster: Cluster) -> None:
-    cluster.nodes = [2.0, 2.0]
-    waits_in_ray = cluster.job(3.0, each=3.0)
+def test_a_job_that_no_node_is_large_enough_for_holds_nothing(fake: Cluster) -> None:
+    fake.nodes = [2.0, 2.0]
+    waits_in_ray = fake.job(3.0, each=3.0)
     waits_in_ray.__enter__()
-    with cluster.job(4.0, each=2.0):
-        assert cluster.sleeps == []
+    with fake.job(4.0, each=2.0):
+        assert fake.sleeps == []
     waits_in_ray.__exit__(None, None, None)
 
 
-def test_a_killed_process_is_not_waited_for_although_another_of_its_job_lives(cluster: Cluster) -> None:
-    killed = cluster.job()
+def test_a_killed_process_is_not_waited_for_although_another_of_its_job_lives(fake: Cluster) -> None:
+    killed = fake.job()
     driver = killed.__enter__()
-    cluster.living = {cluster.driver_id()} - {driver}
-    with cluster.job():
-        assert cluster.sleeps == []
+    fake.living = {fake.driver_id()} - {driver}
+    with fake.job():
+        assert fake.sleeps == []
         assert len([key for key in Store.texts if key.startswith("jobs/")]) == 1
 
 
 def test_a_job_starts_with_a_warning_if_nobody_says_who_lives(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    fake: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = cluster.job()
+    first = fake.job()
     first.__enter__()
-    cluster.living = None
-    with cluster.job():
-        assert sum(cluster.sleeps) == 60.0
+    fake.living = None
+    with fake.job():
+        assert sum(fake.sleeps) == 60.0
     assert "Ray does not say which other jobs still run: this job starts" in "".join(capsys.readouterr())
     first.__exit__(None, None, None)
 
 
-def test_while_nobody_says_who_lives_a_job_sees_that_another_has_left(cluster: Cluster) -> None:
-    first = cluster.job()
+def test_while_nobody_says_who_lives_a_job_sees_that_another_has_left(fake: Cluster) -> None:
+    first = fake.job()
     first.__enter__()
-    cluster.living = None
-    cluster.during_sleep = lambda: len(cluster.sleeps) == 3 and first.__exit__(None, None, None)
-    with cluster.job():
-        assert len(cluster.sleeps) == 3
+    fake.living = None
+    fake.during_sleep = lambda: len(fake.sleeps) == 3 and first.__exit__(None, None, None)
+    with fake.job():
+        assert len(fake.sleeps) == 3
 
 
-def test_jobs_far_behind_look_and_ask_less_often(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    with cluster.job():
+def test_jobs_far_behind_look_and_ask_less_often(fake: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake.job():
         pass
     before = [
         Queued(
@@ -153,21 +153,21 @@ def test_jobs_far_behind_look_and_ask_less_often(cluster: Cluster, monkeypatch: 
     ]  # fmt: skip
     for job in before:
         Store().put(f"jobs/{job.ticket}", job.model_dump_json())
-    assert cluster.living is not None
-    cluster.living.add("living")
+    assert fake.living is not None
+    fake.living.add("living")
 
     def leave() -> None:
-        if cluster.now > 1100.0:
-            cluster.living = {cluster.driver_id()}
+        if fake.now > 1100.0:
+            fake.living = {fake.driver_id()}
 
-    cluster.during_sleep = leave
-    with cluster.job():
-        assert set(cluster.sleeps) == {10.0}
-        assert cluster.now <= 1130.0, "the last job finds out, too, that all before it were killed"
-        assert cluster.num_questions <= 5
+    fake.during_sleep = leave
+    with fake.job():
+        assert set(fake.sleeps) == {10.0}
+        assert fake.now <= 1130.0, "the last job finds out, too, that all before it were killed"
+        assert fake.num_questions <= 5
 
 
-def test_what_another_release_or_program_has_left_in_the_store_holds_up_nobody(cluster: Cluster) -> None:
+def test_what_another_release_or_program_has_left_in_the_store_holds_up_nobody(fake: Cluster) -> None:
     left = Queued(
         ticket="t", job="j", driver="living", user="anna", priority="high", demand={"CPU": 2.0}, since=0.0
     ).model_dump_json()  # fmt: skip
@@ -178,8 +178,8 @@ def test_what_another_release_or_program_has_left_in_the_store_holds_up_nobody(c
             "turns/anna": "never", "turns/bob": "",
         }
     )  # fmt: skip
-    with cluster.job():
-        assert cluster.sleeps == []
+    with fake.job():
+        assert fake.sleeps == []
         assert "starts/8" in Store.texts
 
 
