@@ -19,6 +19,16 @@ _RANGE = range(20_000, 30_000)
 _BLOCKS = [range(first, first + 100) for first in range(31_000, 32_700, 100)]
 
 
+def host_port(host: str, port: int) -> str:
+    """Return ``HOST:PORT``, as in URLs: an IPv6 host is in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of a socket that listens on a host."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def is_free(port: int) -> bool:
     """Return True if nothing listens on ``port``, on any interface."""
     with socket.socket() as probe:

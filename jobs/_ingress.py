@@ -10,6 +10,7 @@ from ray.serve.config import gRPCOptions
 
 from app.config import ServeConfig
 from app.errors import ClusterError
+from app.ports import family_of, host_port
 from app.serving.access import is_loopback
 from app.serving.transport.grpc import SERVICER
 from jobs._serve_internals import start_options
@@ -32,12 +33,12 @@ class Address:
     @property
     def http(self) -> str:
         """The URL for HTTP."""
-        return f"{self.scheme}://{self.host}:{self.port}"
+        return f"{self.scheme}://{host_port(self.host, self.port)}"
 
     @property
     def grpc(self) -> str:
         """The address for gRPC clients: HOST:PORT."""
-        return f"{self.host}:{self.grpc_port}"
+        return host_port(self.host, self.grpc_port)
 
 
 def require_address(config: ServeConfig) -> Address:
@@ -109,7 +110,7 @@ def _listens_on() -> Address | None:
 
 
 def _require_free(host: str, port: int, key: str) -> None:
-    with socket.socket() as probe:
+    with socket.socket(family_of(host)) as probe:
         # Otherwise a port whose connections were just closed would count as taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -13,10 +13,12 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from app.best_effort import warn
 from app.errors import ClusterError, first_line
-from app.ports import LOOPBACK
+from app.ports import LOOPBACK, host_port
 
 _ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
 _LAST_LINES = 20
+_ON_THIS_MACHINE = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104
+"""Where a listener on every interface answers."""
 _MAX_LISTED = 10_000
 """Entries that Ray's state API returns at most."""
 
@@ -80,7 +82,7 @@ class HttpAddress(BaseModel):
     @property
     def url(self) -> str:
         """The URL on this machine."""
-        return f"http://{LOOPBACK if self.host == '0.0.0.0' else self.host}:{self.port}"  # noqa: S104
+        return f"http://{host_port(_ON_THIS_MACHINE.get(self.host, self.host), self.port)}"
 
 
 class ServeDetails(BaseModel):

@@ -14,6 +14,7 @@ from upath import UPath
 from app.errors import ClusterError, RayloomError, StorageError, UnauthorizedError
 from app.pages.assets import page_headers
 from app.pages.page import REPORT_FILE, Page
+from app.ports import family_of, host_port
 from app.reports.catalog import RunSummary, compare_runs, find_run, list_runs
 from app.reports.report import page_of
 from app.reports.run_folder import RunFolder
@@ -139,21 +140,16 @@ def serve_ui(storage: UPath, host: str, port: int, token_file: Path | None) -> N
         token_file = ENDPOINT_TOKEN_FILE
         access = Access.by_token(make_token(token_file))
     try:
-        listener = socket.create_server((host, port), family=_family(host))
+        listener = socket.create_server((host, port), family=family_of(host))
     except OSError as error:
-        raise ClusterError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another --port").of(
-            "port.unusable", "--port"
-        ) from error
-    address = f"[{host}]" if ":" in host else host
-    print(f"runs and models of {storage} are at http://{address}:{listener.getsockname()[1]}/", flush=True)
+        raise ClusterError(
+            f"{host_port(host, port)} cannot be listened on ({error.strerror}): choose another --port"
+        ).of("port.unusable", "--port") from error
+    print(f"runs and models of {storage} are at http://{host_port(host, listener.getsockname()[1])}/", flush=True)
     if token_file:
         print(f"the page asks for the token in {token_file}", flush=True)
     config = uvicorn.Config(create_app(storage, access, host), log_level="warning", server_header=False)
     uvicorn.Server(config).run([listener])
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _check_token(request: Request, access: Access) -> None:

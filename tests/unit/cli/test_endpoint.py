@@ -58,6 +58,17 @@ def endpoint() -> Iterator[EndpointClient]:
     server.shutdown()
 
 
+@pytest.fixture
+def cluster(endpoint: EndpointClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterState:
+    """A cluster whose dashboard is the server."""
+    (tmp_path / "token").write_text("token", encoding="utf-8")
+    monkeypatch.setattr("app.cluster.state.TOKEN_FILE", tmp_path / "token")
+    own = int(endpoint.url.rpartition(":")[2])
+    return ClusterState(
+        id="mine", gcs_port=1, dashboard_port=own, serve_port=9, grpc_port=4, storage="/s", num_cpus=1, runtime=tmp_path
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "version", "is_held"),
     [
@@ -77,7 +88,7 @@ def test_a_version_that_a_request_would_load_is_served(
 )
 def test_a_version_is_looked_for_where_ray_serve_listens(
     endpoint: EndpointClient,
-    tmp_path: Path,
+    cluster: ClusterState,
     monkeypatch: pytest.MonkeyPatch,
     application: str | None,
     port: int | None,
@@ -86,15 +97,21 @@ def test_a_version_is_looked_for_where_ray_serve_listens(
     own = int(endpoint.url.rpartition(":")[2])
     serve = {"http_options": {"host": "0.0.0.0", "port": port or own}, "applications": {application: {}}}
     monkeypatch.setattr(Handler, "serve", serve if application else {"applications": {}})
-    (tmp_path / "token").write_text("token", encoding="utf-8")
-    monkeypatch.setattr("app.cluster.state.TOKEN_FILE", tmp_path / "token")
-    cluster = ClusterState(
-        id="mine", gcs_port=1, dashboard_port=own, serve_port=9, grpc_port=4, storage="/s", num_cpus=1, runtime=tmp_path
-    )
     with refused("endpoint.no_answer") if is_held is None else nullcontext():
         assert local_endpoint(cluster).holds("loaded", 1) is is_held
     ended = cluster.model_copy(update={"dashboard_port": 9})
     assert not local_endpoint(ended).holds("loaded", 1)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("0.0.0.0", "http://127.0.0.1:7"), ("::", "http://[::1]:7"), ("10.0.0.1", "http://10.0.0.1:7")],
+)
+def test_an_endpoint_is_asked_where_this_machine_reaches_it(
+    endpoint: EndpointClient, cluster: ClusterState, monkeypatch: pytest.MonkeyPatch, host: str, url: str
+) -> None:
+    monkeypatch.setattr(Handler, "serve", {"http_options": {"host": host, "port": 7}, "applications": {}})
+    assert local_endpoint(cluster).url == url
 
 
 def test_an_answer_that_breaks_off_does_not_ask_for_a_deployment(endpoint: EndpointClient) -> None:
