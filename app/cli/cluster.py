@@ -36,7 +36,7 @@ def up(
         _require_none_of_monitoring({"--notify": notify, "--retention": retention})
         with spinner("starting Ray"):
             cluster = local.start(dashboard_port, serve_port, grpc_port, num_cpus)
-        _describe(cluster, cluster.endpoint)
+        _describe(cluster, cluster.endpoint, cluster.grpc_endpoint)
         return
     # Both are checked before the cluster starts, so that an error leaves nothing to stop.
     receivers = receivers_of(notify)
@@ -48,7 +48,7 @@ def up(
     except BaseException:
         local.stop(cluster)
         raise
-    _describe(cluster, cluster.endpoint)
+    _describe(cluster, cluster.endpoint, cluster.grpc_endpoint)
 
 
 def _require_none_of_monitoring(options: Mapping[str, str | None]) -> None:
@@ -80,7 +80,7 @@ def status(
         print_json(_facts(cluster))
         return
     endpoint = local_endpoint(cluster)
-    _describe(cluster, endpoint.url)
+    _describe(cluster, endpoint.url, endpoint.grpc)
     _describe_supervisor(cluster)
     _describe_monitoring(cluster)
     _describe_ports(cluster, ports)
@@ -116,7 +116,7 @@ def _facts(cluster: ClusterState) -> dict[str, object]:
         "dashboard": cluster.dashboard,
         "token_file": str(TOKEN_FILE),
         "endpoint": endpoint.url,
-        "grpc": cluster.grpc_endpoint,
+        "grpc": endpoint.grpc,
         "storage": cluster.storage,
         "supervised": bool(cluster.supervisors()),
         "supervisor_log": str(SUPERVISOR_LOG),
@@ -127,10 +127,10 @@ def _facts(cluster: ClusterState) -> dict[str, object]:
     }
 
 
-def _describe(cluster: ClusterState, endpoint: str) -> None:
+def _describe(cluster: ClusterState, endpoint: str, grpc: str) -> None:
     print(f"dashboard  {cluster.dashboard}  (log in with the token in {TOKEN_FILE}, not that of 'ray get-auth-token')")
     print(f"endpoint   {endpoint}  (answers once a model is deployed; its API is at /docs)")
-    print(f"gRPC       {cluster.grpc_endpoint}")
+    print(f"gRPC       {grpc}")
     print(f"storage    {cluster.storage}")
     if cluster.monitoring:
         print(f"monitoring {cluster.monitoring.page}  (Prometheus is at {cluster.monitoring.prometheus_url})")

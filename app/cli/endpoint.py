@@ -36,6 +36,8 @@ class EndpointClient:
     token_file: Path | None
     may_serve: bool = False
     """Whether models may be deployed although the endpoint does not answer."""
+    grpc: str = ""
+    """HOST:PORT of the local endpoint for gRPC clients."""
 
     @property
     def _headers(self) -> dict[str, str]:
@@ -181,17 +183,20 @@ def named_endpoint(url: str, token_file: Path | None) -> EndpointClient:
 
 
 def local_endpoint(cluster: ClusterState, token_file: Path | None = None) -> EndpointClient:
-    """Return the local cluster's endpoint, with a token if it needs one. Ray Serve reports its address.
+    """Return the local cluster's endpoint, with a token if it needs one. Ray Serve reports its addresses.
 
     The token is in ``token_file``, else in ``$RAYLOOM_TOKEN_FILE``, else where jobs.deploy has made one.
     """
     serve = _serve_of(cluster)
-    url = serve.http_options.url if serve and serve.http_options else cluster.endpoint
+    url, grpc = cluster.endpoint, cluster.grpc_endpoint
+    if serve and (http := serve.http_options):
+        url = f"http://{http.with_port(http.port)}"
+        grpc = http.with_port(serve.grpc_options.port or cluster.grpc_port)
     may_serve = any(map(is_ours, serve.applications)) if serve else bool(cluster.processes())
     named = token_file or os.environ.get(TOKEN_FILE_VARIABLE)
     known = Path(named) if named else ENDPOINT_TOKEN_FILE if ENDPOINT_TOKEN_FILE.exists() else None
     # The file outlives the endpoint that asked for a token, so this one is asked whether it does.
-    return EndpointClient(url, known if known and _needs_token(url) else None, may_serve)
+    return EndpointClient(url, known if known and _needs_token(url) else None, may_serve, grpc)
 
 
 def _serve_of(cluster: ClusterState) -> ServeDetails | None:

@@ -79,10 +79,15 @@ class HttpAddress(BaseModel):
     host: str
     port: int
 
-    @property
-    def url(self) -> str:
-        """The URL on this machine."""
-        return f"http://{host_port(_ON_THIS_MACHINE.get(self.host, self.host), self.port)}"
+    def with_port(self, port: int) -> str:
+        """Return HOST:PORT, as this machine reaches a port of the same host."""
+        return host_port(_ON_THIS_MACHINE.get(self.host, self.host), port)
+
+
+class GrpcOptions(BaseModel):
+    """The port at which Ray Serve listens for gRPC; None if it was started without one."""
+
+    port: int | None = None
 
 
 class ServeDetails(BaseModel):
@@ -90,6 +95,7 @@ class ServeDetails(BaseModel):
 
     http_options: HttpAddress | None = None
     """None if Ray Serve does not run."""
+    grpc_options: GrpcOptions = GrpcOptions()
     applications: dict[str, Any] = {}
 
 

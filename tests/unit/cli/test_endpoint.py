@@ -95,7 +95,8 @@ def test_a_version_is_looked_for_where_ray_serve_listens(
     is_held: bool | None,
 ) -> None:
     own = int(endpoint.url.rpartition(":")[2])
-    serve = {"http_options": {"host": "0.0.0.0", "port": port or own}, "applications": {application: {}}}
+    options = {"http_options": {"host": "0.0.0.0", "port": port or own}, "grpc_options": {}}
+    serve = {**options, "applications": {application: {}}}
     monkeypatch.setattr(Handler, "serve", serve if application else {"applications": {}})
     with refused("endpoint.no_answer") if is_held is None else nullcontext():
         assert local_endpoint(cluster).holds("loaded", 1) is is_held
@@ -104,14 +105,16 @@ def test_a_version_is_looked_for_where_ray_serve_listens(
 
 
 @pytest.mark.parametrize(
-    ("host", "url"),
-    [("0.0.0.0", "http://127.0.0.1:7"), ("::", "http://[::1]:7"), ("10.0.0.1", "http://10.0.0.1:7")],
+    ("host", "shown"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("10.0.0.1", "10.0.0.1")],
 )
 def test_an_endpoint_is_asked_where_this_machine_reaches_it(
-    endpoint: EndpointClient, cluster: ClusterState, monkeypatch: pytest.MonkeyPatch, host: str, url: str
+    endpoint: EndpointClient, cluster: ClusterState, monkeypatch: pytest.MonkeyPatch, host: str, shown: str
 ) -> None:
-    monkeypatch.setattr(Handler, "serve", {"http_options": {"host": host, "port": 7}, "applications": {}})
-    assert local_endpoint(cluster).url == url
+    options = {"http_options": {"host": host, "port": 7}, "grpc_options": {"port": 8}}
+    monkeypatch.setattr(Handler, "serve", {**options, "applications": {}})
+    found = local_endpoint(cluster)
+    assert (found.url, found.grpc) == (f"http://{shown}:7", f"{shown}:8")
 
 
 def test_an_answer_that_breaks_off_does_not_ask_for_a_deployment(endpoint: EndpointClient) -> None:
