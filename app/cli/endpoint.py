@@ -34,8 +34,8 @@ class EndpointClient:
 
     url: str
     token_file: Path | None
-    may_serve: bool = False
-    """Whether models may be deployed although the endpoint does not answer."""
+    may_serve: bool = True
+    """Whether models may be deployed. Otherwise the endpoint is not asked for them."""
     grpc: str = ""
     """HOST:PORT of the local endpoint for gRPC clients."""
 
@@ -66,15 +66,12 @@ class EndpointClient:
 
     def _request(self, method: str, path: str, kind: TypeAdapter[Answer]) -> Answer | None:
         """Return the endpoint's answer; None if nothing is deployed."""
+        if not self.may_serve:
+            return None
         try:
             answer = httpx.request(method, f"{self.url}/{path}", headers=self._headers, timeout=5.0)
-            # Ray Serve returns 404 while no application runs.
-            if answer.status_code == httpx.codes.NOT_FOUND and not self.may_serve:
-                return None
             return kind.validate_json(answer.raise_for_status().content)
         except httpx.ConnectError as error:
-            if not self.may_serve:
-                return None
             raise ClusterError(
                 f"nothing answers at {self.url} ({first_line(error)}), although models may be deployed: ask again "
                 "in a minute; the endpoint's logs are in the Ray dashboard"
@@ -192,7 +189,7 @@ def local_endpoint(cluster: ClusterState, token_file: Path | None = None) -> End
     if serve and (http := serve.http_options):
         url = f"http://{http.with_port(http.port)}"
         grpc = http.with_port(serve.grpc_options.port or cluster.grpc_port)
-    may_serve = any(map(is_ours, serve.applications)) if serve else bool(cluster.processes())
+    may_serve = _has_models(serve) if serve else bool(cluster.processes())
     named = token_file or os.environ.get(TOKEN_FILE_VARIABLE)
     known = Path(named) if named else ENDPOINT_TOKEN_FILE if ENDPOINT_TOKEN_FILE.exists() else None
     # The file outlives the endpoint that asked for a token, so this one is asked whether it does.
@@ -205,6 +202,13 @@ def _serve_of(cluster: ClusterState) -> ServeDetails | None:
         return JobsApi.of(cluster.client_environment()).serve()
     except (ClusterError, httpx.HTTPError, ValidationError):
         return None
+
+
+def _has_models(serve: ServeDetails) -> bool:
+    """Return whether Ray Serve has been given models for the endpoint, loaded or not."""
+    ours = [application for name, application in serve.applications.items() if is_ours(name)]
+    configs = [config for application in ours for config in application.user_configs]
+    return any(config.get("models") or config.get("generators") for config in configs)
 
 
 def _needs_token(url: str) -> bool:

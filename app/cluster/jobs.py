@@ -90,13 +90,36 @@ class GrpcOptions(BaseModel):
     port: int | None = None
 
 
+class DeploymentConfig(BaseModel):
+    """The configuration that Ray Serve was given for a deployment."""
+
+    user_config: dict[str, Any] | None = None
+
+
+class Deployment(BaseModel):
+    """A deployment of an application."""
+
+    deployment_config: DeploymentConfig
+
+
+class Application(BaseModel):
+    """An application of Ray Serve."""
+
+    deployments: dict[str, Deployment]
+
+    @property
+    def user_configs(self) -> list[dict[str, Any]]:
+        """The ``user_config`` of each deployment."""
+        return [one.deployment_config.user_config or {} for one in self.deployments.values()]
+
+
 class ServeDetails(BaseModel):
     """The state of Ray Serve, as the cluster's API reports it."""
 
     http_options: HttpAddress | None = None
     """None if Ray Serve does not run."""
     grpc_options: GrpcOptions = GrpcOptions()
-    applications: dict[str, Any] = {}
+    applications: dict[str, Application] = {}
 
 
 Item = TypeVar("Item", bound=BaseModel)

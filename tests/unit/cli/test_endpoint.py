@@ -83,20 +83,28 @@ def test_a_version_that_a_request_would_load_is_served(
 
 
 @pytest.mark.parametrize(
-    ("application", "port", "is_held"),
-    [("rayloom", None, True), ("rayloom-rare", 9, None), ("theirs", 9, False), (None, 9, False)],
+    ("application", "models", "port", "is_held"),
+    [
+        ("rayloom", ["loaded"], None, True),
+        ("rayloom-rare", ["loaded"], 9, None),
+        ("rayloom", [], 9, False),  # the first deploy failed
+        ("theirs", ["loaded"], 9, False),
+        (None, [], 9, False),
+    ],
 )
 def test_a_version_is_looked_for_where_ray_serve_listens(
     endpoint: EndpointClient,
     cluster: ClusterState,
     monkeypatch: pytest.MonkeyPatch,
     application: str | None,
+    models: list[str],
     port: int | None,
     is_held: bool | None,
 ) -> None:
     own = int(endpoint.url.rpartition(":")[2])
     options = {"http_options": {"host": "0.0.0.0", "port": port or own}, "grpc_options": {}}
-    serve = {**options, "applications": {application: {}}}
+    deployment = {"deployment_config": {"user_config": {"models": {name: {} for name in models}}}}
+    serve = {**options, "applications": {application: {"deployments": {"ModelServer": deployment}}}}
     monkeypatch.setattr(Handler, "serve", serve if application else {"applications": {}})
     with refused("endpoint.no_answer") if is_held is None else nullcontext():
         assert local_endpoint(cluster).holds("loaded", 1) is is_held

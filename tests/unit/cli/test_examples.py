@@ -156,6 +156,7 @@ def test_the_result_is_the_last_line_for_programs(
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", cluster.dashboard)
     monkeypatch.setattr(jobs, "read_state", lambda: cluster)
     monkeypatch.setattr(jobs, "submit_job", succeed)
+    monkeypatch.setattr(ClusterState, "processes", lambda _: ["ray"])  # it runs, without a dashboard
     done = CliRunner().invoke(app, ["submit", "deploy", str(ROOT / "recipes/digits.yaml"), *option])
     assert done.exit_code == 0, done.output
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["RESULT {}", *["ask it"] * is_asked]
