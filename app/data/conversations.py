@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import from_json
 
 from app.data.sources.cells import Column
 from app.data.tokenizer import LanguageTokenizer
+from app.data.turns import with_reasoning
 from app.errors import DataError, RecipeError
 from app.pretrained import PretrainedFolder
 
@@ -26,18 +28,69 @@ class Message(BaseModel):
     train: bool | None = None
     """Whether the model learns the turn. None: it does if it is the assistant's."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_endpoints_read_it(cls, given: Any) -> Any:
+        """Return a message as an endpoint gives it to the template, with the arguments of tool calls as values."""
+        if not isinstance(given, dict):
+            return given
+        if given.get("role") == "developer":
+            given = {**given, "role": "system"}
+        if not (calls := given.get("tool_calls")):
+            return given
+        if not isinstance(calls, list):
+            raise ValueError(f"tool_calls is {calls!r:.80}: expected a list")
+        return {**given, "content": given.get("content") or "", "tool_calls": [_with_values(call) for call in calls]}
+
     @property
     def is_learned(self) -> bool:
         return self.train if self.train is not None else self.role == _ASSISTANT
 
 
+def _with_values(call: Any) -> Any:
+    """Return a tool call with its arguments as values, if they are a text. Raises ValueError if that is no object."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        values = from_json(text, allow_inf_nan=False)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError(f"the arguments of a tool call are {text!r:.80}: expected a JSON object")
+    called = {**function, "arguments": values}
+    return called if function is call else {**call, "function": called}
+
+
+class Chat(NamedTuple):
+    """A conversation."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    """Tools that the model may call, as the chat template reads them."""
+
+
 _TURNS = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
+_TOOLS = TypeAdapter(list[dict[str, Any]])
 MESSAGES = Column("a row", "messages", "nested")
 """The column of a table that has a conversation in each row."""
+TOOLS = Column("the tools of a row", "tools", "nested", is_optional=True)
+"""The column with the tools of the conversations. A table may lack it."""
 
 
-def read_messages(cell: str | None) -> list[Message]:
-    """Return the messages of a cell. Raises DataError if they are no conversation with a turn to learn."""
+def read_chat(messages: str | None, tools: str | None = None) -> Chat:
+    """Return the conversation of two cells. Raises DataError if it has no turn to learn, or cannot be read."""
+    try:
+        return Chat(_read_messages(messages), _TOOLS.validate_json(tools or "[]") or None)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise DataError(
+            f"{'.'.join(map(str, (TOOLS.name, *problem['loc'])))}: {problem['msg']}; expected "
+            '[{"type": "function", "function": {"name": "…", "parameters": {…}}}], or null'
+        ).of("chat.tools") from error
+
+
+def _read_messages(cell: str | None) -> list[Message]:
     try:
         messages = _TURNS.validate_json(cell or "null")
     except ValidationError as error:
@@ -55,9 +108,17 @@ def read_messages(cell: str | None) -> list[Message]:
     return messages
 
 
-def write_messages(messages: list[Message]) -> str:
-    """Return a cell for ``read_messages``. It is the same for equal conversations."""
-    return _TURNS.dump_json(messages, exclude_defaults=True).decode()
+def write_chat(chat: Chat) -> str:
+    """Return a text for ``stored_chat``. It is the same for equal conversations."""
+    # JSON has no line ends here.
+    tools = f"\n{_TOOLS.dump_json(chat.tools).decode()}" if chat.tools else ""
+    return _TURNS.dump_json(chat.messages, exclude_defaults=True).decode() + tools
+
+
+def stored_chat(text: str) -> Chat:
+    """Return the conversation that ``write_chat`` wrote."""
+    messages, _, tools = text.partition("\n")
+    return read_chat(messages, tools)
 
 
 @dataclass(frozen=True)
@@ -91,9 +152,14 @@ class ChatEncoder:
                 "data.chat.template"
             ).of("chat.no_template", "data.chat.template")
 
-    def encode(self, messages: Sequence[Message]) -> EncodedChat:
+    def encode(self, chat: Chat) -> EncodedChat:
         """Return a conversation as the first tokens of it. Raises DataError if the template does not suit it."""
-        text, spans = self._render(messages)
+        if chat.tools and "tools" not in str(self._tokenizer.chat_template):
+            raise DataError(
+                "it has tools, which the chat template does not read: name a template that does in data.chat.template, "
+                "or remove the column tools"
+            ).of("chat.tools_unread")
+        text, spans = self._render(chat)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         tokens, length = encoded["input_ids"], self._max_tokens
         starts = np.array([start for start, _ in encoded["offset_mapping"][:length]], np.int64)
@@ -103,16 +169,16 @@ class ChatEncoder:
         learned[:1] = False  # nothing comes before the first token
         return EncodedChat(np.array(tokens[:length], np.int32), learned, len(tokens) > length)
 
-    def _render(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+    def _render(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and the places of the turns that are learned: from after the prompt to the next turn."""
-        turns = [message.model_dump(exclude={"train"}) for message in messages]
-        whole = self._apply(turns)
+        turns = [with_reasoning(message.model_dump(exclude={"train"})) for message in chat.messages]
+        whole = self._apply(turns, chat.tools)
         spans = []
-        for number, message in enumerate(messages):
+        for number, message in enumerate(chat.messages):
             if not message.is_learned:
                 continue
-            before = self._apply(turns[:number], prompt=message.role == _ASSISTANT) if number else ""
-            after = self._apply(turns[: number + 1]) if number + 1 < len(turns) else whole
+            before = self._apply(turns[:number], chat.tools, prompt=message.role == _ASSISTANT) if number else ""
+            after = self._apply(turns[: number + 1], chat.tools) if number + 1 < len(turns) else whole
             if not whole.startswith(after) or not after.startswith(before):
                 raise DataError(
                     f"the chat template changes earlier turns when turn {number + 1} follows, so the place of the "
@@ -121,9 +187,13 @@ class ChatEncoder:
             spans.append((len(before), len(after)))
         return whole, spans
 
-    def _apply(self, turns: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
+    def _apply(
+        self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, prompt: bool = False
+    ) -> str:
         try:
-            text: str = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+            text: str = self._tokenizer.apply_chat_template(
+                turns, tools=tools, tokenize=False, add_generation_prompt=prompt
+            )
         except Exception as error:  # a template may raise anything, such as for a role that it does not know
             raise DataError(f"the chat template refuses it: {error}").of("chat.template") from error
         return text

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from app.data.chat import CONVERSATIONS, CUT, LEARNED, POSITIONS, TARGETS
-from app.data.conversations import ChatEncoder, EncodedChat, read_messages
+from app.data.conversations import ChatEncoder, EncodedChat, stored_chat
 from app.data.examples import Natural
 from app.data.preparation.writers import UNIT_SHARDS, token_type
 from app.data.prepared import IGNORED
@@ -37,7 +37,7 @@ class ChatWriter:
     def add(self, inputs: Sequence[Natural], labels: Sequence[str]) -> None:  # noqa: ARG002
         """Add cleaned conversations."""
         for item in cast(Sequence[str], inputs):
-            self._chats.append(self._encoder.encode(read_messages(item)))
+            self._chats.append(self._encoder.encode(stored_chat(item)))
             self._bytes += self._chats[-1].tokens.nbytes + self._chats[-1].learned.nbytes
             if self._bytes >= self._max_bytes:
                 self._write()

@@ -21,7 +21,7 @@ from app.pretrained import open_pretrained
 _READ = {"source", "seed", "validation_fraction", "test_fraction", "test_source", "group_column", "clean"}
 """Keys of ``data`` that every preparation reads, beside columns."""
 
-_RULES = 8
+_RULES = 9
 """The rules by which shards are made. A change needs another number. Runs go on with the shards that they have."""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.config import CleanConfig, ColumnsConfig, DataConfig, Recipe
-from app.data.conversations import MESSAGES, ChatEncoder, read_messages, write_messages
+from app.data.conversations import MESSAGES, TOOLS, ChatEncoder, read_chat, stored_chat, write_chat
 from app.data.examples import Input, Modality, Natural, Reason
 from app.data.pairs import Pair, join_pair, split_pair
 from app.data.preparation.chats import ChatWriter, pack
@@ -305,20 +305,21 @@ class Conversations(TokenKind):
         return cls(ChatEncoder(pretrained, tokenizer), recipe.data.chat.packing)
 
     def columns(self, config: DataConfig) -> Columns:
-        return Columns(CHATS, (MESSAGES, *group_columns(config.group_column)))
+        return Columns(CHATS, (MESSAGES, TOOLS, *group_columns(config.group_column)))
 
     def inputs(self, rows: Rows, config: DataConfig, verify: bool) -> Iterator[Input | None]:  # noqa: ARG002
         """Yield each conversation, in the same words if it is the same; None if no answer begins early enough."""
-        for number, cell in enumerate(rows.cells[MESSAGES.key].to_pylist()):
+        cells = (rows.cells[column.key].to_pylist() for column in (MESSAGES, TOOLS))
+        for number, (messages, tools) in enumerate(zip(*cells, strict=True)):
             try:
-                messages = read_messages(cell)
-                has_answer = not verify or self.encoder.encode(messages).learned.any()
+                chat = read_chat(messages, tools)
+                has_answer = not verify or self.encoder.encode(chat).learned.any()
             except DataError as error:
                 raise DataError(f"{rows.place(number)}: {error}").of(error.rule, error.key) from error
-            yield write_messages(messages) if has_answer else None
+            yield write_chat(chat) if has_answer else None
 
     def sizes(self, inputs: Sequence[Input], tokenizer: LanguageTokenizer | None) -> Sequence[int]:  # noqa: ARG002
-        return [len(self.encoder.encode(read_messages(str(item))).tokens) - 1 for item in inputs]
+        return [len(self.encoder.encode(stored_chat(str(item))).tokens) - 1 for item in inputs]
 
     def count(self, sizes: NDArray[np.int64], length: int) -> int:
         return len(pack(sizes.tolist(), length)) if self.is_packed else len(sizes)

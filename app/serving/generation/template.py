@@ -14,14 +14,12 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
+from app.data.turns import with_reasoning
 from app.errors import EngineError, RequestError, first_line
 
 Message = Mapping[str, Any]
 """A turn as JSON. The template determines its keys."""
 Tool = Mapping[str, Any]
-
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a turn's reasoning. Templates read the first one."""
 
 
 class ChatTemplate:
@@ -60,7 +58,7 @@ class ChatTemplate:
         """
         try:
             return self._template.render(
-                messages=[_with_reasoning(message) for message in messages],
+                messages=[with_reasoning(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=True,
@@ -71,13 +69,6 @@ class ChatTemplate:
                 f"the model's chat template refuses the messages ({first_line(error)}): give the roles and the "
                 "content that it expects"
             ).of("chat.template", "messages") from error
-
-
-def _with_reasoning(message: Message) -> dict[str, Any]:
-    # Templates would write None as text. They expect the key to be missing.
-    given = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((given[key] for key in _REASONING_KEYS if key in given), None)
-    return given if reasoning is None else {"thinking": reasoning, **given, _REASONING_KEYS[0]: reasoning}
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

@@ -27,12 +27,15 @@ from app.data.sources.source import Source
 from app.data.sources.units import read_source
 from app.models.traits import require_apart
 from app.runs import Run
+from app.serving.generation.tokenizer import GenerationTokenizer
+from app.serving.protocol.openai.chat import ChatRequest
 from app.tasks import load_prepared, prepare
 from app.training.data.recipe_order import order_of
 from app.training.publication import finish_run
 from app.training.run import open_run, prepare_run
 from app.training.session import train
 from app.training.worker import start_worker
+from tests.generating import make_language_model
 from tests.helpers import losses, train_alone
 from tests.preparing import read_fewer_files
 from tests.pretrained import BERT, WORDS, write_decoder
@@ -42,6 +45,14 @@ TEMPLATE = (
     "{% for message in messages %}[MASK] {{ message.role }} {{ message.content }} [SEP] {% endfor %}"
     "{% if add_generation_prompt %}[MASK] assistant {% endif %}"
 )
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: "
+    "{% if message.thinking %}<think>{{ message.thinking }}</think>{% endif %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|endoftext|>\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
 def user(text: str, **keys: Any) -> dict[str, Any]:
@@ -92,6 +103,37 @@ def test_only_the_answers_are_learned(tmp_path: Path) -> None:
             learned.add(tokenizer.decode(targets[targets != IGNORED]))
     assert "a great film [SEP] poor book [SEP]" in learned
     assert {text.removesuffix(" [SEP]").split(" [SEP] ")[0].split()[0] for text in learned} == {"it", "a"}
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+
+def test_a_conversation_is_written_as_the_endpoint_writes_it(tmp_path: Path) -> None:
+    """OpenAI's requests give the arguments of a call as a text, and tools beside the messages (oumi-ai/oumi#2599)."""
+    folder = make_language_model(tmp_path / "model", length=512)
+    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE, encoding="utf-8")
+    given = [
+        {"role": "developer", "content": "be short"},
+        user("weather in Paris?"),
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "where?",
+            "tool_calls": [call('{"city": "Paris", "days": 2}')],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    rows = [{"messages": [*given, answer("sunny")], "tools": [TOOL]}, *({"messages": chat} for chat in many())]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    keys = [f"model.pretrained={folder}", "data.block_length=512", "data.chat.packing=false"]
+    data = chats_of(recipe_of(tmp_path, tmp_path / "chats.jsonl", *keys))
+
+    request = ChatRequest.model_validate({"model": "m", "messages": given, "tools": [TOOL]})
+    prompt = GenerationTokenizer.load(folder).chat(request.turns, request.callable_tools)
+    splits = (data.train, data.validation)
+    found = [split.batch([row]).inputs["input_ids"][0] for split in splits for row in range(len(split))]
+    assert sum(tuple(tokens[: len(prompt)]) == prompt for tokens in found) == 1
 
 
 def test_a_mask_of_ones_own_decides(tmp_path: Path) -> None:
@@ -241,6 +283,11 @@ def test_saved_data_are_loaded_unchanged(tmp_path: Path) -> None:
         (['{"messages": [{"role": "assistant", "content": "\\ud83d"}]}'], "text.encoding", None),
         ([{"messages": None}], "chat.turns", None),
         ([{"messages": "good"}], "chat.turns", None),
+        ([{"messages": [user("good"), answer("", tool_calls=[call("{")])]}], "chat.turns", None),
+        ([{"messages": [user("good"), answer("", tool_calls=[call("1")])]}], "chat.turns", None),
+        ([{"messages": [user("good"), answer("", tool_calls="weather")]}], "chat.turns", None),
+        ([{"messages": many()[0], "tools": ["weather"]}], "chat.tools", None),
+        ([{"messages": many()[0], "tools": [TOOL]}], "chat.tools_unread", None),
     ],
 )
 def test_a_row_that_is_no_conversation_is_refused(rows: list[Any], rule: str, key: str | None, tmp_path: Path) -> None:

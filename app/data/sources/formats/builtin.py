@@ -80,7 +80,8 @@ def _cells(item: Any, columns: Columns) -> Mapping[str, Any]:
     if columns.contents == TAGGED:
         text, spans = item
         item = text, [dict(zip(("start", "end", "label"), span, strict=True)) for span in spans]
-    return dict(zip(columns.names, item if isinstance(item, tuple) else (item,), strict=True))
+    names = [column.name for column in columns.all if not column.is_optional]
+    return dict(zip(names, item if isinstance(item, tuple) else (item,), strict=True))
 
 
 def find_examples(source: Source) -> Examples:
