@@ -295,10 +295,12 @@ class AnswerText:
         """Add tokens: the id, the token, and whether it is special, so that it has no text."""
         sent = ""
         for index, (token, written, is_special) in enumerate(tokens):
-            text = "" if is_special else self._builder.add(written)
+            before, text = self._built, "" if is_special else self._builder.add(written)
             self._built += len(text)
-            logprob = logprobs[index] if logprobs else None
-            generated = GeneratedToken(token, self._texts.bytes_of(written), logprob)
+            own, logprob = self._texts.bytes_of(written), logprobs[index] if logprobs else None
+            # Its text may begin with bytes of tokens before, and lack spaces of its own.
+            offset = max(before, self._built - len(own.decode(errors="replace")))
+            generated = GeneratedToken(token, own, logprob, offset)
             self._pending.append((generated, self._built + self._builder.is_pending))
             complete, is_stopped = self._stop.add(text)
             sent += complete

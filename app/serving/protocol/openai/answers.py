@@ -217,11 +217,6 @@ class CompletionWriter(AnswerWriter):
     _choice_begin = b'{"index":%d,"text":'
     _choice_end = b',"logprobs":null,"finish_reason":null}'
 
-    def __init__(self, model: str, version: str, has_logprobs: bool, includes_usage: bool = False) -> None:
-        super().__init__(model, version, has_logprobs, includes_usage)
-        self._characters: defaultdict[int, int] = defaultdict(int)
-        """The number of characters so far, by the index of the answer."""
-
     def _choice(self, part: Part) -> dict[str, Any]:
         return self._completion(part.index, part.text, part.tokens, part.finish)
 
@@ -231,19 +226,15 @@ class CompletionWriter(AnswerWriter):
     def _completion(
         self, index: int, text: str, tokens: Sequence[GeneratedToken], finish: str | None
     ) -> dict[str, Any]:
-        logprobs = self._logprobs(index, tokens) if self._has_logprobs else None
+        logprobs = self._logprobs(tokens) if self._has_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def _logprobs(self, index: int, tokens: Sequence[GeneratedToken]) -> dict[str, Any]:
-        offsets = []
-        for token in tokens:
-            offsets.append(self._characters[index])
-            self._characters[index] += sum(byte & 0xC0 != 0x80 for byte in token.text)
+    def _logprobs(self, tokens: Sequence[GeneratedToken]) -> dict[str, Any]:
         return {
             "tokens": [_name(token.text) for token in tokens],
             "token_logprobs": [_logprob(token) for token in tokens],
             "top_logprobs": None,
-            "text_offset": offsets,
+            "text_offset": [token.offset for token in tokens],
         }
 
 

@@ -60,6 +60,26 @@ def streamed(tokenizer: GenerationTokenizer, tokens: Sequence[int], stop: Sequen
     return text + rest.text
 
 
+def test_a_token_tells_where_its_text_begins(tokenizer: Tokenizer) -> None:
+    """Stripped spaces and bytes that are no characters move it (as vllm-project/vllm#47815, for echoed prompts)."""
+    generation = GenerationTokenizer(tokenizer)
+    for seed in range(50):
+        draw = random.Random(seed)
+        answer = generation.answer(())
+        parts = [answer.add(generation.written([draw.randrange(tokenizer.get_vocab_size())]), ()) for _ in range(40)]
+        parts.append(answer.end())
+        text = "".join(part.text for part in parts)
+        tokens = [token for part in parts for token in part.tokens]
+        offsets = [token.offset for token in tokens]
+        assert offsets == sorted(offsets)
+        for token, (_, written, is_special) in zip(
+            tokens, generation.written([token.id for token in tokens]), strict=True
+        ):
+            own = "" if is_special or written.startswith("<0x") else token.text.decode(errors="ignore")
+            expected = own.strip() if token is tokens[0] else own
+            assert text.startswith(expected, token.offset), (text, token)
+
+
 def cut(text: str, stop: Sequence[str]) -> str:
     """Return a text up to the stop text that is complete first, the longest of several, by trying each place."""
     for end in range(1, len(text) + 1):

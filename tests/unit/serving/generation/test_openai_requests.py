@@ -218,12 +218,13 @@ def test_tool_calls_are_told_apart_from_text_however_it_is_cut(
 
 
 def test_tokens_that_are_parts_of_characters_have_names_and_offsets() -> None:
-    tokens = tuple(GeneratedToken(0, text, -1.0) for text in (b"a", b"\xe4\xb9", b"\xa6", b"b"))
+    given = ((b"a", 0), (b"\xe4\xb9", 1), (b"\xa6", 1), (b"b", 2))
+    tokens = tuple(GeneratedToken(0, text, -1.0, offset) for text, offset in given)
     writer = CompletionWriter("m", "1", has_logprobs=True)
     event = json.loads(writer.event(Delta(0, "a书b", tokens))[6:])
     assert event["choices"][0]["logprobs"] == {
         "tokens": ["a", "bytes:\\xe4\\xb9", "bytes:\\xa6", "b"],
         "token_logprobs": [-1.0] * 4,
         "top_logprobs": None,
-        "text_offset": [0, 1, 2, 2],
+        "text_offset": [0, 1, 1, 2],
     }
