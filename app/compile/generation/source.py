@@ -49,11 +49,8 @@ class GenerationSource:
     """The model of transformers in float32."""
     has_chat: bool
     """Whether there is a chat template."""
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer. Raises CompileError if there are none."""
-        return end_ids_of(self.folder)
+    end_ids: tuple[int, ...]
+    """The tokens that end an answer."""
 
 
 def trained_source(weights: UPath, recipe: Recipe, folder: Path, threads: int) -> GenerationSource:
@@ -86,10 +83,8 @@ def trained_source(weights: UPath, recipe: Recipe, folder: Path, threads: int) -
         return trained_lineage(trained, weights, data, compile_run)
 
     texts = passages_of(data.validation, end)
-    model, has_chat = _checked_model(model_folder)
-    return GenerationSource(
-        model_folder, trained.task, threads, texts, "validation", lineage, load_test, model, has_chat
-    )
+    checked = _checked_model(model_folder)
+    return GenerationSource(model_folder, trained.task, threads, texts, "validation", lineage, load_test, *checked)
 
 
 def imported_source(given: Path, samples: Path | None, recipe: Recipe, threads: int) -> GenerationSource:
@@ -99,8 +94,8 @@ def imported_source(given: Path, samples: Path | None, recipe: Recipe, threads: 
         CompileError: the folder lacks what a language model needs, or the architecture cannot be exported.
         DataError: the texts cannot be read.
     """
-    model, has_chat = _checked_model(given)
-    length = min(_MAX_BLOCK, int(model.config.max_position_embeddings))
+    checked = _checked_model(given)
+    length = min(_MAX_BLOCK, int(checked[0].config.max_position_embeddings))
     texts = passages_in(samples, _tokenizer_of(given), length) if samples else []
     read = sorted(file for file in given.iterdir() if file.suffix in (".json", ".jinja", ".safetensors"))
     source = ImportedFrom(
@@ -119,11 +114,11 @@ def imported_source(given: Path, samples: Path | None, recipe: Recipe, threads: 
             code=code_revision(),
         )
 
-    return GenerationSource(given, "language-modeling", threads, texts, "samples", lineage, list, model, has_chat)
+    return GenerationSource(given, "language-modeling", threads, texts, "samples", lineage, list, *checked)
 
 
-def _checked_model(folder: Path) -> tuple[Any, bool]:
-    """Load the model of a folder, and return whether it has a chat template.
+def _checked_model(folder: Path) -> tuple[Any, bool, tuple[int, ...]]:
+    """Load the model of a folder. Return it, whether it has a chat template, and the tokens that end an answer.
 
     Raises:
         CompileError: its tokenizer is missing, does not fit, or cannot be served.
@@ -139,23 +134,26 @@ def _checked_model(folder: Path) -> tuple[Any, bool]:
             f"{str(folder)!r} has a tokenizer with ids up to {count - 1:,}, and a model for {known:,} tokens: give the "
             "tokenizer that the model was trained with"
         ).of("generation.vocabulary")
-    if outside := [token for token in end_ids_of(folder) if token >= known]:
-        raise CompileError(
-            f"{str(folder)!r} names {outside[0]} as the token that ends an answer, and the model has {known:,} tokens: "
-            "correct eos_token_id in generation_config.json"
-        ).of("generation.no_end")
     try:
         # As an endpoint reads it, so that no version comes into production that an endpoint cannot load.
-        return model, GenerationTokenizer.load(folder).has_chat
+        served = GenerationTokenizer.load(folder)
     except RayloomError as error:
         raise CompileError(f"{str(folder)!r} has a tokenizer that cannot be served: {error}").of(
             "generation.tokenizer"
         ) from error
+    end_ids = end_ids_of(folder, served.answer_end)
+    if outside := [token for token in end_ids if token >= known]:
+        raise CompileError(
+            f"{str(folder)!r} names {outside[0]} as the token that ends an answer, and the model has {known:,} tokens: "
+            "correct eos_token_id in generation_config.json"
+        ).of("generation.no_end")
+    return model, served.has_chat, end_ids
 
 
-def end_ids_of(folder: Path) -> tuple[int, ...]:
-    """Return the tokens that end an answer: those in generation_config.json, and the tokenizer's own.
+def end_ids_of(folder: Path, answer_end: int | None = None) -> tuple[int, ...]:
+    """Return the tokens that end an answer: those in generation_config.json, the tokenizer's own, and ``answer_end``.
 
+    ``answer_end`` is that of the chat template. A base model that has learned to chat ends its answers by it alone.
     The token in config.json is a default of the architecture. It counts only if there are no others.
 
     Raises:
@@ -164,7 +162,11 @@ def end_ids_of(folder: Path) -> tuple[int, ...]:
     name = _json(folder / "tokenizer_config.json").get("eos_token")
     name = name.get("content") if isinstance(name, dict) else name
     of_tokenizer = _read_tokenizer(folder).token_to_id(name) if isinstance(name, str) else None
-    found = [*_ids(_json(folder / "generation_config.json").get("eos_token_id")), *_ids(of_tokenizer)]
+    found = [
+        *_ids(_json(folder / "generation_config.json").get("eos_token_id")),
+        *_ids(of_tokenizer),
+        *_ids(answer_end),
+    ]
     found = found or _ids(_json(folder / ARCHITECTURE_FILE).get("eos_token_id"))
     if not found:
         raise CompileError(

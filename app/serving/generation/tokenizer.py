@@ -18,6 +18,7 @@ TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_conf
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _MIN_LIMIT_BYTES = 2**16
+_ANSWER = "42"
 _SECRET = chr(PRIVATE.start)
 """The prefix of the names that special tokens have while content with their own names is encoded."""
 
@@ -122,6 +123,20 @@ class GenerationTokenizer:
         literals = self._template.literals
         is_json = "<tool_call>" in literals and "arguments" in literals and "<function=" not in literals
         return is_json and self._tokenizer.token_to_id("<tool_call>") not in self._special
+
+    @property
+    def answer_end(self) -> int | None:
+        """The special token that the chat template writes after an answer; None if there is none."""
+        if self._template is None:
+            return None
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            _, found, after = self._template.render(turns, None).rpartition(_ANSWER)
+        except RequestError:  # it wants other turns
+            return None
+        names = (part for part, is_name in split_at_names(after if found else "", self._control_names) if is_name)
+        name = next(names, None)
+        return None if name is None else self._tokenizer.token_to_id(name)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a prompt, with those that begin a text. The names of special tokens are text in it.

@@ -12,6 +12,7 @@ import numpy as np
 import openvino
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer
 from upath import UPath
 
 from app.cli.versions import description_of
@@ -31,7 +32,7 @@ from app.published.weights import convert_weights
 from app.repository.manifest import GENERATION_FILE, Manifest
 from app.repository.repository import Repository
 from app.runs import Run, execute
-from tests.generating import END_ID, LENGTH, TEXTS, copy_instead_of_export, make_language_model
+from tests.generating import END_ID, LENGTH, TEMPLATE, TEXTS, copy_instead_of_export, make_language_model
 from tests.helpers import ROOT, train_alone
 from tests.importing import imported
 from tests.proxies import listening
@@ -366,9 +367,13 @@ def weights_in(storage: Path) -> Path:
 
 
 def test_a_chat_model_with_an_adapter_is_published_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is timed in two settings, as outside tests."""
+    """It is timed in two settings, as outside tests. Its template ends answers, as of base models (open-r1#603)."""
     monkeypatch.setitem(compilation._SETTINGS, "cpu", 2)
     pretrained = make_language_model(tmp_path / "pretrained", "llama")
+    tokenizer = Tokenizer.from_file(str(pretrained / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken("~", special=True)])
+    tokenizer.save(str(pretrained / "tokenizer.json"))
+    (tmp_path / "own.jinja").write_text(TEMPLATE.replace("<|endoftext|>", "~"), encoding="utf-8")
     chats = [
         {"messages": [{"role": "user", "content": f"{one} {two}"}, {"role": "assistant", "content": two}]}
         for one in WORDS
@@ -380,6 +385,7 @@ def test_a_chat_model_with_an_adapter_is_published_merged(tmp_path: Path, monkey
         f"model.pretrained={pretrained}",
         "model.adapter={lora: {rank: 4, alpha: 64}}",
         f"data={{source: {tmp_path / 'chats.jsonl'}, block_length: 64, test_fraction: 0.1}}",
+        f"data.chat.template={tmp_path / 'own.jinja'}",
         *("train.max_steps=6", "train.optimizer.lr=0.05", "train.workers=1", "compile.precisions=[fp32]"),
     ]
     train_alone(*keys, recipe=CHAT)
@@ -389,6 +395,7 @@ def test_a_chat_model_with_an_adapter_is_published_merged(tmp_path: Path, monkey
     assert (manifest.task, manifest.accuracy_split) == ("chat", "test")
     assert manifest.generation is not None
     assert manifest.generation.has_chat
+    assert manifest.generation.end_ids == (END_ID, tokenizer.token_to_id("~"))
     assert manifest.generation.greedy.equal_prompts == manifest.generation.greedy.prompts
     tokens = np.arange(1, 20)[None]
     published = CompiledModel(Path(tmp_path / f"storage/models/stdlib_chat/1/{GENERATION_FILE}"), 1).logits(tokens)

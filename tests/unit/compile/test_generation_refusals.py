@@ -52,6 +52,7 @@ def with_a_larger_vocabulary(folder: Path) -> None:
 
 
 def without_an_end(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
     change_json(folder / "tokenizer_config.json", eos_token=None)
     change_json(folder / "generation_config.json", eos_token_id=None)
     change_json(folder / "config.json", eos_token_id=None)

@@ -129,6 +129,27 @@ def test_a_chat_has_the_tokens_of_transformers(kind: str, tmp_path: Path) -> Non
     assert tokenizer.has_chat
 
 
+ENDS = {"chatml": "<|im_end|>", "llama": "<|eot_id|>", "gemma": "<end_of_turn>"}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_the_template_tells_which_token_ends_an_answer(kind: str, tmp_path: Path) -> None:
+    folder = make(tmp_path, kind)
+    end = GenerationTokenizer.load(folder).answer_end
+    assert end is not None
+    assert special_of(folder, [end]) == [ENDS.get(kind, "<|endoftext|>")]
+
+
+@pytest.mark.parametrize(
+    "template", [None, "{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content }}{% endfor %}"]
+)
+def test_a_template_without_such_a_token_names_none(template: str | None, tmp_path: Path) -> None:
+    folder = make(tmp_path, "own", template or OWN)
+    if template is None:
+        (folder / "chat_template.jinja").unlink()
+    assert GenerationTokenizer.load(folder).answer_end is None
+
+
 def test_tools_and_calls_reach_the_template(tmp_path: Path) -> None:
     folder = make(tmp_path, "chatml")
     tokenizer = GenerationTokenizer.load(folder)
