@@ -13,7 +13,7 @@ from upath import UPath
 
 from app.config import DataConfig
 from app.data.examples import Input, Modality
-from app.data.tokenizer import TRANSFORMERS_FILE, num_ids, read_by_transformers, read_tokenizer
+from app.data.tokenizer import num_ids, read_tokenizer, require_same_ids
 from app.errors import DataError, RecipeError
 from app.pretrained import TOKENIZER_FILE, Companion, PretrainedFolder
 from app.storage import write_atomically
@@ -29,9 +29,6 @@ _SPARE_TOKENS = 16
 _ROWS_AT_ONCE = 4096
 """Texts of a split that are encoded together to find their lengths."""
 
-
-PROBES = ("a good film", "Ein KÜHLER Film, isn't it?  12.5 €", "这本书\n很好")
-"""Texts by which two tokenizers are compared: with capitals, accents, punctuation, digits, and without spaces."""
 
 SEGMENTS = "token_type_ids"
 PaddingSide = Literal["left", "right"]
@@ -119,7 +116,7 @@ class TextProcessor:
         own = tokenizer.padding["pad_id"] if tokenizer.padding else None
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        _require_same_ids(tokenizer, folder)
+        require_same_ids(tokenizer, folder)
         # The end of a text is not padding for a model that knows another token.
         given = (id_of("pad_token"), folder.config.get("pad_token_id"), own, id_of("eos_token"))
         pad_id = next((number for number in given if isinstance(number, int) and number >= 0), None)
@@ -229,23 +226,6 @@ class TextProcessor:
         companions: dict[str, bytes] = {name: (folder / name).read_bytes() for name in settings.companions}
         ids = settings.pad_id, settings.unknown_id
         return cls(tokenizer, settings.buckets, *ids, companions, settings.padding_side, settings.has_segments)
-
-
-def _require_same_ids(tokenizer: Tokenizer, folder: PretrainedFolder) -> None:
-    """Raise RecipeError if transformers, which also reads tokenizer_config.json, makes other ids of a text."""
-    if not all((folder.path / name).is_file() for name in (TOKENIZER_FILE, TRANSFORMERS_FILE)):
-        return
-    try:
-        theirs = read_by_transformers(folder)
-    except Exception:  # of many types. Custom tokenizer code may be missing, and tokenizer.json suffices
-        return
-    for text in PROBES:
-        expected, given = theirs(text)["input_ids"], tokenizer.encode(text).ids
-        if given != expected:
-            raise RecipeError(
-                f"{folder}: {text!r} has the tokens {given} by {TOKENIZER_FILE}, and {expected} if transformers also "
-                f"reads {TRANSFORMERS_FILE}: write both with save_pretrained of the right tokenizer"
-            ).of("tokenizer.differs", "model.pretrained")
 
 
 def _first_words(text: str, limit: int) -> str:

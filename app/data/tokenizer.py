@@ -22,6 +22,8 @@ TRANSFORMERS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 """Files of tokenizers that transformers makes fast ones of."""
+PROBES = ("a good film", "Ein KÜHLER Film, isn't it?  12.5 €", "这本书\n很好")
+"""Texts by which two tokenizers are compared: with capitals, accents, punctuation, digits, and without spaces."""
 _BYTES = pre_tokenizers.ByteLevel.alphabet()  # a printable character for each byte
 # The library needs much memory for each token.
 _DOCUMENTS_PER_CALL, _MAX_CHARACTERS = 64, 2**20
@@ -86,7 +88,7 @@ class LanguageTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._max_length = max_length
-        self._num_ids = num_ids(tokenizer)
+        self._num_ids, self._num_appended = num_ids(tokenizer), num_appended(tokenizer)
 
     @classmethod
     def fit(cls, documents: Iterable[str], config: DataConfig) -> Self:
@@ -112,8 +114,8 @@ class LanguageTokenizer:
         """Return the folder's tokenizer.
 
         Raises:
-            RecipeError: the folder has no tokenizer, it has no end token, blocks are longer than the model reads, or
-                ``data.chat.template`` cannot be read.
+            RecipeError: the folder has no tokenizer, it has no end token, transformers makes other ids, blocks are
+                longer than the model reads, or ``data.chat.template`` cannot be read.
         """
         folder.require_length(config.block_length, "data.block_length")
         tokenizer, end = read_tokenizer(folder), folder.special_token("eos_token")
@@ -122,7 +124,9 @@ class LanguageTokenizer:
                 f"{folder} has no eos_token in tokenizer_config.json, to end a document: add it there"
             ).of("tokenizer.no_end", "model.pretrained")
         own = {TEMPLATE_FILE: _read_template(config.chat.template)} if config.chat.template else {}
-        return cls(tokenizer, config.block_length, end, {**folder.companions, **own})
+        made = cls(tokenizer, config.block_length, end, {**folder.companions, **own})
+        require_same_ids(tokenizer, folder)  # without truncation and padding now
+        return made
 
     @property
     def end_id(self) -> int:
@@ -152,7 +156,7 @@ class LanguageTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without an end token."""
         ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        return ids[: -self._num_appended or None]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, including that of end tokens."""
@@ -174,7 +178,7 @@ class LanguageTokenizer:
         for group in _grouped(texts):
             # This call leaves out the tokens' offsets, which nobody reads.
             for encoded in self._tokenizer.encode_batch_fast(group):
-                yield encoded.ids
+                yield encoded.ids[: -self._num_appended or None]
 
     def save(self, folder: UPath) -> None:
         """Write everything that ``load`` needs."""
@@ -208,6 +212,12 @@ def _transformers_settings(max_length: int) -> bytes:
 def num_ids(tokenizer: Tokenizer) -> int:
     """Return the greatest id of a tokenizer plus one. Some leave ids out, so they have fewer tokens."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
+def num_appended(tokenizer: Tokenizer) -> int:
+    """Return the number of tokens that a tokenizer writes after each text, such as an end token."""
+    written = "".join(map(str, tokenizer.encode("a").special_tokens_mask))
+    return len(written) - len(written.rstrip("1"))
 
 
 def read_tokenizer(folder: PretrainedFolder) -> Tokenizer:
@@ -255,6 +265,23 @@ def read_by_transformers(folder: PretrainedFolder) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+
+
+def require_same_ids(tokenizer: Tokenizer, folder: PretrainedFolder) -> None:
+    """Raise RecipeError if transformers, which also reads tokenizer_config.json, makes other ids of a text."""
+    if not all((folder.path / name).is_file() for name in (TOKENIZER_FILE, TRANSFORMERS_FILE)):
+        return
+    try:
+        theirs = read_by_transformers(folder)
+    except Exception:  # of many types. Custom tokenizer code may be missing, and tokenizer.json suffices
+        return
+    for text in PROBES:
+        expected, given = theirs(text)["input_ids"], tokenizer.encode(text).ids
+        if given != expected:
+            raise RecipeError(
+                f"{folder}: {text!r} has the tokens {given} by {TOKENIZER_FILE}, and {expected} if transformers also "
+                f"reads {TRANSFORMERS_FILE}: write both with save_pretrained of the right tokenizer"
+            ).of("tokenizer.differs", "model.pretrained")
 
 
 def _read_template(location: str) -> bytes:

@@ -18,8 +18,9 @@ from app.compile.generation.texts import passages_in, passages_of
 from app.compile.source import prepared_data, require_same_task, trained_lineage
 from app.config import Recipe, load_stored_recipe
 from app.data.language import LanguageData, Passage
-from app.data.tokenizer import LanguageTokenizer, num_ids
+from app.data.tokenizer import LanguageTokenizer, num_ids, require_same_ids
 from app.errors import CompileError, RayloomError, first_line
+from app.pretrained import PretrainedFolder
 from app.published.weights import convert_weights
 from app.repository.manifest import ImportedFrom, Lineage, Split
 from app.serving.generation.tokenizer import GenerationTokenizer
@@ -137,6 +138,9 @@ def _checked_model(folder: Path) -> tuple[Any, bool, tuple[int, ...]]:
     try:
         # As an endpoint reads it, so that no version comes into production that an endpoint cannot load.
         served = GenerationTokenizer.load(folder)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        require_same_ids(tokenizer, PretrainedFolder(str(folder), folder))
     except RayloomError as error:
         raise CompileError(f"{str(folder)!r} has a tokenizer that cannot be served: {error}").of(
             "generation.tokenizer"

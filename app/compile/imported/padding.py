@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.data.processor import Processor
-from app.data.text import PROBES, TextProcessor
+from app.data.text import TextProcessor
+from app.data.tokenizer import PROBES
 from app.engines.base import Engine
 from app.errors import CompileError, EngineError, first_line
 from app.tensors import Tensors, slice_rows

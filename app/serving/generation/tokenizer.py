@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from tokenizers import AddedToken, Tokenizer
 
+from app.data.tokenizer import num_appended
 from app.errors import RequestError, RequestTooLargeError, StorageError, first_line, short_repr
 from app.serving.generation.decoder import AnswerText, decode, token_texts
 from app.serving.generation.template import ChatTemplate, Message, Tool
@@ -77,7 +78,9 @@ class GenerationTokenizer:
         self._guarded = self._special - {unknown}
         self._plain = _rename(tokenizer, ())
         self._plain.tokenizer.encode_special_tokens = True
-        self._begins = self._plain.encode("", has_beginning=True)
+        # An end token after a prompt would end its text.
+        self._keeps = -num_appended(tokenizer) or None
+        self._begins = self._plain.encode("", has_beginning=True)[: self._keeps]
         self._marked = _rename(tokenizer, self._control)
         # Every name of these tokens contains one of these characters.
         self._signs = {sign for name in self._control_names for sign in name if not (sign.isalnum() or sign in "_ ")}
@@ -147,7 +150,7 @@ class GenerationTokenizer:
         """
         self._require_size(len(text), "prompt")
         self._require_fits(text, "prompt")
-        tokens = self._plain.encode(text, has_beginning=True)
+        tokens = self._plain.encode(text, has_beginning=True)[: self._keeps]
         if self._own(tokens) != self._own(self._begins):
             raise RequestError(
                 "the model's tokenizer makes special tokens of what prompt contains: leave their names out"

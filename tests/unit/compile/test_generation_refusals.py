@@ -58,6 +58,10 @@ def without_an_end(folder: Path) -> None:
     change_json(folder / "config.json", eos_token_id=None)
 
 
+def with_settings_that_change_tokens(folder: Path) -> None:
+    change_json(folder / "tokenizer_config.json", tokenizer_class="GPT2TokenizerFast", add_prefix_space=True)
+
+
 def with_an_end_outside(folder: Path) -> None:
     change_json(folder / "generation_config.json", eos_token_id=[0, 99999])
 
@@ -110,6 +114,7 @@ def of_an_adapter_alone(folder: Path) -> None:
         (with_a_larger_vocabulary, "generation.vocabulary"),
         (without_an_end, "generation.no_end"),
         (with_an_end_outside, "generation.no_end"),
+        (with_settings_that_change_tokens, "generation.tokenizer"),
         (without_a_weight, "generation.unreadable"),
         (with_a_weight_too_many, "generation.unreadable"),
         (with_a_decoder_that_cannot_be_streamed, "generation.tokenizer"),

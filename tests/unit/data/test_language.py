@@ -1,12 +1,13 @@
 """Data of language modelling: documents, the tokenizer without loss, and blocks."""
 
+import json
 import uuid
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from upath import UPath
 
 from app.config import CleanConfig, DataConfig, SourceConfig, TokenizerConfig
@@ -19,6 +20,7 @@ from app.data.sources.labelled import INPUT
 from app.data.sources.source import Source
 from app.data.sources.units import cut_units, list_files, read_unit
 from app.data.tokenizer import END, LanguageTokenizer
+from app.pretrained import PretrainedFolder
 from tests.preparing import documents_of
 from tests.wording import refused
 
@@ -53,6 +55,29 @@ def test_a_tokenizer_saved_with_truncation_and_padding_neither_cuts_nor_pads_doc
     tokenizer = LanguageTokenizer(saved, 32)
     assert np.array_equal(tokenizer.join(TEXTS), fitted.join(TEXTS))
     assert tokenizer.sha256 == LanguageTokenizer(Tokenizer.from_str(fitted.to_json()), 32).sha256
+
+
+def test_a_tokenizer_that_ends_texts_itself_ends_documents_once() -> None:
+    """As ``add_eos_token`` makes them (vllm-project/vllm#7492)."""
+    fitted = LanguageTokenizer.fit(TEXTS, DataConfig(source="-"))
+    saved = Tokenizer.from_str(fitted.to_json())
+    saved.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A {END}", special_tokens=[(END, fitted.end_id)]
+    )
+    tokenizer = LanguageTokenizer(saved, 32)
+    end, tokens = fitted.end_id, fitted.encode(TEXTS[0])
+    assert tokenizer.encode(TEXTS[0]) == [end, *tokens]
+    assert tokenizer.join([TEXTS[0]] * 2).tolist() == [end, *tokens, end] * 2
+
+
+def test_a_tokenizer_that_transformers_reads_otherwise_is_refused(tmp_path: Path) -> None:
+    """Training would learn other tokens than transformers gives the weights later."""
+    LanguageTokenizer.fit(TEXTS, DataConfig(source="-")).save(UPath(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    settings = {"tokenizer_class": "GPT2TokenizerFast", "eos_token": END, "add_prefix_space": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with refused("tokenizer.differs", "model.pretrained"):
+        LanguageTokenizer.from_pretrained(PretrainedFolder("folder", tmp_path), DataConfig(source="-"))
 
 
 def test_bytes_are_one_token_each_and_one_for_the_end() -> None:

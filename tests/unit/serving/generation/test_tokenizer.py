@@ -192,6 +192,17 @@ def test_the_text_of_a_prompt_stays_text(tmp_path: Path) -> None:
     assert tokenizer.decode(tokens) == text
 
 
+def test_a_prompt_does_not_end_with_the_token_that_ends_a_text(tmp_path: Path) -> None:
+    """As ``add_eos_token`` writes it (vllm-project/vllm#7492)."""
+    folder = make(tmp_path, "llama")
+    expected = GenerationTokenizer.load(folder).encode("a b")
+    saved = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin, end = ((name, saved.token_to_id(name)) for name in (SPECIAL["llama"][0], SPECIAL["llama"][-1]))
+    saved.post_processor = processors.TemplateProcessing(f"{begin[0]} $A {end[0]}", special_tokens=[begin, end])
+    saved.save(str(folder / "tokenizer.json"))
+    assert GenerationTokenizer.load(folder).encode("a b") == expected
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma", "own"])
 @pytest.mark.parametrize(
     "settings", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}]
