@@ -71,7 +71,7 @@ def tags_of(rows: Rows, config: ColumnsConfig) -> Iterator[list[str]]:
             raise DataError(f"{where} has {len(tokens)} tokens and {len(tags)} tags: expected one tag a token").of(
                 "tags.count"
             )
-        yield [_in_bio(_tag_name(tag, where, config)) for tag in tags]
+        yield [_in_bio(_tag_name(tag, where, config), where) for tag in tags]
 
 
 def _tokens(cell: str | None, where: str) -> list[str]:
@@ -106,8 +106,16 @@ def _tag_name(tag: object, where: str, config: ColumnsConfig) -> str:
     return names[tag]
 
 
-def _in_bio(tag: str) -> str:
-    """Return a tag in the scheme BIO. One without a prefix is an entity of its own."""
+def _in_bio(tag: str, where: str) -> str:
+    """Return a tag in the scheme BIO. One without a prefix is an entity of its own.
+
+    Raises:
+        DataError: it is a prefix without a type.
+    """
+    if tag in ("B", "I"):
+        raise DataError(f"{where} has the tag {tag!r}, a prefix without a type: write B-NAME and I-NAME").of(
+            "tag.no_type"
+        )
     prefix, dash, kind = tag.partition("-")
     if tag == "O" or (dash and prefix in ("B", "I")):
         return tag
