@@ -20,12 +20,12 @@ _BLOCKS = [range(first, first + 100) for first in range(31_000, 32_700, 100)]
 
 
 def host_port(host: str, port: int) -> str:
-    """Return ``HOST:PORT``, as in URLs: an IPv6 host is in brackets."""
+    """Return ``HOST:PORT``, with an IPv6 host in brackets, as in URLs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Return the family of a socket that listens on a host."""
+    """Return the address family of a socket that listens on ``host``."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 

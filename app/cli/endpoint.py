@@ -35,9 +35,9 @@ class EndpointClient:
     url: str
     token_file: Path | None
     may_serve: bool = True
-    """Whether models may be deployed. Otherwise the endpoint is not asked for them."""
+    """Whether models may be deployed. If not, the endpoint is not queried."""
     grpc: str = ""
-    """HOST:PORT of the local endpoint for gRPC clients."""
+    """The local endpoint's address for gRPC clients: HOST:PORT."""
 
     @property
     def _headers(self) -> dict[str, str]:
@@ -205,7 +205,7 @@ def _serve_of(cluster: ClusterState) -> ServeDetails | None:
 
 
 def _has_models(serve: ServeDetails) -> bool:
-    """Return whether Ray Serve has been given models for the endpoint, loaded or not."""
+    """Return whether the configuration of the endpoint's applications names models, loaded or not."""
     ours = [application for name, application in serve.applications.items() if is_ours(name)]
     configs = [config for application in ours for config in application.user_configs]
     return any(config.get("models") or config.get("generators") for config in configs)

@@ -18,7 +18,7 @@ from app.ports import LOOPBACK, host_port
 _ENDED = ("SUCCEEDED", "STOPPED", "FAILED")
 _LAST_LINES = 20
 _ON_THIS_MACHINE = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104
-"""Where a listener on every interface answers."""
+"""The address at which this machine reaches a listener on all interfaces."""
 _MAX_LISTED = 10_000
 """Entries that Ray's state API returns at most."""
 
@@ -80,18 +80,19 @@ class HttpAddress(BaseModel):
     port: int
 
     def with_port(self, port: int) -> str:
-        """Return HOST:PORT, as this machine reaches a port of the same host."""
+        """Return HOST:PORT for a port of the same host, as this machine reaches it."""
         return host_port(_ON_THIS_MACHINE.get(self.host, self.host), port)
 
 
 class GrpcOptions(BaseModel):
-    """The port at which Ray Serve listens for gRPC; None if it was started without one."""
+    """The gRPC options of Ray Serve."""
 
     port: int | None = None
+    """None if Ray Serve was started without gRPC."""
 
 
 class DeploymentConfig(BaseModel):
-    """The configuration that Ray Serve was given for a deployment."""
+    """The configuration of a deployment."""
 
     user_config: dict[str, Any] | None = None
 
@@ -110,7 +111,7 @@ class Application(BaseModel):
     @property
     def user_configs(self) -> list[dict[str, Any]]:
         """The ``user_config`` of each deployment."""
-        return [one.deployment_config.user_config or {} for one in self.deployments.values()]
+        return [deployment.deployment_config.user_config or {} for deployment in self.deployments.values()]
 
 
 class ServeDetails(BaseModel):

@@ -16,7 +16,7 @@ FAULT = "rayloom.index_fault"
 _GATHERING = ("Gather", "GatherElements", "GatherND")
 _SHAPE_ONLY = ("Convert", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 _SOURCES = ("Parameter", "Range")
-"""Operators whose results may be bad indices: inputs, and the positions of an input that may be too long."""
+"""Operators whose results may be indices out of range: inputs, and positions counted up to an input's length."""
 _WITHOUT_VALUES = ("Constant", "ShapeOf")
 """Operators whose results do not depend on the values of inputs."""
 

@@ -119,7 +119,7 @@ def imported_source(given: Path, samples: Path | None, recipe: Recipe, threads: 
 
 
 def _checked_model(folder: Path) -> tuple[Any, bool, tuple[int, ...]]:
-    """Load the model of a folder. Return it, whether it has a chat template, and the tokens that end an answer.
+    """Load a folder's model. Return it, whether it has a chat template, and the tokens that end an answer.
 
     Raises:
         CompileError: its tokenizer is missing, does not fit, or cannot be served.
@@ -157,7 +157,8 @@ def _checked_model(folder: Path) -> tuple[Any, bool, tuple[int, ...]]:
 def end_ids_of(folder: Path, answer_end: int | None = None) -> tuple[int, ...]:
     """Return the tokens that end an answer: those in generation_config.json, the tokenizer's own, and ``answer_end``.
 
-    ``answer_end`` is that of the chat template. A base model that has learned to chat ends its answers by it alone.
+    ``answer_end`` is the token that the chat template writes after an answer. A base model that was fine-tuned on chats
+    ends its answers only with it.
     The token in config.json is a default of the architecture. It counts only if there are no others.
 
     Raises:

@@ -90,8 +90,8 @@ class Pipeline:
             "prompt_lookup": self._lookup is not None,
         }
         if settings.threads == 1:
-            # With a stream of one thread, OpenVINO 2026.4 loses errors: it returns an earlier step's outputs. Without a
-            # stream, it computes on this thread alone.
+            # With a stream of one thread, OpenVINO 2026.4 hides errors and returns an earlier step's outputs. Without a
+            # stream, it computes on the calling thread alone.
             properties["NUM_STREAMS"] = 0
         self._num_blocks = scheduler.num_kv_blocks
         self._pipeline = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)

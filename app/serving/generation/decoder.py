@@ -298,7 +298,7 @@ class AnswerText:
             before, text = self._built, "" if is_special else self._builder.add(written)
             self._built += len(text)
             own, logprob = self._texts.bytes_of(written), logprobs[index] if logprobs else None
-            # Its text may begin with bytes of tokens before, and lack spaces of its own.
+            # Its text may begin with bytes of earlier tokens, and may lack stripped spaces.
             offset = max(before, self._built - len(own.decode(errors="replace")))
             generated = GeneratedToken(token, own, logprob, offset)
             self._pending.append((generated, self._built + self._builder.is_pending))

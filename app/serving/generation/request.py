@@ -31,7 +31,7 @@ class GeneratedToken:
     """Its bytes, which need not be valid UTF-8 by themselves."""
     logprob: float | None = None
     offset: int = 0
-    """The place of its first character in the answer's text."""
+    """The offset of its first character in the answer's text."""
 
 
 @dataclass(frozen=True)

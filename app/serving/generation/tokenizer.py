@@ -78,9 +78,9 @@ class GenerationTokenizer:
         self._guarded = self._special - {unknown}
         self._plain = _rename(tokenizer, ())
         self._plain.tokenizer.encode_special_tokens = True
-        # An end token after a prompt would end its text.
-        self._keeps = -num_appended(tokenizer) or None
-        self._begins = self._plain.encode("", has_beginning=True)[: self._keeps]
+        # A prompt must not end with an end token, because the model continues it.
+        self._without_end = slice(-num_appended(tokenizer) or None)
+        self._begins = self._plain.encode("", has_beginning=True)[self._without_end]
         self._marked = _rename(tokenizer, self._control)
         # Every name of these tokens contains one of these characters.
         self._signs = {sign for name in self._control_names for sign in name if not (sign.isalnum() or sign in "_ ")}
@@ -135,7 +135,7 @@ class GenerationTokenizer:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         try:
             _, found, after = self._template.render(turns, None).rpartition(_ANSWER)
-        except RequestError:  # it wants other turns
+        except RequestError:  # the template requires other turns
             return None
         names = (part for part, is_name in split_at_names(after if found else "", self._control_names) if is_name)
         name = next(names, None)
@@ -150,7 +150,7 @@ class GenerationTokenizer:
         """
         self._require_size(len(text), "prompt")
         self._require_fits(text, "prompt")
-        tokens = self._plain.encode(text, has_beginning=True)[: self._keeps]
+        tokens = self._plain.encode(text, has_beginning=True)[self._without_end]
         if self._own(tokens) != self._own(self._begins):
             raise RequestError(
                 "the model's tokenizer makes special tokens of what prompt contains: leave their names out"
