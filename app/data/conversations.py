@@ -30,8 +30,8 @@ class Message(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_endpoints_read_it(cls, given: Any) -> Any:
-        """Return a message as an endpoint gives it to the template, with the arguments of tool calls as values."""
+    def _convert_like_endpoint(cls, given: Any) -> Any:
+        """Convert a message as the endpoint does: parse arguments of tool calls, and make ``developer`` ``system``."""
         if not isinstance(given, dict):
             return given
         if given.get("role") == "developer":
@@ -40,15 +40,15 @@ class Message(BaseModel):
             return given
         if not isinstance(calls, list):
             raise ValueError(f"tool_calls is {calls!r:.80}: expected a list")
-        return {**given, "content": given.get("content") or "", "tool_calls": [_with_values(call) for call in calls]}
+        return {**given, "content": given.get("content") or "", "tool_calls": list(map(_parse_arguments, calls))}
 
     @property
     def is_learned(self) -> bool:
         return self.train if self.train is not None else self.role == _ASSISTANT
 
 
-def _with_values(call: Any) -> Any:
-    """Return a tool call with its arguments as values, if they are a text. Raises ValueError if that is no object."""
+def _parse_arguments(call: Any) -> Any:
+    """Return a tool call with its arguments parsed, if they are text. Raises ValueError if they are no JSON object."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
         return call
@@ -67,7 +67,7 @@ class Chat(NamedTuple):
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
-    """Tools that the model may call, as the chat template reads them."""
+    """The tools that the model may call, in the format of the chat template."""
 
 
 _TURNS = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
@@ -75,11 +75,11 @@ _TOOLS = TypeAdapter(list[dict[str, Any]])
 MESSAGES = Column("a row", "messages", "nested")
 """The column of a table that has a conversation in each row."""
 TOOLS = Column("the tools of a row", "tools", "nested", is_optional=True)
-"""The column with the tools of the conversations. A table may lack it."""
+"""The optional column of a table that has the tools of each conversation."""
 
 
 def read_chat(messages: str | None, tools: str | None = None) -> Chat:
-    """Return the conversation of two cells. Raises DataError if it has no turn to learn, or cannot be read."""
+    """Parse the two cells of a conversation. Raises DataError if it is invalid or has no turn to learn."""
     try:
         return Chat(_read_messages(messages), _TOOLS.validate_json(tools or "[]") or None)
     except ValidationError as error:
@@ -109,14 +109,14 @@ def _read_messages(cell: str | None) -> list[Message]:
 
 
 def write_chat(chat: Chat) -> str:
-    """Return a text for ``stored_chat``. It is the same for equal conversations."""
-    # JSON has no line ends here.
+    """Return a conversation as text for ``stored_chat``. Equal conversations give equal texts."""
+    # Compact JSON has no line breaks, so one separates the two parts.
     tools = f"\n{_TOOLS.dump_json(chat.tools).decode()}" if chat.tools else ""
     return _TURNS.dump_json(chat.messages, exclude_defaults=True).decode() + tools
 
 
 def stored_chat(text: str) -> Chat:
-    """Return the conversation that ``write_chat`` wrote."""
+    """Parse a text that ``write_chat`` returned."""
     messages, _, tools = text.partition("\n")
     return read_chat(messages, tools)
 
@@ -153,7 +153,7 @@ class ChatEncoder:
             ).of("chat.no_template", "data.chat.template")
 
     def encode(self, chat: Chat) -> EncodedChat:
-        """Return a conversation as the first tokens of it. Raises DataError if the template does not suit it."""
+        """Return the first tokens of a conversation. Raises DataError if the template does not suit it."""
         if chat.tools and "tools" not in str(self._tokenizer.chat_template):
             raise DataError(
                 "it has tools, which the chat template does not read: name a template that does in data.chat.template, "

@@ -23,7 +23,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 """Files of tokenizers that transformers makes fast ones of."""
 PROBES = ("a good film", "Ein KÜHLER Film, isn't it?  12.5 €", "这本书\n很好")
-"""Texts by which two tokenizers are compared: with capitals, accents, punctuation, digits, and without spaces."""
+"""Texts on which two tokenizers are compared: with capitals, accents, punctuation, digits, and without spaces."""
 _BYTES = pre_tokenizers.ByteLevel.alphabet()  # a printable character for each byte
 # The library needs much memory for each token.
 _DOCUMENTS_PER_CALL, _MAX_CHARACTERS = 64, 2**20
@@ -114,8 +114,8 @@ class LanguageTokenizer:
         """Return the folder's tokenizer.
 
         Raises:
-            RecipeError: the folder has no tokenizer, it has no end token, transformers makes other ids, blocks are
-                longer than the model reads, or ``data.chat.template`` cannot be read.
+            RecipeError: the folder has no tokenizer, it has no end token, its ids differ from those of
+                transformers, blocks are longer than the model reads, or ``data.chat.template`` cannot be read.
         """
         folder.require_length(config.block_length, "data.block_length")
         tokenizer, end = read_tokenizer(folder), folder.special_token("eos_token")
@@ -125,7 +125,7 @@ class LanguageTokenizer:
             ).of("tokenizer.no_end", "model.pretrained")
         own = {TEMPLATE_FILE: _read_template(config.chat.template)} if config.chat.template else {}
         made = cls(tokenizer, config.block_length, end, {**folder.companions, **own})
-        require_same_ids(tokenizer, folder)  # without truncation and padding now
+        require_same_ids(tokenizer, folder)  # the constructor has removed truncation and padding
         return made
 
     @property
@@ -215,9 +215,9 @@ def num_ids(tokenizer: Tokenizer) -> int:
 
 
 def num_appended(tokenizer: Tokenizer) -> int:
-    """Return the number of tokens that a tokenizer writes after each text, such as an end token."""
-    written = "".join(map(str, tokenizer.encode("a").special_tokens_mask))
-    return len(written) - len(written.rstrip("1"))
+    """Return the number of special tokens that a tokenizer appends to each text, such as an end token."""
+    mask = "".join(map(str, tokenizer.encode("a").special_tokens_mask))
+    return len(mask) - len(mask.rstrip("1"))
 
 
 def read_tokenizer(folder: PretrainedFolder) -> Tokenizer:
@@ -268,7 +268,7 @@ def read_by_transformers(folder: PretrainedFolder) -> Any:
 
 
 def require_same_ids(tokenizer: Tokenizer, folder: PretrainedFolder) -> None:
-    """Raise RecipeError if transformers, which also reads tokenizer_config.json, makes other ids of a text."""
+    """Raise RecipeError if transformers, which also reads tokenizer_config.json, gives a text other ids."""
     if not all((folder.path / name).is_file() for name in (TOKENIZER_FILE, TRANSFORMERS_FILE)):
         return
     try:

@@ -44,10 +44,9 @@ def settings_of(recipe: Recipe, kind: SampleKind) -> dict[str, Any]:
 
 
 def _own_code(*types: type) -> dict[str, Any]:
-    """Return the sha256 of each file of a project that defines one of the classes or a base class, if there are any.
+    """Return the sha256 of each project file that defines one of the classes or a base class, or is imported there.
 
-    Files of the project that such a file imports count, too. Their code decides what rows and labels are, and a project
-    can change it without other ``_RULES``.
+    This code decides what rows and labels are. A project can change it while ``_RULES`` stays the same.
     """
     sums: dict[str, str] = {}
     for name in {base.__module__ for one in types for base in one.__mro__}:
@@ -57,9 +56,9 @@ def _own_code(*types: type) -> dict[str, Any]:
 
 
 def _add_code(sums: dict[str, str], root: Path, name: str) -> None:
-    """Add the sha256 of a module below ``root``, and of the modules there that it imports, unless it is the library's.
+    """Add the sha256 of a module below ``root``, and recursively those of its imports there.
 
-    Of an installed package only the module itself counts.
+    Modules of Rayloom and of the standard library are skipped. Imports of an installed package are not followed.
     """
     if name in sums or name.partition(".")[0] in {"app", *sys.stdlib_module_names}:
         return
@@ -70,22 +69,22 @@ def _add_code(sums: dict[str, str], root: Path, name: str) -> None:
     sums[name] = sha256_of(content := file.read_bytes())
     if root.name in {"site-packages", "dist-packages"}:
         return
-    with suppress(SyntaxError):  # of a file that is imported only elsewhere
+    with suppress(SyntaxError):  # such as an optional import for another version of Python
         for imported in _imports(ast.parse(content), name if file.parent == path else name.rpartition(".")[0]):
             _add_code(sums, root, imported)
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[str]:
-    """Yield the dotted names that a module of ``package`` imports, with the packages above them."""
+    """Yield the dotted names that a module of ``package`` imports, and their parent packages."""
     names: list[str] = []
     for node in ast.walk(tree):
         match node:
             case ast.Import():
                 names += [alias.name for alias in node.names]
             case ast.ImportFrom():
-                above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
-                # What is imported may be a module or a name in one.
-                names += [".".join(filter(None, [*above, node.module, alias.name])) for alias in node.names]
+                parents = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+                # The imported name may be a module or an attribute of one.
+                names += [".".join(filter(None, [*parents, node.module, alias.name])) for alias in node.names]
     for name in names:
         yield from accumulate(name.split("."), "{}.{}".format)
 

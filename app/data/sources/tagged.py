@@ -110,7 +110,7 @@ def _in_bio(tag: str, where: str) -> str:
     """Return a tag in the scheme BIO. One without a prefix is an entity of its own.
 
     Raises:
-        DataError: it is a prefix without a type.
+        DataError: the tag is a prefix without a type.
     """
     if tag in ("B", "I"):
         raise DataError(f"{where} has the tag {tag!r}, a prefix without a type: write B-NAME and I-NAME").of(
