@@ -117,11 +117,11 @@ class Stack:
         return 4 if adds_up else profile.element_bytes
 
     def step_bytes(self, profile: ModelProfile, plan: ParallelPlan, elements: float) -> float:
-        """Return the bytes of gradients while the optimizer steps. By then, activations and others' parts are freed.
+        """Return the bytes of gradients during the optimizer step, when activations and other ranks' parts are freed.
 
-        DeepSpeed's ZeRO 1 and 2 flatten the rank's part, and copy it in 32 bits unless it has them, before they free it
-        (``deepspeed/runtime/zero/stage_1_and_2.py``, ``step``). Sums in 32 bits of gradients in 16 are flat already.
-        torch's profiler counts the same allocations on a CPU.
+        DeepSpeed's ZeRO 1 and 2 flatten the rank's part, copy it to 32 bits if it has 16, and free the original last
+        (``deepspeed/runtime/zero/stage_1_and_2.py``, ``step``). 16-bit gradients that are summed in 32 bits are flat
+        already. torch's profiler counts the same allocations on a CPU.
         """
         kept = self.gradient_bytes(profile, plan)
         if plan.zero_stage not in (1, 2) or kept != profile.element_bytes:

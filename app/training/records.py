@@ -62,7 +62,7 @@ class EpochRecord(Record):
     source_samples: dict[str, int] | None = None
     """Samples of each source that the epoch was trained on. None unless there are several sources."""
     stopped_early: bool = False
-    """Whether early stopping ended training here."""
+    """Whether early stopping ended training after this epoch."""
 
     @property
     def sources(self) -> set[str]:

@@ -79,11 +79,11 @@ class Space:
     derived: dict[str, list[Value]]
     """The values that were derived for each key during the exploration."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """NAME/VERSION for published models that the space gives by NAME."""
+    """NAME/VERSION of each published model that the space gives by NAME."""
 
     @property
     def unversioned(self) -> set[str]:
-        """The published models that the space gives by NAME."""
+        """Names of the published models that the space gives without a version."""
         drawn = {key: _extremes(distribution) for key, distribution in self.distributions.items()}
         return {text for key, text in texts(drawn | self.derived) if key in _PUBLISHED and "/" not in text}
 
@@ -292,7 +292,7 @@ def _plain(name: str, key: str, value: Any) -> Value:
 
 
 def _with_versions(key: str, value: Value, versions: Mapping[str, str]) -> Value:
-    """Return a value with the version of each published model that ``versions`` knows."""
+    """Replace the names of published models in a value by those with a version in ``versions``."""
     if isinstance(value, dict):
         return {name: _with_versions(f"{key}.{name}", child, versions) for name, child in value.items()}
     return versions.get(value, value) if key in _PUBLISHED else value

@@ -27,7 +27,7 @@ def record_fingerprint(study: Study, space: Space, recipe: Recipe, config: TuneC
 
 
 def with_recorded_versions(space: Space, study: Study) -> Space:
-    """Return the space with the versions of published models that the study was started with."""
+    """Return the space with the versions of published models that the study recorded when it began."""
     return replace(space, versions=study.user_attrs.get(_VERSIONS, {}))
 
 

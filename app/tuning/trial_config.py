@@ -37,7 +37,7 @@ class EpochResult(BaseModel):
 class FinalResult(EpochResult):
     """The result of a trained trial.
 
-    It comes with the last epoch, or repeats it if an earlier attempt has reported it.
+    It comes with the last epoch. It repeats that epoch if an earlier attempt has already reported it.
     """
 
     ended: Literal[True] = True

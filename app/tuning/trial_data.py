@@ -64,7 +64,7 @@ def add_plans(space: Space, recipe: Recipe, data: PreparedData, config: TuneConf
 
 
 def with_versions(space: Space, storage: UPath) -> Space:
-    """Return the space with the production version of each model that it gives by name, the same for all trials.
+    """Return the space with the production version of each model that it gives by name, for all trials alike.
 
     Raises:
         StorageError: a model has no version in production.

@@ -143,10 +143,10 @@ def _run_workers(work: Callable[..., T], workers: int, threads: int, *arguments:
 
 
 def _receive_all(pipes: list[Any]) -> list[Any]:
-    """Return what the workers answer. Raise the error of the first that fails, because others then fail for want of it.
+    """Return the answers of all workers. Raise the error of the first that fails, because it makes the others fail.
 
     Raises:
-        PlanError: one failed, or did not end in time.
+        PlanError: a worker failed, or did not answer in time.
     """
     answers: dict[Any, Any] = {}
     while missing := [pipe for pipe in pipes if pipe not in answers]:
