@@ -45,15 +45,15 @@ _CAUSES = """Why goals were missed, and what was looked at:
 - Scaled by one run: the first run of a source is not typical of it, and it scales all others. The first of
   megatron-h100 is its smallest model.
 - Memory too low: one row, 196 B of bigscience with micro-batch 2, which took 65 GB. The same plan with micro-batch 4
-  took 56 GB, which no allocation explains. The log has the same plan for 194 B: 45 GB with micro-batch 2, 56 GB with 4.
-  For 196 B, 46 and 58 GB are predicted. The next, 182 B with 96 heads, took 59 GB and is predicted 6 % lower. With
-  128 heads it took 54 GB. No other row is more than 5 % too low.
-- Memory of one copy of the model, mended: it was 15 to 21 % too low in the log's first tables. When the optimizer
-  steps, DeepSpeed has a rank's part of the gradients up to three times.
-- Memory of published runs, mended: rows with many parameters a rank were up to 31 % too high, because their gradients
+  took 56 GB, which no allocation explains. In the log, the same plan took 45 GB for 194 B with micro-batch 2, and 56 GB
+  with 4. The predictions for 196 B are 46 and 58 GB. The next, 182 B with 96 heads, took 59 GB and is predicted 6 %
+  lower. With 128 heads it took 54 GB. No other row is more than 5 % too low.
+- Memory of one copy of the model, fixed: it was 15 to 21 % too low in the log's first tables. In the optimizer
+  step, DeepSpeed holds up to three copies of a rank's part of the gradients.
+- Memory of published runs, fixed: rows with many parameters a rank were up to 31 % too high, because their gradients
   had 16 bits. What was missing then did not grow with the model: NCCL's buffers. The largest gradient that is about to
   be added to others, DeepSpeed's bucket and the gradients of logits were missing, too.
-- Memory on this machine, mended: torch's cross-entropy makes two gradients of the logits, in 32 bits. DeepSpeed's
+- Memory on this machine, fixed: torch's cross-entropy makes two gradients of the logits, in 32 bits. DeepSpeed's
   pipeline keeps the logits of two micro-batches. Checkpointing and DeepSpeed's pipeline, which runs tensor plans too,
   import 75 MB of sympy and torch's compiler. glibc's heap grows by 40 % of the activations."""
 

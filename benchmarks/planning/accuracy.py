@@ -27,12 +27,12 @@ nothing was fitted to them since. The log's text, which explains them, had been 
 
 
 _EARLIER = """The first tables of bigscience's log, of 17 to 21 February 2022, were collected last. They are in
-`published_earlier.csv`. Where the log does not state the layers, only one multiple of the pipeline's stages has the
-stated size, with or without the embedding. The rows with 4 copies of the model and more were predicted once, and
-nothing was changed for them. Those with fewer copies were 10 to 21 % too low, median 18.6 %. Copies of gradients were
-missing that DeepSpeed makes when its optimizer steps (`stage_1_and_2.py`). No constant was fitted for them, and no
-other row of this page changed. The lowest row has 2 copies. nvidia-smi also counts what torch's allocator keeps but
-cannot use for a tensor that is larger than each free part."""
+`published_earlier.csv`. Some rows do not state the number of layers. For these, only one multiple of the pipeline's
+stages gives the stated size, with or without the embedding. Rows with 4 or more copies of the model were predicted
+once, and nothing was changed for them. Predictions for rows with fewer copies were 10 to 21 % too low, with a median of
+18.6 %. They lacked the copies of gradients that DeepSpeed makes in the optimizer step (`stage_1_and_2.py`). No constant
+was fitted for these copies, and no other row of this page changed. The lowest row has 2 copies. nvidia-smi also counts
+memory that torch's allocator keeps but cannot use, because the tensor is larger than each free block."""
 
 
 @cache
@@ -158,7 +158,7 @@ def memory_section() -> str:
     for split, runs in (
         ("held out", held_out()),
         ("tuning", [run for run in published_runs() if not run.is_held_out]),
-        ("first tables, 4 copies of the model and more", [run for run in earlier if run.plans[0].data >= 4]),
+        ("first tables, 4 or more copies of the model", [run for run in earlier if run.plans[0].data >= 4]),
         ("first tables, 1 or 2 copies", [run for run in earlier if run.plans[0].data < 4]),
     ):
         errors = memory_errors(runs)

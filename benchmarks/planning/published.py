@@ -25,7 +25,7 @@ TABLE = Path(__file__).parent / "published.csv"
 LATER_TABLE = Path(__file__).parent / "published_later.csv"
 """Runs that were collected when the planner was done, and looked at once."""
 EARLIER_TABLE = Path(__file__).parent / "published_earlier.csv"
-"""Memory in the first tables of bigscience's log, collected after that, and predicted before anything was changed."""
+"""Memory in the first tables of bigscience's log. It was collected last, and predicted before any change."""
 _DEVICES = {"a100_40": "a100-40", "a100_80": "a100-80", "h100_sxm": "h100", "h100_500w": "h100-500w"}
 _OMNI_PATH = 0.6
 """Its adapters leave the work to the processor, and data pass through the node's memory, without GPUDirect."""
