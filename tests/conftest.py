@@ -39,7 +39,7 @@ _PACKAGES = {"browser": ("chromium", "chromium-driver"), "postgres": ("postgresq
 """The Debian packages that fixtures need. A test that uses such a fixture needs its packages."""
 
 _running = ExitStack()
-"""What ends with the cluster: see ``cluster``."""
+"""The running cluster, if there is one. ``_end_cluster`` closes it."""
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 
 @cache
 def _folder() -> Path | None:
-    """Return where tests write, or None for the usual folder.
+    """Return the folder in memory for the files of tests; None for pytest's default.
 
-    Storage and studies wait for a disk at each change. The tests write less than 2 GiB.
+    On a disk, storage and studies wait for each write. The tests write less than 2 GiB.
     """
-    with suppress(OSError):  # before Linux 6.6, memory has no direct I/O, which parameters on a disk need
+    with suppress(OSError):  # before Linux 6.6, tmpfs has no direct I/O, which parameters on NVMe need
         os.close(os.open(_MEMORY, os.O_TMPFILE | os.O_DIRECT | os.O_RDWR))
         if shutil.disk_usage(_MEMORY).free > _MIN_FREE_BYTES:
             return _MEMORY
@@ -63,7 +63,7 @@ def _folder() -> Path | None:
 
 @pytest.hookimpl(tryfirst=True)  # pytest reads the option in the same hook
 def pytest_configure(config: pytest.Config) -> None:
-    """Have tests write into memory if it has room. ``pytest --basetemp=FOLDER`` keeps the files."""
+    """Write the files of tests to memory if there is room. ``pytest --basetemp=FOLDER`` keeps the files."""
     if _folder() and not config.option.basetemp:
         config.option.basetemp = tempfile.mkdtemp(prefix="rayloom-tests-", dir=_folder())
         config.add_cleanup(partial(shutil.rmtree, config.option.basetemp, ignore_errors=True))
@@ -121,7 +121,7 @@ def pytest_testnodedown(node: "WorkerController", error: object) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect no garbage while modules are imported, and leave what they define out of every later collection."""
+    """Collect no garbage while modules are imported, and exempt their objects from later collections."""
     gc.disable()
     try:
         return (yield)
@@ -135,8 +135,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test by its folder: 'pytest -m integration'.
 
     With several test processes, all tests of the cluster run in the same one, and so do the tests of one file. The
-    cluster's group takes longest, so it starts first. Unit tests are short, so they start last, and fill the time of
-    the process that has no more of the other tests.
+    cluster's group takes longest, so it starts first. Unit tests are short, so they start last and keep both processes
+    busy until the end.
     """
     for item in items:
         for fixture in _PACKAGES.keys() & getattr(item, "fixturenames", ()):
@@ -155,7 +155,7 @@ def _needs_cluster(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(specname="pytest_runtest_teardown", wrapper=True)
 def _end_cluster(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """Stop the cluster after its last test. Otherwise it would take memory from the unit tests."""
+    """Stop the cluster after its last test, to leave its memory to the unit tests."""
     result = yield
     if _needs_cluster(item) and not (nextitem and _needs_cluster(nextitem)):
         _running.close()

@@ -37,7 +37,7 @@ def test_runs_that_nothing_was_fitted_on_are_predicted_too() -> None:
     assert median(times.all) < 0.05
 
 
-def test_memory_of_few_copies_is_not_far_too_low() -> None:
+def test_memory_of_one_or_two_copies_is_not_far_too_low() -> None:
     runs = published_runs(EARLIER_TABLE)
     assert len(runs) == 29
     used = memory_errors(runs)

@@ -116,7 +116,7 @@ def test_a_version_is_looked_for_where_ray_serve_listens(
     ("host", "shown"),
     [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("10.0.0.1", "10.0.0.1")],
 )
-def test_an_endpoint_is_asked_where_this_machine_reaches_it(
+def test_the_local_addresses_are_reachable_from_this_machine(
     endpoint: EndpointClient, cluster: ClusterState, monkeypatch: pytest.MonkeyPatch, host: str, shown: str
 ) -> None:
     options = {"http_options": {"host": host, "port": 7}, "grpc_options": {"port": 8}}

@@ -164,8 +164,8 @@ def test_each_architecture_gives_the_logits_of_transformers(kind: str, tmp_path:
         assert np.abs(exported.logits(tokens) - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
 
 
-def test_nothing_is_told_to_others(language_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenVINO's converter would send usage data."""
+def test_an_export_sends_no_usage_data(language_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, OpenVINO's converter would send some."""
     monkeypatch.setattr(request, "_opener", None)  # it keeps the proxies of an earlier request
     with listening(403) as proxy:
         monkeypatch.setenv("https_proxy", proxy.url)
@@ -367,7 +367,7 @@ def weights_in(storage: Path) -> Path:
 
 
 def test_a_chat_model_with_an_adapter_is_published_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is timed in two settings, as outside tests. Its template ends answers, as of base models (open-r1#603)."""
+    """It is timed in two settings, as outside tests. Its template has another end token (open-r1#603)."""
     monkeypatch.setitem(compilation._SETTINGS, "cpu", 2)
     pretrained = make_language_model(tmp_path / "pretrained", "llama")
     tokenizer = Tokenizer.from_file(str(pretrained / "tokenizer.json"))

@@ -110,7 +110,7 @@ def call(arguments: str) -> dict[str, Any]:
 
 
 def test_a_conversation_is_written_as_the_endpoint_writes_it(tmp_path: Path) -> None:
-    """OpenAI's requests give the arguments of a call as a text, and tools beside the messages (oumi-ai/oumi#2599)."""
+    """In OpenAI's API, arguments of a call are JSON text, and tools are beside the messages (oumi-ai/oumi#2599)."""
     folder = make_language_model(tmp_path / "model", length=512)
     (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE, encoding="utf-8")
     given = [

@@ -58,7 +58,7 @@ def test_a_tokenizer_saved_with_truncation_and_padding_neither_cuts_nor_pads_doc
 
 
 def test_a_tokenizer_that_ends_texts_itself_ends_documents_once() -> None:
-    """As ``add_eos_token`` makes them (vllm-project/vllm#7492)."""
+    """Tokenizers with ``add_eos_token`` do (vllm-project/vllm#7492)."""
     fitted = LanguageTokenizer.fit(TEXTS, DataConfig(source="-"))
     saved = Tokenizer.from_str(fitted.to_json())
     saved.post_processor = processors.TemplateProcessing(
@@ -71,7 +71,7 @@ def test_a_tokenizer_that_ends_texts_itself_ends_documents_once() -> None:
 
 
 def test_a_tokenizer_that_transformers_reads_otherwise_is_refused(tmp_path: Path) -> None:
-    """Training would learn other tokens than transformers gives the weights later."""
+    """Otherwise, training would use other tokens than transformers does with the weights later."""
     LanguageTokenizer.fit(TEXTS, DataConfig(source="-")).save(UPath(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     settings = {"tokenizer_class": "GPT2TokenizerFast", "eos_token": END, "add_prefix_space": True}

@@ -223,7 +223,7 @@ def test_changed_project_code_makes_other_shards(tmp_path: Path, monkeypatch: py
         "from own import *",
     ],
 )
-def test_changed_code_that_a_projects_code_imports_makes_other_shards(
+def test_changed_imports_of_project_code_make_other_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imports: str
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)

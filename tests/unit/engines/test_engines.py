@@ -378,7 +378,7 @@ def test_openvino_refuses_an_index_out_of_range(way: str, cached: bool, tmp_path
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_openvino_refuses_a_length_beyond_the_table_of_positions(cached: bool, tmp_path: Path) -> None:
-    """OpenVINO itself would add zeros where there are no positions."""
+    """OpenVINO itself would use zeros for the missing positions."""
     nodes = [
         helper.make_node("Gather", ["table", "given"], ["words"]),
         helper.make_node("Shape", ["given"], ["sizes"]),

@@ -168,13 +168,13 @@ def test_requests_that_kill_the_process_are_refused_and_no_other(exported: Path)
 
 
 def test_a_step_that_the_graph_cannot_compute_is_an_error(exported: Path, tmp_path: Path) -> None:
-    """With one thread, OpenVINO itself would give the prompt the tokens of an earlier step."""
+    """With a stream of one thread, OpenVINO would return the tokens of an earlier step."""
     limited = shutil.copytree(exported, tmp_path / "limited")
     model = ov.Core().read_model(exported / "openvino_model.xml")
     tokens = model.input("input_ids").get_node()
     readers = tokens.output(0).get_target_inputs()
     flat = opset13.reshape(tokens, opset13.constant(np.array([-1])), False)
-    # Adding a row of 64 zeros, cut to the number of tokens, fails for more of them.
+    # At most 64 zeros are added to the tokens, so the addition fails for more tokens.
     start, step, row = (opset13.constant(np.array(numbers)) for numbers in ([0], [1], [0] * 64))
     same = opset13.add(flat, opset13.slice(row, start, opset13.shape_of(flat), step))
     for reader in readers:

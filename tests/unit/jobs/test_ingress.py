@@ -1,4 +1,4 @@
-"""The address of the endpoint."""
+"""The addresses of the endpoint."""
 
 from pathlib import Path
 

@@ -336,7 +336,7 @@ def test_gradients_travel_in_the_type_that_the_plan_says() -> None:
         ("fp32", 1, 1, 4 + 12 + 4 + 4),
     ],
 )
-def test_copies_of_gradients_count_where_one_rank_steps_the_whole_model(
+def test_copies_of_gradients_in_the_optimizer_step_count(
     precision: Precision, stage: int, accumulation: int, bytes_each: int
 ) -> None:
     profile = transformer_profile("wide", TransformerShape(1, 8192, 8, 64, 8, 32768, 8, precision=precision))

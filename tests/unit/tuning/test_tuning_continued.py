@@ -145,11 +145,11 @@ def test_trials_that_draw_teachers_by_name_have_one_version_of_each(
     for name in names:
         Repository(storage).promote(name, 2)
     resumed = resume(url)
-    proposals += [resumed.ask(8) for _ in range(8)]  # first again those that ran
+    proposals += [resumed.ask(8) for _ in range(8)]  # the first ones repeat the trials that ran
     given = [proposal.values for proposal in proposals if proposal]
     assert {values["train.teacher.model"] for values in given} == {"large/1", "small/1"}
     assert all(values["train.curriculum"]["model"] == values["train.teacher.model"] for values in given)
-    # A trial of a population may take over another's teacher.
+    # In population-based training, a trial may take over another's teacher.
     other = next(values for values in given if values["train.teacher.model"] != given[0]["train.teacher.model"])
     resumed.record_clone(1, other, epoch=1)
     learned = last_params(resumed.trials[1], resumed.space)

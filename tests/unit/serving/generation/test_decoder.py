@@ -60,8 +60,8 @@ def streamed(tokenizer: GenerationTokenizer, tokens: Sequence[int], stop: Sequen
     return text + rest.text
 
 
-def test_a_token_tells_where_its_text_begins(tokenizer: Tokenizer) -> None:
-    """Stripped spaces and bytes that are no characters move it (as vllm-project/vllm#47815, for echoed prompts)."""
+def test_a_token_has_the_offset_of_its_text(tokenizer: Tokenizer) -> None:
+    """Stripped spaces and bytes that are not UTF-8 shift it (as in vllm-project/vllm#47815, for echoed prompts)."""
     generation = GenerationTokenizer(tokenizer)
     for seed in range(50):
         draw = random.Random(seed)

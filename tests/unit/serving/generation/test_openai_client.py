@@ -174,7 +174,7 @@ def test_log_probabilities_are_those_of_the_tokens(client: openai.OpenAI) -> Non
     assert (len(given.logprobs.tokens or []), len(given.logprobs.token_logprobs or [])) == (12, 12)
     assert given.logprobs.text_offset
     assert given.logprobs.text_offset == sorted(given.logprobs.text_offset)
-    # The model writes bytes that are no characters, too.
+    # The model also generates bytes that are not UTF-8.
     places = zip(given.logprobs.tokens or [], given.logprobs.text_offset, strict=True)
     assert all(name.startswith("bytes:") or given.text.startswith(name, place) for name, place in places)
 

@@ -143,7 +143,7 @@ def test_the_template_tells_which_token_ends_an_answer(kind: str, tmp_path: Path
 @pytest.mark.parametrize(
     "template", [None, "{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content }}{% endfor %}"]
 )
-def test_a_template_without_such_a_token_names_none(template: str | None, tmp_path: Path) -> None:
+def test_a_template_without_an_end_token_has_none(template: str | None, tmp_path: Path) -> None:
     folder = make(tmp_path, "own", template or OWN)
     if template is None:
         (folder / "chat_template.jinja").unlink()
@@ -192,8 +192,8 @@ def test_the_text_of_a_prompt_stays_text(tmp_path: Path) -> None:
     assert tokenizer.decode(tokens) == text
 
 
-def test_a_prompt_does_not_end_with_the_token_that_ends_a_text(tmp_path: Path) -> None:
-    """As ``add_eos_token`` writes it (vllm-project/vllm#7492)."""
+def test_no_end_token_is_appended_to_a_prompt(tmp_path: Path) -> None:
+    """Tokenizers with ``add_eos_token`` append one (vllm-project/vllm#7492)."""
     folder = make(tmp_path, "llama")
     expected = GenerationTokenizer.load(folder).encode("a b")
     saved = Tokenizer.from_file(str(folder / "tokenizer.json"))
