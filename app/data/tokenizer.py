@@ -250,7 +250,7 @@ def read_tokenizer(folder: PretrainedFolder) -> Tokenizer:
 
 def _converted(folder: PretrainedFolder) -> Tokenizer:
     """Return a tokenizer that transformers makes of older files. Raises RecipeError if it cannot be made fast."""
-    read = read_by_transformers(folder)
+    read = _read_by_transformers(folder)
     if not read.is_fast:
         raise RecipeError(
             f"{folder}: its tokenizer, {type(read).__name__}, has no fast version in transformers, and Rayloom needs "
@@ -260,7 +260,7 @@ def _converted(folder: PretrainedFolder) -> Tokenizer:
     return tokenizer
 
 
-def read_by_transformers(folder: PretrainedFolder) -> Any:
+def _read_by_transformers(folder: PretrainedFolder) -> Any:
     """Return the tokenizer as transformers makes it of all files of a folder."""
     from transformers import AutoTokenizer
 
@@ -272,7 +272,7 @@ def require_same_ids(tokenizer: Tokenizer, folder: PretrainedFolder) -> None:
     if not all((folder.path / name).is_file() for name in (TOKENIZER_FILE, TRANSFORMERS_FILE)):
         return
     try:
-        theirs = read_by_transformers(folder)
+        theirs = _read_by_transformers(folder)
     except Exception:  # of many types. Custom tokenizer code may be missing, and tokenizer.json suffices
         return
     for text in PROBES:
