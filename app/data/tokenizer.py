@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -216,8 +217,12 @@ def num_ids(tokenizer: Tokenizer) -> int:
 
 def num_appended(tokenizer: Tokenizer) -> int:
     """Return the number of special tokens that a tokenizer appends to each text, such as an end token."""
-    mask = "".join(map(str, tokenizer.encode("a").special_tokens_mask))
-    return len(mask) - len(mask.rstrip("1"))
+    # A vocabulary of DNA, for example, has no token for "a". One of its own tokens is a text that it knows.
+    for text in chain(["a"], filter(None, map(tokenizer.id_to_token, range(num_ids(tokenizer))))):
+        mask = "".join(map(str, tokenizer.encode(text).special_tokens_mask))
+        if "0" in mask:
+            return len(mask) - len(mask.rstrip("1"))
+    return 0
 
 
 def read_tokenizer(folder: PretrainedFolder) -> Tokenizer:

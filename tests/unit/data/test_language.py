@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, processors
 from upath import UPath
 
 from app.config import CleanConfig, DataConfig, SourceConfig, TokenizerConfig
@@ -68,6 +68,13 @@ def test_a_tokenizer_that_ends_texts_itself_ends_documents_once() -> None:
     end, tokens = fitted.end_id, fitted.encode(TEXTS[0])
     assert tokenizer.encode(TEXTS[0]) == [end, *tokens]
     assert tokenizer.join([TEXTS[0]] * 2).tolist() == [end, *tokens, end] * 2
+
+
+def test_a_vocabulary_without_latin_letters_keeps_the_last_token() -> None:
+    letters = Tokenizer(models.BPE({END: 0, "A": 1, "C": 2, "G": 3, "T": 4}, []))
+    letters.add_special_tokens([END])
+    letters.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
+    assert LanguageTokenizer(letters, 32).encode("ACGT") == [0, 1, 2, 3, 4]
 
 
 def test_a_tokenizer_that_transformers_reads_otherwise_is_refused(tmp_path: Path) -> None:
