@@ -71,7 +71,7 @@ class Chat(NamedTuple):
 
 
 _TURNS = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
-_TOOLS = TypeAdapter(list[dict[str, Any]])
+_TOOLS = TypeAdapter(list[dict[str, Any]] | None)
 MESSAGES = Column("a row", "messages", "nested")
 """The column of a table that has a conversation in each row."""
 TOOLS = Column("the tools of a row", "tools", "nested", is_optional=True)
@@ -81,7 +81,7 @@ TOOLS = Column("the tools of a row", "tools", "nested", is_optional=True)
 def read_chat(messages: str | None, tools: str | None = None) -> Chat:
     """Parse the two cells of a conversation. Raises DataError if it is invalid or has no turn to learn."""
     try:
-        return Chat(_read_messages(messages), _TOOLS.validate_json(tools or "[]") or None)
+        return Chat(_read_messages(messages), _TOOLS.validate_json(tools or "null") or None)
     except ValidationError as error:
         problem = error.errors()[0]
         raise DataError(
@@ -154,11 +154,6 @@ class ChatEncoder:
 
     def encode(self, chat: Chat) -> EncodedChat:
         """Return the first tokens of a conversation. Raises DataError if the template does not suit it."""
-        if chat.tools and "tools" not in str(self._tokenizer.chat_template):
-            raise DataError(
-                "it has tools, which the chat template does not read: name a template that does in data.chat.template, "
-                "or remove the column tools"
-            ).of("chat.tools_unread")
         text, spans = self._render(chat)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         tokens, length = encoded["input_ids"], self._max_tokens
@@ -173,6 +168,11 @@ class ChatEncoder:
         """Return the text, and the places of the turns that are learned: from after the prompt to the next turn."""
         turns = [with_reasoning(message.model_dump(exclude={"train"})) for message in chat.messages]
         whole = self._apply(turns, chat.tools)
+        if chat.tools and whole == self._apply(turns, None):
+            raise DataError(
+                "it has tools, which the chat template does not read: name a template that does in data.chat.template, "
+                "or remove the column tools"
+            ).of("chat.tools_unread")
         spans = []
         for number, message in enumerate(chat.messages):
             if not message.is_learned:

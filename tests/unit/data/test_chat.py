@@ -19,7 +19,7 @@ from upath import UPath
 
 from app.config import Recipe, dump_recipe, load_recipe
 from app.data.chat import CONVERSATIONS, LEARNED, ChatBlocks, ChatData
-from app.data.conversations import MESSAGES
+from app.data.conversations import MESSAGES, read_chat
 from app.data.preparation.chats import pack
 from app.data.prepared import IGNORED
 from app.data.sources.cells import Columns
@@ -134,6 +134,11 @@ def test_a_conversation_is_written_as_the_endpoint_writes_it(tmp_path: Path) -> 
     splits = (data.train, data.validation)
     found = [split.batch([row]).inputs["input_ids"][0] for split in splits for row in range(len(split))]
     assert sum(tuple(tokens[: len(prompt)]) == prompt for tokens in found) == 1
+
+
+@pytest.mark.parametrize("tools", [None, "null", "[]"])
+def test_a_conversation_may_have_no_tools(tools: str | None) -> None:
+    assert read_chat(json.dumps(many()[0]), tools).tools is None
 
 
 def test_a_mask_of_ones_own_decides(tmp_path: Path) -> None:
