@@ -110,12 +110,12 @@ def _listens_on() -> Address | None:
 
 
 def _require_free(host: str, port: int, key: str) -> None:
-    with socket.socket(family_of(host)) as probe:
-        # Otherwise a port whose connections were just closed would count as taken.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family_of(host)) as probe:
+            # Otherwise a port whose connections were just closed would count as taken.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            raise ClusterError(
-                f"port {port} on {host} cannot be used ({error.strerror}): stop what listens there, or set {key}"
-            ).of("port.unusable", key) from error
+    except OSError as error:
+        raise ClusterError(
+            f"port {port} on {host} cannot be used ({error.strerror}): stop what listens there, or set {key}"
+        ).of("port.unusable", key) from error
