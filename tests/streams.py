@@ -152,13 +152,14 @@ def published(kind: str, folder: Path, messages: Iterable[bytes]) -> Iterator[st
         yield f"{server.url}/S"
 
 
-def overrides(source: str, storage: Path, **stream: Any) -> list[str]:
-    """Keys with which recipes/reviews.yaml trains a model that counts its texts on a stream."""
+def overrides(source: str, storage: Path, pause_s: float = 0.0, **stream: Any) -> list[str]:
+    """Keys for recipes/reviews.yaml: a model on a stream counts its texts, and sleeps ``pause_s`` in each step."""
     keys = {"labels": LABELS, "samples": 96, "idle_seconds": 3.0, **stream}
     return [
         *(f"data.source={source}", f"data.stream={json.dumps(keys)}", "data.test_fraction=null", "data.buckets=[8]"),
         *("data.tokenizer={vocab_size: 13}", "tune=null", "alerts=[]", f"storage={storage}", "train.workers=1"),
-        *("model.factory=tests.faults.models:CountingText", "model.args={}", "train.linear_baseline=false"),
+        *("model.factory=tests.faults.models:CountingText", f"model.args={{pause_s: {pause_s}}}"),
+        "train.linear_baseline=false",
         *("train.global_batch_size=16", "train.epochs=99", "train.early_stopping=null"),
         "train.schedule={name: constant, warmup_fraction: 0.0}",
     ]

@@ -125,7 +125,7 @@ def test_a_node_that_is_about_to_go_stops_the_run_in_time(
         node.announce_its_end(ray, within_s=60)
         stopped = job.client.result()
         fault.saw(f"stopped after {time.time() - struck:.1f} s")
-        assert (job.client.ends(), stopped["status"]) == (0, "stopped"), job.output
+        assert (job.client.ends(), stopped["status"]) == (1, "stopped"), job.output
         assert stopped["metrics"]["steps"] == newest_step(storage, "announced")
         assert time.time() - struck < 30
         wait_until(lambda: not node.raylet.is_running(), timeout_s=90)

@@ -23,7 +23,9 @@ from tests.toy import body, publish
 pytestmark = pytest.mark.faults
 
 BODY = body(rows(1))
-CONTENT = json.dumps(BODY).encode()
+CONTENT = json.dumps(BODY).encode() + b" " * 16384
+"""So long that HAProxy does not wait for the end of it."""
+LENGTH = {"content-length": str(len(CONTENT))}
 SLOW = 80
 """Requests whose bodies are not there yet: they are in the replica, and cost it nothing."""
 HELD_S = 8.0
@@ -76,6 +78,13 @@ def test_replicas_follow_a_target_of_latency(cluster: dict[str, str], ray: Clust
         assert not sent.failed
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_served(cluster: dict[str, str]) -> Iterator[None]:
+    """A model stays in the pool of its first deploy."""
+    yield
+    submit(cluster, "undeploy", "recipes/reviews.yaml", "name=toy")
+
+
 def wake(url: str, ray: Cluster) -> tuple[float, float]:
     """Ask a pool without replicas. Return when its answer came, and how long its replica took to start, in seconds."""
     wait_until(lambda: not cold_replicas(ray), timeout_s=120)
@@ -116,7 +125,7 @@ def test_replicas_that_are_added_and_stopped_lose_nothing(
             assert two_answer.wait(60)
             yield CONTENT[5:]
 
-        return httpx.post(url, content=parts(), timeout=60).status_code
+        return httpx.post(url, content=parts(), headers=LENGTH, timeout=60).status_code
 
     async def held_back() -> AsyncIterator[bytes]:
         yield CONTENT[:5]
@@ -128,7 +137,7 @@ def test_replicas_that_are_added_and_stopped_lose_nothing(
         two_answer = threading.Event()
         with (
             load(url, BODY, 40) as sent,
-            load_of(lambda: Ask(url, held_back()), 2) as held,
+            load_of(lambda: Ask(url, held_back(), LENGTH), 2) as held,
             ThreadPoolExecutor(SLOW) as pool,
         ):
             slow = [pool.submit(send_slowly, url) for _ in range(SLOW)]

@@ -31,7 +31,7 @@ def test_killed_in_a_micro_epoch_then_on_with_other_processes(
 
     def start(name: str, processes: int = 1) -> Launched:
         keeping = ["train.resume=latest", "train.checkpoint.every_steps=2", "train.checkpoint.background=false"]
-        keys = [*overrides(source, storage), *keeping, f"name={name}", "model.args={pause_s: 0.3}"]
+        keys = [*overrides(source, storage, pause_s=0.3), *keeping, f"name={name}"]
         arguments = ["-m", "app.training", "recipes/reviews.yaml", *keys]
         return launch.torchrun(*arguments, processes=processes) if processes > 1 else launch("python", *arguments)
 

@@ -45,6 +45,7 @@ def test_trials_fail_alone_are_retried_and_say_why(cluster: dict[str, str], tmp_
             cluster,
             *("name=troubled", MODEL, f"model.args={{trouble: none, batch: 30, once: {tmp_path / 'once'}}}"),
             *("train.epochs=3", f"train.hang_timeout_s={HANG_TIMEOUT_S}", "train.early_stopping=null"),
+            "train.checkpoint.background=false",  # the trouble may begin before one is written in the background
             *("tune.space=tests.faults.troubled:troubles", "tune.sampler=grid", "tune.scheduler=none"),
         )
         by_trouble = {trial.params["model.args.trouble"]: trial for trial in trials_of(cluster, result["run_id"])[:7]}

@@ -51,8 +51,8 @@ def test_two_processes_then_one_then_four(launch: Launch, tmp_path: Path, faults
     def start(processes: int, name: str) -> Launched:
         (tmp_path / name).mkdir(exist_ok=True)
         keeping = [f"train.checkpoint.every_steps={EVERY_STEPS}", "train.resume=latest", "train.early_stopping=null"]
-        ledger = [f"model.factory={case.model}", f"model.args={{folder: {tmp_path / name}, pause_s: 0.05}}"]
-        ledger += ["model.args.width=32"] if case.recipe == RECIPE else []
+        width = ", width: 32" if case.recipe == RECIPE else ""
+        ledger = [f"model.factory={case.model}", f"model.args={{folder: {tmp_path / name}, pause_s: 0.05{width}}}"]
         overrides = [*keeping, *ledger, *data, f"name={name}", f"train.epochs={EPOCHS}"]
         return launch.torchrun("-m", "app.training", case.recipe, *overrides, processes=processes)
 
