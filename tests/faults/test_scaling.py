@@ -5,6 +5,7 @@ import contextlib
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,8 +27,9 @@ BODY = body(rows(1))
 CONTENT = json.dumps(BODY).encode() + b" " * 16384
 """So long that HAProxy does not wait for the end of it."""
 LENGTH = {"content-length": str(len(CONTENT))}
-SLOW = 80
-"""Requests whose bodies are not there yet: they are in the replica, and cost it nothing."""
+WIDE = json.dumps(body(rows(64))).encode()
+CLIENTS = 32
+"""Each asks again when it has its answer: more requests at a time than fill a replica's batch of 8."""
 HELD_S = 8.0
 """For how long others are in a replica: when it is stopped, longer than it takes new connections."""
 _HTTP_PORTS = range(30000, 31000)
@@ -119,33 +121,35 @@ def test_replicas_that_are_added_and_stopped_lose_nothing(
     def one_only_answers() -> bool:
         return {psutil.CONN_ESTABLISHED} in replicas(ray)
 
-    def send_slowly(url: str) -> int:
-        def parts() -> Iterator[bytes]:
-            yield CONTENT[:5]
-            assert two_answer.wait(60)
-            yield CONTENT[5:]
-
-        return httpx.post(url, content=parts(), headers=LENGTH, timeout=60).status_code
+    def ask_on(client: httpx.Client, url: str) -> list[int]:
+        statuses = []
+        while not two_answer.is_set():
+            statuses.append(client.post(url, content=WIDE).status_code)
+        return statuses
 
     async def held_back() -> AsyncIterator[bytes]:
         yield CONTENT[:5]
         await asyncio.sleep(HELD_S)
         yield CONTENT[5:]
 
-    url = deploy(cluster, "{upscale_delay_s: 1, downscale_delay_s: 2}", "serve.batching.max_batch_size=32")
+    url = deploy(cluster, "{upscale_delay_s: 1, downscale_delay_s: 2}", "serve.batching.max_batch_size=8")
     with faults("S5", "1 replica to 2 and back to 1, at 40 requests/s", "0 errors") as fault:
         two_answer = threading.Event()
         with (
             load(url, BODY, 40) as sent,
             load_of(lambda: Ask(url, held_back(), LENGTH), 2) as held,
-            ThreadPoolExecutor(SLOW) as pool,
+            httpx.Client(timeout=60) as client,
+            ThreadPoolExecutor(CLIENTS) as pool,
         ):
-            slow = [pool.submit(send_slowly, url) for _ in range(SLOW)]
-            wait_until(lambda: ready(ray) == 2)
-            two_answer.set()
+            busy = [pool.submit(ask_on, client, url) for _ in range(CLIENTS)]
+            try:
+                wait_until(lambda: ready(ray) == 2)
+            finally:
+                two_answer.set()
             wait_until(one_only_answers, timeout_s=120)
             assert ready(ray) == 1
+        wide = Counter(status for client in busy for status in client.result())
         failed = [*sent.failed, *held.failed]
-        fault.saw(f"{len(failed)} of {len(sent.answers) + len(held.answers) + SLOW} failed")
+        fault.saw(f"{len(failed)} of {len(sent.answers) + len(held.answers) + wide.total()} failed")
         assert not failed
-        assert {reply.result() for reply in slow} == {200}
+        assert set(wide) == {200}
