@@ -262,7 +262,7 @@ GOOD = {
     "text-classification": lambda n: {"text": f"text {n}", "label": "ab"[n % 2]},
     "text-regression": lambda n: {"text": f"text {n}", "label": n},
     "text-multilabel": lambda n: {"text": f"text {n}", "label": ["a"] * (n % 2) + ["b"]},
-    "token-classification": lambda n: {"tokens": [f"w{n}", "x"], "tags": ["O", "AB"[n % 2]]},
+    "token-classification": lambda n: {"tokens": [f"w{n}", "x"], "tags": ["O", "AC"[n % 2]]},
     "sentence-embedding": lambda n: {"anchor": f"asks {n}", "positive": f"says {n}"},
     "language-modeling": lambda n: {"text": f"text {n}"},
     "tabular-regression": lambda n: {"size": n / 2, "label": n},
