@@ -16,6 +16,9 @@ ENDED = "ended_requests"
 those since the last report."""
 
 _REPORT_INTERVAL_S, _LOOK_BACK_S = 2.0, 10.0
+_WAKE_INTERVAL_S = 0.25
+"""The interval in a pool that may have no replica. Serve counts the request that wakes it only at the next report: the
+report that the request itself causes holds what was recorded before (``_get_metrics_report`` in Ray 2.60)."""
 _SETTLED_S = 30.0
 """Time after the start of a replica for which latencies still reflect the state before."""
 
@@ -38,7 +41,7 @@ def autoscaling_of(config: EndpointConfig, running: int) -> AutoscalingConfig:
         target_ongoing_requests=target_ongoing_requests(config.full_loads),
         upscale_delay_s=scaling_config.upscale_delay_s,
         downscale_delay_s=scaling_config.downscale_delay_s,
-        metrics_interval_s=_REPORT_INTERVAL_S,
+        metrics_interval_s=_REPORT_INTERVAL_S if scaling_config.min_replicas else _WAKE_INTERVAL_S,
         look_back_period_s=_LOOK_BACK_S,
         policy=_policy(),
     )
