@@ -106,7 +106,7 @@ def wake(url: str, ray: Cluster) -> tuple[float, float]:
 def test_a_pool_that_sleeps_answers_soon_after_it_has_loaded(
     cluster: dict[str, str], ray: Cluster, faults: Faults
 ) -> None:
-    scaling = "{upscale_delay_s: 0.1, downscale_delay_s: 1}"
+    scaling = "{upscale_delay_s: 0.1, downscale_delay_s: 3}"  # longer than a deploy takes to count its replicas
     url = deploy(cluster, scaling, "serve.pool=rare", "serve.request_timeout_s=60", replicas="[0, 1]")
     with faults("S5", "the first request of a pool without replicas", "answered in the time to load + 1 s") as fault:
         for _ in range(3):
