@@ -50,9 +50,17 @@ def _own_code(*types: type) -> dict[str, Any]:
     """
     sums: dict[str, str] = {}
     for name in {base.__module__ for one in types for base in one.__mro__}:
-        if file := getattr(sys.modules.get(name), "__file__", None):
-            _add_code(sums, Path(file).parents[name.count(".") + file.endswith("__init__.py")], name)
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None or _is_known(name):
+            continue
+        _add_code(sums, Path(file).parents[name.count(".") + file.endswith("__init__.py")], name)
+        sums.setdefault(name, sha256_of(Path(file).read_bytes()))  # a module may have another name than its file
     return {"code": sums} if sums else {}
+
+
+def _is_known(name: str) -> bool:
+    """Return whether a module belongs to Rayloom or to the standard library."""
+    return name.partition(".")[0] in {"app", *sys.stdlib_module_names}
 
 
 def _add_code(sums: dict[str, str], root: Path, name: str) -> None:
@@ -60,7 +68,7 @@ def _add_code(sums: dict[str, str], root: Path, name: str) -> None:
 
     Modules of Rayloom and of the standard library are skipped. Imports of an installed package are not followed.
     """
-    if name in sums or name.partition(".")[0] in {"app", *sys.stdlib_module_names}:
+    if name in sums or _is_known(name):
         return
     path = root.joinpath(*name.split("."))
     file = next(filter(Path.is_file, (path.with_name(f"{path.name}.py"), path / "__init__.py")), None)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import numpy as np
@@ -245,6 +246,26 @@ def test_changed_imports_of_project_code_make_other_shards(
     assert prepared_by("x").reference == first.reference
     assert first.labels == ["badx", "fairx", "goodx"]
     assert prepared_by("y").labels == ["bady", "fairy", "goody"]
+
+
+def test_changed_code_of_a_module_that_is_not_named_after_its_file_makes_other_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    write_table(tmp_path / "rows.csv", ROWS[:60])
+
+    def prepared_by(change: str) -> LabelledData:
+        file = tmp_path / "targets.py"
+        file.write_text(OWN_CODE.format(kind="Labelled('text', OwnTargets)", change=change))
+        spec = spec_from_file_location("loaded", file)
+        assert spec is not None
+        assert spec.loader is not None
+        monkeypatch.setitem(sys.modules, "loaded", module := module_from_spec(spec))
+        spec.loader.exec_module(module)
+        return prepare_labelled(recipe_of(tmp_path / "rows.csv"), module.KIND, TextProcessor)
+
+    assert prepared_by("").labels == ["bad", "fair", "good"]
+    assert prepared_by(".upper()").labels == ["BAD", "FAIR", "GOOD"]
 
 
 def test_another_tokenizer_at_the_same_place_makes_other_shards(tmp_path: Path) -> None:
