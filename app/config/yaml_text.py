@@ -27,6 +27,8 @@ _SCALARS = (
 class _Loader(yaml.SafeLoader):
     """Reads plain words by ``_SCALARS``. It refuses a key that is there twice, an infinite number, and other tags."""
 
+    _num_values = 0
+
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - those of YAML 1.1 are not inherited
     yaml_constructors = {
         tag: make
@@ -45,6 +47,14 @@ class _Loader(yaml.SafeLoader):
             first[name] = key.start_mark.line + 1
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ARG002
+        """Return a new value for each alias, too, so that an override of one place leaves the others as they are."""
+        self.constructed_objects.pop(node, None)
+        self._num_values += 1
+        if self._num_values > _MAX_VALUES:
+            raise _refusal(node, f"with its aliases, this has more than {_MAX_VALUES:,} values: write fewer")
+        return super().construct_object(node, deep=True)  # refuses an alias within its own anchor
+
     def construct_int(self, node: yaml.ScalarNode) -> int:
         """Return a number. A zero in front does not make it octal, and a colon does not make it a time."""
         if not re.fullmatch(_INT, node.value) or len(node.value) > _MAX_DIGITS:
@@ -61,6 +71,8 @@ class _Loader(yaml.SafeLoader):
 
 _MAX_DIGITS = 1000
 """Python refuses to read integers of more than 4,300 digits."""
+_MAX_VALUES = 100_000
+"""Limit on aliases of aliases, which grow exponentially. A key counts as two values."""
 
 
 def _refusal(node: yaml.Node, problem: str) -> ConstructorError:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -163,6 +164,10 @@ def test_words_are_read_by_yaml_1_2_and_written_so_that_they_are_read_again(text
     assert parse_stored_recipe(parse_yaml(dump_recipe(recipe))) == recipe
 
 
+MANY = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join(9 * [f'*a{n}'])}]\n" for n in range(9))
+"""A few lines of aliases that stand for 9⁹ words."""
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -175,7 +180,9 @@ def test_words_are_read_by_yaml_1_2_and_written_so_that_they_are_read_again(text
         "model: {args: {lr: 1e999}}",
         "model: {args: {lr: !!int 1_0}}",
         "model: {args: {lr: !!timestamp x}}",
+        "model: &it {args: *it}",
         pytest.param("[" * 5000, id="deep"),
+        pytest.param(MANY, id="many"),
     ],
 )  # fmt: skip
 def test_what_yaml_could_say_in_two_ways_is_refused(tmp_path: Path, text: str) -> None:
@@ -189,6 +196,14 @@ def test_an_anchor_is_merged_and_the_own_key_wins(tmp_path: Path) -> None:
     given = tmp_path / "merged.yaml"
     given.write_text(content + "tracking: {wandb: null, <<: {wandb: null}}\n", encoding="utf-8")
     assert load_recipe(given).tracking.wandb is None
+
+
+def test_an_override_of_one_alias_leaves_the_others(tmp_path: Path) -> None:
+    args = "args: {encoder: &tower {width: 64}, decoder: *tower, other: {<<: {more: *tower}}}"
+    given = tmp_path / "towers.yaml"
+    given.write_text(re.sub("args: .*", args, REVIEWS.read_text(encoding="utf-8")), encoding="utf-8")
+    read = load_recipe(given, ["model.args.encoder.width=128"]).model.args
+    assert read == {"encoder": {"width": 128}, "decoder": {"width": 64}, "other": {"more": {"width": 64}}}
 
 
 @pytest.mark.parametrize("override", ["train.optimizer.lr=.inf", "train.optimizer={lr: 0.1, lr: 0.2}"])
