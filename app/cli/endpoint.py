@@ -84,7 +84,7 @@ class EndpointClient:
 
     def predict(self, model: str, request: PredictRequest) -> PredictResponse:
         """Send a request to a model. Raise ClusterError if nothing answers, RequestError if the endpoint refuses it."""
-        url, content = f"{self.url}/v1/models/{model}/predict", request.model_dump_json()
+        url, content = f"{self.url}/v1/models/{model}/predict", _to_json(request.model_dump())
         try:
             answer = httpx.post(url, content=content, headers=self._headers, timeout=60.0)
         except httpx.HTTPError as error:
@@ -100,11 +100,12 @@ class EndpointClient:
             ClusterError: nothing answers, or the answer was cut off.
             RequestError: the endpoint refuses the request, or the answer ended with an error.
         """
-        url, is_whole = f"{self.url}/v1/{path}", False
+        url, content, is_whole = f"{self.url}/v1/{path}", _to_json({**body, "stream": True}), False
+        headers = {**self._headers, "Content-Type": "application/json"}
         try:
             # The first token may wait in the endpoint's queue.
-            timeout, content = httpx.Timeout(10.0, read=_ANSWER_TIMEOUT_S), {**body, "stream": True}
-            with httpx.stream("POST", url, json=content, headers=self._headers, timeout=timeout) as answer:
+            timeout = httpx.Timeout(10.0, read=_ANSWER_TIMEOUT_S)
+            with httpx.stream("POST", url, content=content, headers=headers, timeout=timeout) as answer:
                 if answer.is_error:
                     answer.read()
                     raise self._refused(answer)
@@ -154,6 +155,14 @@ class EndpointClient:
         return f'curl -H "Authorization: Bearer $(cat {self.token_file})"' if self.token_file else "curl"
 
 
+def _to_json(body: Mapping[str, Any]) -> bytes:
+    """Return a body as JSON. Raise RequestError if a text, such as an argument of the command, was not UTF-8."""
+    try:
+        return json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("a text is not in UTF-8: convert it").of("text.encoding") from error
+
+
 def _reason(answer: httpx.Response) -> str:
     """Return the sentence of a refusal: ``error`` of the endpoint's JSON, or the first line of another program's."""
     try:
@@ -172,8 +181,13 @@ def _text_of(event: Mapping[str, Any]) -> str:
 
 def named_endpoint(url: str, token_file: Path | None) -> EndpointClient:
     """Return the endpoint at a URL. Raises RequestError if it is not a URL."""
-    if not re.match("https?://[^/]", url):
-        raise RequestError(f"--endpoint is {url!r}: expected a URL with http:// or https://, such as http://{url}").of(
+    try:
+        is_url = re.match("https?://[^/]", url) and httpx.URL(url).host.encode("idna")
+    except (httpx.InvalidURL, UnicodeError):
+        is_url = None
+    if not is_url:
+        example = "http://127.0.0.1:8000" if "://" in url else f"http://{url}"
+        raise RequestError(f"--endpoint is {url!r}: expected a URL with http:// or https://, such as {example}").of(
             "url.invalid", "--endpoint"
         )
     return EndpointClient(url.rstrip("/"), token_file)

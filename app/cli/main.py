@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import io
 import os
 import re
 import sys
@@ -72,6 +73,8 @@ def _begin(
 
 def main() -> NoReturn:
     """Run the command line. An error is one sentence on standard error, and the exit code is 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # a file's name may not be UTF-8
     sys.path.insert(0, str(Path.cwd()))  # for modules that a recipe names, as with 'python -m jobs.train'
     code = 0
     try:

@@ -267,6 +267,11 @@ def _send(environment: Mapping[str, str], failure: str, **job: Any) -> None:
         reason = first_line(error)
         if _TOO_LARGE in reason:
             reason = _sizes_of(Path(job["runtime_env"]["working_dir"]).resolve())
+        if isinstance(error.__context__, UnicodeEncodeError):  # Ray says only that the folder is not a folder
+            reason = (
+                f"the name of the file {error.__context__.object!r} is not in UTF-8: rename it, or name it in "
+                ".rayignore, which is written like .gitignore"
+            )
         raise ClusterError(f"{failure}: {reason}").of("cluster.refuses") from error
 
 

@@ -1,5 +1,6 @@
 """What a person sees after a mistake: what was given, what was expected and what to do, once and in plain words."""
 
+import os
 import re
 import subprocess
 import sys
@@ -190,6 +191,15 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     ([*ASK, "hello", "--token-file", "nofile"], ["'nofile'", "No such file"]),
     ([*ASK, "hello", "--token-file", "token"], ["'token'", "holds no token"]),
     (["predict", "tickets", "hello", "--endpoint", "localhost:8000"], ["'localhost:8000'", "such as http://localhost"]),
+    *(
+        (["predict", "tickets", "hello", "--endpoint", url], [url, "expected a URL"])
+        for url in ("http://[::1", "http://..", "ftp://host")
+    ),
+    *(
+        ([*ASK, *given], ["not in UTF-8", "convert"])
+        for given in (["caf\udce9"], ["--row", '{"a": "caf\udce9"}'], ["--field", "a=caf\udce9"])
+    ),
+    (["chat", "writer", "caf\udce9", "--endpoint", "http://127.0.0.1:9"], ["not in UTF-8", "convert"]),
 ]
 
 
@@ -211,6 +221,14 @@ def test_output_that_cannot_be_written_is_told_in_one_sentence() -> None:
     done = subprocess.run(["bash", "-c", f"{command} >/dev/full"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr == "error: the output cannot be written (No space left on device): free some space\n"
+
+
+def test_a_name_that_is_not_utf_8_is_printed_as_it_is(tmp_path: Path) -> None:
+    storage = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.makedirs(storage + b"/runs")
+    done = subprocess.run([f"{BIN}/rayloom", "runs", "list", "--storage", storage], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert storage in done.stdout
 
 
 def test_a_refusal_of_the_endpoint_is_a_sentence_and_no_json(said: Said) -> None:

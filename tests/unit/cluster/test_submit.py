@@ -16,6 +16,7 @@ import httpx
 import pytest
 import requests
 import typer
+from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
 from ray.exceptions import AuthenticationError
 from upath import UPath
 
@@ -190,6 +191,19 @@ def test_a_folder_too_large_to_send_is_told_with_its_largest_parts(
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(bytes(size * 2**20))
     (tmp_path / ".gitignore").write_text("ignored/\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with refused("cluster.refuses"):
+        submit("train", str(ROOT / "recipes/digits.yaml"), [])
+
+
+def test_a_file_s_name_that_ray_cannot_send_is_told(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def send(*_: Any, runtime_env: dict[str, str], **__: Any) -> None:
+        upload_working_dir_if_needed(runtime_env, include_gitignore=True, scratch_dir=str(tmp_path), upload_fn=print)
+
+    monkeypatch.setattr(AcceptingClient, "submit_job", send)
+    (tmp_path / "caf\udce9.txt").touch()
     monkeypatch.chdir(tmp_path)
     with refused("cluster.refuses"):
         submit("train", str(ROOT / "recipes/digits.yaml"), [])
