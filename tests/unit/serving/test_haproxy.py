@@ -11,9 +11,10 @@ import httpx
 import pytest
 import ray.serve
 from ray.serve._private.common import RequestProtocol
+from ray.serve._private.constants import HTTP_PROXY_TIMEOUT, PROXY_HEALTH_CHECK_UNHEALTHY_THRESHOLD
 from ray.serve._private.haproxy import BackendConfig
 
-from app.serving.ingress.haproxy import files_in
+from app.serving.ingress.haproxy import files_in, prepare
 from app.serving.ingress.haproxy_script import UNARY_BACKEND, Edit, When, edits, quoted
 from app.serving.pools import APPLICATION
 from tests.helpers import wait_until
@@ -231,3 +232,8 @@ def test_other_arguments_of_ray_than_the_known_are_refused(ingress: Ingress) -> 
     started = subprocess.run(command, capture_output=True, text=True, check=False)
     assert started.returncode == 64
     assert "with other arguments" in started.stderr
+
+
+def test_haproxy_is_not_killed_while_the_first_deploy_waits_for_it(tmp_path: Path) -> None:
+    check_s = float(prepare(tmp_path)["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"])
+    assert check_s * PROXY_HEALTH_CHECK_UNHEALTHY_THRESHOLD >= HTTP_PROXY_TIMEOUT
