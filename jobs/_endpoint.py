@@ -18,6 +18,7 @@ from tenacity import RetryError, retry, retry_if_result, stop_after_delay, wait_
 
 from app.best_effort import best_effort
 from app.errors import ClusterError
+from app.process_state import sigterm_exits
 from app.serving.config import EndpointConfig
 from app.serving.demand import Demand
 from app.serving.pool_configs import PoolConfigs
@@ -103,6 +104,7 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
         ClusterError: a replica cannot load a model, or not in time. Then ``before`` is deployed again. Otherwise Serve
             would keep trying the failed configuration, and not replace dead replicas. If ``before`` fails, too, for
             example after a killed job, deploy the model in the error again, or undeploy it.
+        SystemExit: the job is asked to stop. Then ``before`` is deployed again, too.
     """
     after, previous = after.on_new_replicas(pool), deployed_in(DEPLOYMENT)
     changed = after.changed_from(before)
@@ -110,8 +112,13 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
     if not before.deployed:
         before = before.with_access(after.shared.access)
     try:
-        for one in changed:
-            _run(one, after, previous, timeout_s)
+        with sigterm_exits():
+            for one in changed:
+                _run(one, after, previous, timeout_s)
+    except (KeyboardInterrupt, SystemExit):
+        for one in reversed(changed):
+            _failed(one, before, previous, timeout_s=0)  # whoever stops the job does not wait for replicas
+        raise
     except Exception as error:  # whatever Serve raises, no pool may stay half changed
         cause = f"{error} (serve.ready_timeout_s)" if isinstance(error, TimeoutError) else str(error)
         if again := [failed for one in reversed(changed) if (failed := _failed(one, before, previous))]:
@@ -124,10 +131,12 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
     best_effort(lambda: drop_code(kept), "the code of earlier replicas stays in Ray's memory", "the endpoint")
 
 
-def _failed(pool: Pool, before: PoolConfigs, previous: Mapping[str, Deployed]) -> Exception | None:
+def _failed(
+    pool: Pool, before: PoolConfigs, previous: Mapping[str, Deployed], timeout_s: float = _ROLLBACK_TIMEOUT_S
+) -> Exception | None:
     """Deploy a pool as it was before. Return why it does not start; None if it does."""
     try:
-        _run(pool, before, previous, _ROLLBACK_TIMEOUT_S)
+        _run(pool, before, previous, timeout_s)
     except Exception as error:
         return error
     return None
