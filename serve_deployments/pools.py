@@ -28,10 +28,10 @@ Part = TypeVar("Part")
 class _Known:
     """The state of the pools' applications in Serve."""
 
-    awake: frozenset[str] = frozenset()
+    awake: frozenset[str]
     """Those with a replica that runs."""
-    failing: frozenset[str] = frozenset()
-    """The others whose replicas could not start several times in a row."""
+    asleep: frozenset[str]
+    """The others, unless their replicas could not start several times in a row."""
 
 
 class ServePools:
@@ -39,19 +39,22 @@ class ServePools:
 
     def __init__(self) -> None:
         self._handles: dict[str, DeploymentHandle[Any]] = {}
-        self._known, self._known_s = _Known(), -_KNOWN_S
+        self._known: _Known | None = None
+        self._known_s = -_KNOWN_S
 
     async def is_awake(self, pool: str) -> bool:
         """Return whether a pool has a replica that runs.
 
         Raises:
-            OverloadError: it has none, and none can start.
+            OverloadError: it has none, and none can start, or the pool is no longer deployed.
         """
         if time.monotonic() - self._known_s > _KNOWN_S:
             with suppress(*_LOST):  # what was known before is the best guess while Serve's controller restarts
                 self._known = await asyncio.to_thread(_known_applications)
                 self._known_s = time.monotonic()
-        if application_of(pool) in self._known.failing:
+        if self._known is None:
+            return False
+        if application_of(pool) not in self._known.awake | self._known.asleep:
             raise OverloadError(
                 f"no replica of pool {pool} can start: 'serve status' says why; deploy its models again, or try again "
                 "later"
@@ -129,7 +132,7 @@ def _known_applications() -> _Known:
     failing = frozenset(
         name for name, those in deployments.items() if any(one.status_trigger is failed for one in those)
     )
-    return _Known(awake, failing - awake)
+    return _Known(awake, frozenset(deployments) - failing - awake)
 
 
 def _no_answer(pool: str, error: Exception) -> OverloadError:

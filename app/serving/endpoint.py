@@ -200,7 +200,12 @@ class Endpoint:
         return self._model(name).find(version)
 
     def require_deployed(self, name: str, version: str | None = None) -> None:
-        """Raise NotServedError if a model or version is not served, be it loaded or not."""
+        """Raise NotServedError if a model or version is not served, be it loaded or not.
+
+        A model of another pool is asked for here only while that pool sleeps.
+        """
+        if name in self._config.elsewhere:
+            return
         on_demand = self._config.on_demand.get(name)
         if on_demand is None:
             self.require_served(name, version)
@@ -229,7 +234,8 @@ class Endpoint:
         Raises:
             NotServedError: the model or version is not served.
         """
-        if name is not None and name in self._config.on_demand and name not in self._models:
+        asleep = self._config.on_demand.keys() | self._config.elsewhere.keys()
+        if name is not None and name in asleep and name not in self._models:
             self.require_deployed(name, version)
             return []
         if name is not None and version is not None:

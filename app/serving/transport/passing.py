@@ -9,7 +9,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Protocol
@@ -33,6 +33,8 @@ POOL_HEADER, MODEL_HEADER = b"x-rayloom-pool", b"x-rayloom-model"
 """They name the pool that answered a request which was passed on, and its model. HAProxy removes them."""
 
 _MODEL = re.compile("(?:/v[12]|/v2/repository)/models/([^/]+)(?:/.*)?")
+_STATE = re.compile("/v2/models/[^/]+/(?:ready|stats)")
+"""The paths of a model's state, which monitoring asks for again and again."""
 _NAMED_IN_BODY = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 _INDEX = ("POST", "/v2/repository/index")
 _LISTS = {("GET", "/v1/models"): "data", ("GET", "/v1/predict"): "", ("GET", "/v2/models/stats"): "model_stats"}
@@ -122,8 +124,11 @@ class PassOn:
                 await self._app(scope, receive, send)
                 return
             await self._list(scope, receive, send, sorted(set(elsewhere.values())))
-        elif named and named[1] in elsewhere:
-            await self._pass_on(named[1], scope, receive, send)
+        elif named and (pool := elsewhere.get(named[1])) is not None:
+            if _STATE.fullmatch(scope["path"]) and await is_asleep(self._pools, pool):
+                await self._app(scope, receive, send)
+            else:
+                await self._pass_on(named[1], scope, receive, send)
         elif scope["method"] == "POST" and scope["path"] in _NAMED_IN_BODY:
             await self._pass_on(None, scope, receive, send)
         else:
@@ -208,6 +213,13 @@ class PassOn:
         if (request.method, request.path) != _INDEX or parse_body(IndexRequest, request.body).ready:
             return None
         return Response(json.dumps([model.model_dump() for model in self._admission.endpoint.index_of(pool, reason)]))
+
+
+async def is_asleep(pools: Pools, pool: str) -> bool:
+    """Return whether a pool has no replica, but the next request starts one."""
+    with suppress(OverloadError):
+        return not await pools.is_awake(pool)
+    return False
 
 
 def asleep(pool: str) -> str:

@@ -11,11 +11,13 @@ import httpx
 import pytest
 from ray.serve.schema import DeploymentStatusTrigger
 from starlette.types import Message
+from tritonclient.grpc import service_pb2 as pb
 from upath import UPath
 
 from app.errors import OverloadError
 from app.serving.config import EndpointConfig
 from app.serving.endpoint import Endpoint
+from app.serving.transport.grpc import GrpcMethods, Origin
 from app.serving.transport.http import HttpApi
 from app.serving.transport.inference_call import Admission
 from app.serving.transport.passing import CallAnswer, PassedCall, PassedRequest, messages_of
@@ -59,6 +61,45 @@ def test_the_repository_of_a_model_is_that_of_its_pool(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+class SleepingPools(Pools):
+    """One other pool, which has no replica until it is asked something."""
+
+    asked = 0
+
+    async def is_awake(self, _: str) -> bool:
+        return bool(self.asked)
+
+    def ask(self, pool: str, request: PassedRequest) -> AsyncGenerator[Message, None]:
+        self.asked += 1
+        return super().ask(pool, request)
+
+    async def call(self, _: str, call: PassedCall) -> CallAnswer:
+        raise AssertionError(call)
+
+
+def test_a_question_for_the_state_of_a_model_does_not_wake_its_pool() -> None:
+    async def run() -> None:
+        shared = Endpoint()
+        await shared.update(EndpointConfig(elsewhere={"toy": "rare"}))
+        pools = SleepingPools(HttpApi(Admission(Endpoint())))
+        methods, origin = GrpcMethods(Admission(shared), pools), Origin((), "")
+        ready = await methods.answer_passed(PassedCall("ModelReady", b"\n\x03toy", *origin))
+        assert ready.message == pb.ModelReadyResponse(ready=True).SerializeToString()
+        counted = await methods.answer_passed(PassedCall("ModelStatistics", b"\n\x03toy", *origin))
+        assert (counted.code, counted.message) == (0, b"")
+
+        api = httpx.ASGITransport(HttpApi(Admission(shared), pools))
+        async with httpx.AsyncClient(transport=api, base_url="http://replica") as client:
+            assert (await client.get("/v2/models/toy/ready")).json() == {"name": "toy", "ready": True}
+            assert (await client.get("/v2/models/toy/stats")).json() == {"model_stats": []}
+            assert not pools.asked
+            assert (await client.get("/v2/models/toy")).status_code == 404  # the pool's own answer
+            assert (await client.get("/v2/models/toy/ready")).status_code == 404
+            assert pools.asked == 2
+
+    asyncio.run(run())
+
+
 class Serve:
     """Stands in for Ray Serve, whose requests wait for a replica that never starts."""
 
@@ -84,8 +125,13 @@ class Serve:
         return self.__anext__().__await__()
 
 
-def test_a_request_does_not_wait_for_a_pool_whose_replicas_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_deployed", [True, False])
+def test_a_request_does_not_wait_for_a_pool_whose_replicas_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, is_deployed: bool
+) -> None:
     serve = Serve()
+    if not is_deployed:  # any longer, since the request came
+        serve.applications.clear()
     monkeypatch.setattr(pools, "_KNOWN_S", 0.01)
     monkeypatch.setattr(pools.serve, "status", lambda: serve)
     monkeypatch.setattr(pools.serve, "get_app_handle", lambda _: serve)
