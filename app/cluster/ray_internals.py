@@ -3,6 +3,7 @@
 import logging
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 _TALKATIVE = (
@@ -35,7 +36,7 @@ def uploaded_files(path: Path, folder: Path) -> set[Path]:
     from ray._private.runtime_env.packaging import _dir_travel, get_excludes_from_ignore_files
 
     silence_client()
-    reads_gitignore, excluded = _reads_gitignore(), []
+    reads_gitignore, excluded = _reads_gitignore(), [_default_excludes(folder)]
     # From the folder down: an ignore file holds for everything below it.
     for parent in _parents_within(path, folder):
         excluded += get_excludes_from_ignore_files(parent, reads_gitignore)
@@ -71,18 +72,31 @@ def _parents_within(path: Path, folder: Path) -> list[Path]:
 
 def uploaded_bytes(folder: Path) -> Counter[str]:
     """Return the bytes that Ray uploads of each file and folder in a working directory, before compression."""
-    from ray._private.runtime_env.packaging import _dir_travel
-
     sizes: Counter[str] = Counter()
 
     def add(path: Path) -> None:
         if path.is_file():
             sizes[path.relative_to(folder).parts[0]] += path.stat().st_size
 
-    _dir_travel(folder, [], add, include_gitignore=_reads_gitignore())
-    # Ray leaves it out by default.
-    del sizes[".git"]
+    visit_uploaded(folder, add)
     return sizes
+
+
+def visit_uploaded(folder: Path, visit: Callable[[Path], None]) -> None:
+    """Call ``visit`` on each file and folder that Ray uploads of a working directory, which is absolute."""
+    from ray._private.runtime_env.packaging import _dir_travel
+
+    quiet = logging.Logger("", logging.CRITICAL)  # Ray logs the errors of ``visit``, too
+    _dir_travel(folder, [_default_excludes(folder)], visit, include_gitignore=_reads_gitignore(), logger=quiet)
+
+
+def _default_excludes(folder: Path) -> Callable[[Path], bool]:
+    """Return what Ray leaves out of every working directory, such as .git and .venv."""
+    from ray._private.ray_constants import get_runtime_env_default_excludes
+    from ray._private.runtime_env.packaging import _get_excludes
+
+    excludes: Callable[[Path], bool] = _get_excludes(folder, get_runtime_env_default_excludes())
+    return excludes
 
 
 def _reads_gitignore() -> bool:

@@ -24,6 +24,7 @@ from app.cluster.preflight import require_inputs, require_stored
 from app.cluster.queue import PRIORITY, USER, Priority, person
 from app.cluster.ray_internals import is_uploaded, silence_client, uploaded_bytes
 from app.cluster.state import read_state, running_cluster
+from app.cluster.uploads import require_sendable
 from app.config import embedded, load_job_recipe, names_model, read_text, reads_files, title_of
 from app.config.overrides import override_of, require_once
 from app.errors import ClusterError, NoClusterError, first_line, short_repr
@@ -259,19 +260,17 @@ def _send(environment: Mapping[str, str], failure: str, **job: Any) -> None:
 
     Raises:
         ClusterError: Ray's client raised an error. The message is ``failure`` and the first line of this error, or what
-            makes the folder too large to send.
+            makes the folder too large to send. Or the folder has a file that cannot be sent.
     """
+    folder = Path(job["runtime_env"]["working_dir"]).resolve()
     try:
-        _connect(environment).submit_job(**job)
+        client = _connect(environment)
+        require_sendable(folder)
+        client.submit_job(**job)
     except _client_errors() as error:
         reason = first_line(error)
         if _TOO_LARGE in reason:
-            reason = _sizes_of(Path(job["runtime_env"]["working_dir"]).resolve())
-        if isinstance(error.__context__, UnicodeEncodeError):  # Ray says only that the folder is not a folder
-            reason = (
-                f"the name of the file {error.__context__.object!r} is not in UTF-8: rename it, or name it in "
-                ".rayignore, which is written like .gitignore"
-            )
+            reason = _sizes_of(folder)
         raise ClusterError(f"{failure}: {reason}").of("cluster.refuses") from error
 
 

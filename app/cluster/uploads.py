@@ -1,11 +1,12 @@
 """Check that the files a recipe names are uploaded with the folder from which a job is submitted."""
 
+import os
 from os.path import exists  # False for a text that is no path
 from pathlib import Path
 
-from app.cluster.ray_internals import ignoring_rule, uploaded_files
+from app.cluster.ray_internals import ignoring_rule, uploaded_files, visit_uploaded
 from app.config import Recipe, local_paths
-from app.errors import RecipeError
+from app.errors import ClusterError, RecipeError
 
 _PROJECT_FILES = (".git", "pyproject.toml")
 """Each lies in the top folder of a project."""
@@ -39,6 +40,26 @@ def _reason_not_uploaded(given: str, folder: Path) -> str | None:
     rule = ignoring_rule(missing[0], folder)
     because = f": {str(rule[0])!r} excludes {str(missing[0])!r} by its line {rule[1]!r}" if rule else ""
     return f"exists here, but {what} not uploaded with the job{because}; {_way_out(inside)}"
+
+
+def require_sendable(folder: Path) -> None:
+    """Raise ClusterError if a working directory has a file that Ray fails to send, or would read without end."""
+    visit_uploaded(folder, _require_sendable)
+
+
+def _require_sendable(path: Path) -> None:
+    if path.is_fifo():
+        problem = "it is a pipe"
+    elif path.is_symlink() and path.is_relative_to(os.path.realpath(path)):
+        problem = "it is a link to a folder that it lies in"
+    elif os.fsencode(path).decode(errors="ignore") != str(path):
+        problem = "its name is not in UTF-8"
+    else:
+        return
+    raise ClusterError(
+        f"{str(path)!r} cannot be sent with the job, because {problem}: remove it, or name it in .rayignore, which is "
+        "written like .gitignore"
+    ).of("path.not_sendable")
 
 
 def _place_in_project(given: str, folder: Path) -> str | None:

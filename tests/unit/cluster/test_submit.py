@@ -16,7 +16,6 @@ import httpx
 import pytest
 import requests
 import typer
-from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
 from ray.exceptions import AuthenticationError
 from upath import UPath
 
@@ -186,7 +185,15 @@ def test_a_folder_too_large_to_send_is_told_with_its_largest_parts(
         raise RuntimeError("Request failed with status code 413: Maximum request body size 104857600 exceeded.")
 
     monkeypatch.setattr(AcceptingClient, "submit_job", refuse)
-    for name, size in (("data/a.bin", 2), ("data/b.bin", 1), ("weights.bin", 1), ("ignored/c.bin", 9), ("a.py", 0)):
+    files = [
+        ("data/a.bin", 2),
+        ("data/b.bin", 1),
+        ("weights.bin", 1),
+        ("ignored/c.bin", 9),
+        ("a.py", 0),
+        (".venv/d", 9),
+    ]
+    for name, size in files:
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(bytes(size * 2**20))
@@ -196,17 +203,19 @@ def test_a_folder_too_large_to_send_is_told_with_its_largest_parts(
         submit("train", str(ROOT / "recipes/digits.yaml"), [])
 
 
-def test_a_file_s_name_that_ray_cannot_send_is_told(
-    sent: Sent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("name", ["caf\udce9.txt", "link", "pipe"])
+def test_a_file_that_cannot_be_sent_is_named_unless_it_is_ignored(
+    name: str, sent: Sent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def send(*_: Any, runtime_env: dict[str, str], **__: Any) -> None:
-        upload_working_dir_if_needed(runtime_env, include_gitignore=True, scratch_dir=str(tmp_path), upload_fn=print)
-
-    monkeypatch.setattr(AcceptingClient, "submit_job", send)
-    (tmp_path / "caf\udce9.txt").touch()
+    makes: dict[str, Callable[[Path], None]] = {"link": lambda path: path.symlink_to("."), "pipe": os.mkfifo}
+    (tmp_path / ".venv").mkdir()
+    for folder in (tmp_path, tmp_path / ".venv"):
+        makes.get(name, Path.touch)(folder / name)
     monkeypatch.chdir(tmp_path)
-    with refused("cluster.refuses"):
+    with refused("path.not_sendable"):
         submit("train", str(ROOT / "recipes/digits.yaml"), [])
+    (tmp_path / ".rayignore").write_text(f"/{name[:3]}*\n", encoding="utf-8")
+    assert submit("train", str(ROOT / "recipes/digits.yaml"), []) == 0
 
 
 def test_submit_ends_when_the_job_does_and_not_when_ray_closes_its_log(
