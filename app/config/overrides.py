@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from app.config.yaml_text import parse_yaml, yaml_problem
+from app.config.yaml_text import ends_with_comment, parse_yaml, yaml_problem
 from app.errors import RecipeError
 from app.uris import shown
 
@@ -17,7 +17,8 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
     A number in the key indexes a list. A value is read as YAML: ``a=[1, 2]``, ``a=null``.
 
     Raises:
-        RecipeError: an override has no ``=`` or no key, is broken YAML, or has an index past the end of a list.
+        RecipeError: an override has no ``=`` or no key, is broken YAML, ends with a comment, or has an index past the
+            end of a list.
     """
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -31,6 +32,10 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
             raise RecipeError(f"override {key}: not a YAML value ({yaml_problem(error)}); put it in quotes").of(
                 "yaml.invalid", key
             ) from None
+        if ends_with_comment(text):
+            raise RecipeError(f"override {key}: YAML reads what follows # as a comment: put the value in quotes").of(
+                "override.comment", key
+            )
         set_value(tree, key, value)
     return tree
 

@@ -102,6 +102,12 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError("its sections are nested too deeply") from None
 
 
+def ends_with_comment(text: str) -> bool:
+    """Return whether a comment follows the last word of a YAML text that ``parse_yaml`` has read."""
+    *_, last, _ = yaml.scan(text, Loader=_Loader)
+    return bool(text[last.end_mark.index :].strip())
+
+
 def dump_yaml(value: Any) -> str:
     """Return plain values as a YAML text that ``parse_yaml`` reads back as the same values."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

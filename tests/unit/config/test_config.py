@@ -212,6 +212,13 @@ def test_an_override_is_read_by_the_same_rules(override: str) -> None:
         load_recipe(REVIEWS, [override])
 
 
+@pytest.mark.parametrize("text", ["#ff0000", "data/part #2.csv", "[1, 2] # two"])
+def test_an_override_with_a_comment_is_refused(text: str) -> None:
+    with refused("override.comment", "model.args.given"):
+        load_recipe(REVIEWS, [f"model.args.given={text}"])
+    assert load_recipe(REVIEWS, [f"model.args.given='{text}'"]).model.args["given"] == text
+
+
 def test_a_number_that_is_computed_is_finite_too() -> None:
     with refused("recipe.finite_number", "train.optimizer.lr"):
         with_values(load_recipe(REVIEWS), {"train.optimizer.lr": math.inf})
