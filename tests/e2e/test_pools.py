@@ -154,8 +154,12 @@ def test_a_pool_that_nobody_asks_falls_asleep_and_the_first_requests_wake_it(
     for _ in range(5):
         httpx.get(f"{sleepy['http']}/v1/predict")
         httpx.get(f"{sleepy['http']}/v2/models/stats")
+        assert httpx.get(f"{sleepy['http']}/v2/models/sleepy/stats").json() == {"model_stats": []}
+        assert httpx.get(f"{sleepy['http']}/v2/models/sleepy/ready").json() == {"name": "sleepy", "ready": True}
+        with tritonclient.grpc.InferenceServerClient(sleepy["grpc"]) as client:
+            assert client.is_model_ready("sleepy")
     time.sleep(2)  # a request would start a replica sooner
-    assert not ray.processes("ServeReplica:rayloom-rare:ModelServer"), "lists do not wake it"
+    assert not ray.processes("ServeReplica:rayloom-rare:ModelServer"), "neither lists nor probes wake it"
     assert state() == ("UNAVAILABLE", "pool rare has no replica: a request starts one")
     with ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(lambda _: ask(sleepy, "sleepy"), range(8)))
