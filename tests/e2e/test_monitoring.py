@@ -219,6 +219,7 @@ def test_every_metric_and_panel_has_data(watched: dict[str, str], state: Cluster
             tensors = rows(1 + number % 3)
             assert httpx.post(f"{endpoint}/v2/models/toy/infer", json=body(tensors)).status_code == 200
             httpx.post(f"{endpoint}/v2/models/toy/infer", json=body({"input_ids": tensors["input_ids"]}))
+            assert httpx.post(f"{endpoint}/v2/models/toy/infer", json=body(tensors, timeout=1)).status_code == 504
             time.sleep(0.1)
         assert httpx.post(f"{endpoint}/v1/models/toy/predict", json={"inputs": "fine"}).status_code == 200
         wait_until(lambda: bool(ask(state, "ray_rayloom_train_checkpoint_seconds")), timeout_s=90.0)
