@@ -2,36 +2,28 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import DeploymentStatusTrigger, ReplicaState
+from ray.serve.schema import DeploymentStatus, DeploymentStatusOverview, DeploymentStatusTrigger, ReplicaState
 from starlette.types import Message
 
 from app.errors import OverloadError
 from app.serving.pools import application_of
-from app.serving.transport.passing import CallAnswer, PassedCall, PassedRequest
+from app.serving.transport.passing import CallAnswer, PassedCall, PassedRequest, PoolState
 
 _KNOWN_S = 1.0
 """Time for which the state of the replicas is remembered."""
 _LOST = RayError, RayServeException
+_ENDING = {ReplicaState.STOPPING, ReplicaState.STOPPED}
+_AS_WANTED = DeploymentStatus.HEALTHY, DeploymentStatus.DOWNSCALING
+"""Statuses of a deployment that wants no more replicas than it has."""
 Part = TypeVar("Part")
-
-
-@dataclass(frozen=True)
-class _Known:
-    """The state of the pools' applications in Serve."""
-
-    awake: frozenset[str]
-    """Those with a replica that runs."""
-    asleep: frozenset[str]
-    """The others, unless their replicas could not start several times in a row."""
 
 
 class ServePools:
@@ -39,27 +31,18 @@ class ServePools:
 
     def __init__(self) -> None:
         self._handles: dict[str, DeploymentHandle[Any]] = {}
-        self._known: _Known | None = None
+        self._known: dict[str, PoolState] | None = None
         self._known_s = -_KNOWN_S
 
-    async def is_awake(self, pool: str) -> bool:
-        """Return whether a pool has a replica that runs.
-
-        Raises:
-            OverloadError: it has none, and none can start, or the pool is no longer deployed.
-        """
+    async def state_of(self, pool: str) -> PoolState:
+        """Return a pool's state. While Serve's controller restarts, return the last state that it told."""
         if time.monotonic() - self._known_s > _KNOWN_S:
-            with suppress(*_LOST):  # what was known before is the best guess while Serve's controller restarts
-                self._known = await asyncio.to_thread(_known_applications)
+            with suppress(*_LOST):
+                self._known = await asyncio.to_thread(_states)
                 self._known_s = time.monotonic()
         if self._known is None:
-            return False
-        if application_of(pool) not in self._known.awake | self._known.asleep:
-            raise OverloadError(
-                f"no replica of pool {pool} can start: 'serve status' says why; deploy its models again, or try again "
-                "later"
-            )
-        return application_of(pool) in self._known.awake
+            return PoolState.STARTING
+        return self._known.get(application_of(pool), PoolState.UNDEPLOYED)
 
     async def ask(self, pool: str, request: PassedRequest) -> AsyncGenerator[Message, None]:
         """Yield the messages of a pool's answer.
@@ -97,14 +80,15 @@ class ServePools:
         return answered
 
     async def _unless_failing(self, pool: str, part: Awaitable[Part]) -> Part:
-        """Return the first part of an answer. Raise OverloadError if a pool has no replica, and none can start.
+        """Return the first part of an answer. Raise OverloadError if a pool has no replica, and none will start.
 
-        Serve would hold the request until one starts, however often that fails.
+        Serve would hold the request forever.
         """
         waiting = asyncio.ensure_future(part)
         try:
             while not (await asyncio.wait({waiting}, timeout=2 * _KNOWN_S))[0]:
-                await self.is_awake(pool)
+                if (state := await self.state_of(pool)) in (PoolState.FAILING, PoolState.UNDEPLOYED):
+                    raise OverloadError(f"pool {pool} {state}")
             return waiting.result()
         finally:
             waiting.cancel()
@@ -119,20 +103,21 @@ class ServePools:
         return self._handles[pool]
 
 
-def _known_applications() -> _Known:
-    deployments = {
-        name: list(application.deployments.values()) for name, application in serve.status().applications.items()
-    }
-    awake = frozenset(
-        name
-        for name, those in deployments.items()
-        if any(one.replica_states.get(ReplicaState.RUNNING) for one in those)
-    )
-    failed = DeploymentStatusTrigger.REPLICA_STARTUP_FAILED
-    failing = frozenset(
-        name for name, those in deployments.items() if any(one.status_trigger is failed for one in those)
-    )
-    return _Known(awake, frozenset(deployments) - failing - awake)
+def _states() -> dict[str, PoolState]:
+    """Return the state of each application in Serve."""
+    applications = serve.status().applications.items()
+    return {name: _state_of(application.deployments.values()) for name, application in applications}
+
+
+def _state_of(deployments: Collection[DeploymentStatusOverview]) -> PoolState:
+    living = {state for one in deployments for state, number in one.replica_states.items() if number} - _ENDING
+    if ReplicaState.RUNNING in living:
+        return PoolState.AWAKE
+    if any(one.status_trigger is DeploymentStatusTrigger.REPLICA_STARTUP_FAILED for one in deployments):
+        return PoolState.FAILING
+    if deployments and not living and all(one.status in _AS_WANTED for one in deployments):
+        return PoolState.ASLEEP
+    return PoolState.STARTING
 
 
 def _no_answer(pool: str, error: Exception) -> OverloadError:

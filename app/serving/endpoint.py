@@ -202,7 +202,7 @@ class Endpoint:
     def require_deployed(self, name: str, version: str | None = None) -> None:
         """Raise NotServedError if a model or version is not served, be it loaded or not.
 
-        A model of another pool is asked for here only while that pool sleeps.
+        The versions of another pool's model are not known here, so all of them pass.
         """
         if name in self._config.elsewhere:
             return

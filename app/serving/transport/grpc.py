@@ -39,7 +39,7 @@ from app.serving.protocol.management import Statistics
 from app.serving.protocol.model_config import model_config
 from app.serving.transport.errors import PassedRefusalError, refusal
 from app.serving.transport.inference_call import Admission, InferenceCall
-from app.serving.transport.passing import CallAnswer, PassedCall, Pools, asleep, is_asleep
+from app.serving.transport.passing import CallAnswer, PassedCall, Pools, PoolState
 from app.tensors import TensorSpec
 
 _MAX_AHEAD = 32
@@ -49,7 +49,7 @@ _INDEX = "RepositoryIndex"
 _LISTS = ("ModelStatistics", _INDEX)
 """Methods that list all models if their message names none."""
 _STATE = ("ModelReady", "ModelStatistics")
-"""Methods for a model's state, which monitoring asks for again and again."""
+"""Methods for a model's state, which monitoring polls."""
 OPEN_METHODS = ("ServerLive", "ServerReady")
 """Methods without access control, for the health checks of load balancers."""
 SERVICER = "app.serving.transport.grpc.add_to_server"
@@ -239,8 +239,8 @@ class GrpcMethods:
     ) -> tuple[Answer, str | None]:
         """Return the answer of the pool that has the message's model, and the pool; None: ``here`` gave the answer.
 
-        A method that lists all models lists those of other pools, too. Neither it nor a question for a model's state
-        wakes a pool without a replica.
+        A method that lists all models lists those of other pools, too. Neither lists nor a model's state wake a
+        sleeping pool.
 
         Raises:
             PassedRefusalError: the other pool refuses the call.
@@ -250,19 +250,20 @@ class GrpcMethods:
         if self._pools is None or not elsewhere:
             return await here(), None
         if pool := elsewhere.get(name):
-            if method in _STATE and not getattr(message, "version", "") and await is_asleep(self._pools, pool):
+            if method in _STATE and not message.version and await self._pools.state_of(pool) is PoolState.ASLEEP:
                 return await here(), None
             return await self._ask(pool, method, message, origin), pool
         answer = await here()
         if method in _LISTS and not name:
             for other in sorted(set(elsewhere.values())):
-                reason = asleep(other)
-                try:
-                    if await self._pools.is_awake(other):
+                state = await self._pools.state_of(other)
+                reason = f"pool {other} {state}"
+                if state is PoolState.AWAKE:
+                    try:
                         answer.MergeFrom(await self._ask(other, method, message, origin))
                         continue
-                except (PassedRefusalError, OverloadError) as error:
-                    reason = str(error)
+                    except (PassedRefusalError, OverloadError) as error:
+                        reason = str(error)
                 if method == _INDEX and not message.ready:
                     answer.MergeFrom(write_index(self._endpoint.index_of(other, reason)))
         return answer, None

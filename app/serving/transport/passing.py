@@ -9,8 +9,9 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
+from enum import StrEnum
 from http import HTTPStatus
 from typing import Protocol
 
@@ -34,7 +35,7 @@ POOL_HEADER, MODEL_HEADER = b"x-rayloom-pool", b"x-rayloom-model"
 
 _MODEL = re.compile("(?:/v[12]|/v2/repository)/models/([^/]+)(?:/.*)?")
 _STATE = re.compile("/v2/models/[^/]+/(?:ready|stats)")
-"""The paths of a model's state, which monitoring asks for again and again."""
+"""Paths for a model's state, which monitoring polls."""
 _NAMED_IN_BODY = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 _INDEX = ("POST", "/v2/repository/index")
 _LISTS = {("GET", "/v1/models"): "data", ("GET", "/v1/predict"): "", ("GET", "/v2/models/stats"): "model_stats"}
@@ -82,11 +83,21 @@ class CallAnswer:
         return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, code, self.details, int(after_s) if after_s else None)
 
 
+class PoolState(StrEnum):
+    """Whether a pool can answer. The value ends a sentence about the pool."""
+
+    AWAKE = "has a replica that runs"
+    STARTING = "has no replica that runs yet: try again later"
+    ASLEEP = "has no replica: a request starts one"
+    FAILING = "has no replica, and none can start: 'serve status' says why; deploy its models again, or try again later"
+    UNDEPLOYED = "is no longer deployed: try again"
+
+
 class Pools(Protocol):
     """The other pools."""
 
-    async def is_awake(self, pool: str) -> bool:
-        """Return whether a pool has a replica that runs."""
+    async def state_of(self, pool: str) -> PoolState:
+        """Return a pool's state, at most a second old."""
         ...
 
     def ask(self, pool: str, request: PassedRequest) -> AsyncGenerator[Message, None]:
@@ -125,7 +136,7 @@ class PassOn:
                 return
             await self._list(scope, receive, send, sorted(set(elsewhere.values())))
         elif named and (pool := elsewhere.get(named[1])) is not None:
-            if _STATE.fullmatch(scope["path"]) and await is_asleep(self._pools, pool):
+            if _STATE.fullmatch(scope["path"]) and await self._pools.state_of(pool) is PoolState.ASLEEP:
                 await self._app(scope, receive, send)
             else:
                 await self._pass_on(named[1], scope, receive, send)
@@ -201,30 +212,19 @@ class PassOn:
         await _joined([own, *(one for one in listed if one is not None)], key)(scope, receive, send)
 
     async def _listed(self, pool: str, request: PassedRequest) -> Response | None:
-        reason = asleep(pool)
-        try:
-            if await self._pools.is_awake(pool):
+        state = await self._pools.state_of(pool)
+        reason = f"pool {pool} {state}"
+        if state is PoolState.AWAKE:
+            try:
                 answer = await _whole(self._pools.ask(pool, request))
                 if answer.status_code == HTTPStatus.OK:
                     return answer
                 reason = f"pool {pool} answers with status {answer.status_code}"
-        except OverloadError as error:
-            reason = str(error)
+            except OverloadError as error:
+                reason = str(error)
         if (request.method, request.path) != _INDEX or parse_body(IndexRequest, request.body).ready:
             return None
         return Response(json.dumps([model.model_dump() for model in self._admission.endpoint.index_of(pool, reason)]))
-
-
-async def is_asleep(pools: Pools, pool: str) -> bool:
-    """Return whether a pool has no replica, but the next request starts one."""
-    with suppress(OverloadError):
-        return not await pools.is_awake(pool)
-    return False
-
-
-def asleep(pool: str) -> str:
-    """Return why the models of a pool without a replica are not ready."""
-    return f"pool {pool} has no replica: a request starts one"
 
 
 def learned(model: str, pool: str) -> list[tuple[bytes, bytes]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ray.serve.schema import DeploymentStatusTrigger
+from ray.serve.schema import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
 from starlette.types import Message
 from tritonclient.grpc import service_pb2 as pb
 from upath import UPath
@@ -20,7 +20,7 @@ from app.serving.endpoint import Endpoint
 from app.serving.transport.grpc import GrpcMethods, Origin
 from app.serving.transport.http import HttpApi
 from app.serving.transport.inference_call import Admission
-from app.serving.transport.passing import CallAnswer, PassedCall, PassedRequest, messages_of
+from app.serving.transport.passing import CallAnswer, PassedCall, PassedRequest, PoolState, messages_of
 from serve_deployments import pools
 from serve_deployments.pools import ServePools
 from tests.engine_contract import exported
@@ -33,8 +33,8 @@ class Pools:
     def __init__(self, api: HttpApi) -> None:
         self.api = api
 
-    async def is_awake(self, _: str) -> bool:
-        return True
+    async def state_of(self, _: str) -> PoolState:
+        return PoolState.AWAKE
 
     def ask(self, _: str, request: PassedRequest) -> AsyncGenerator[Message, None]:
         return messages_of(self.api, request)
@@ -66,8 +66,8 @@ class SleepingPools(Pools):
 
     asked = 0
 
-    async def is_awake(self, _: str) -> bool:
-        return bool(self.asked)
+    async def state_of(self, _: str) -> PoolState:
+        return PoolState.AWAKE if self.asked else PoolState.ASLEEP
 
     def ask(self, pool: str, request: PassedRequest) -> AsyncGenerator[Message, None]:
         self.asked += 1
@@ -125,9 +125,12 @@ class Serve:
         return self.__anext__().__await__()
 
 
-@pytest.mark.parametrize("is_deployed", [True, False])
-def test_a_request_does_not_wait_for_a_pool_whose_replicas_cannot_start(
-    monkeypatch: pytest.MonkeyPatch, is_deployed: bool
+@pytest.mark.parametrize(
+    ("is_deployed", "words"),
+    [(True, "pool rare has no replica, and none can start"), (False, "pool rare is no longer deployed")],
+)
+def test_a_request_does_not_wait_for_a_pool_whose_replicas_will_not_start(
+    monkeypatch: pytest.MonkeyPatch, is_deployed: bool, words: str
 ) -> None:
     serve = Serve()
     if not is_deployed:  # any longer, since the request came
@@ -140,10 +143,32 @@ def test_a_request_does_not_wait_for_a_pool_whose_replicas_cannot_start(
         asked = ServePools()
         request = PassedRequest("GET", "/v2/models/toy", b"", (), b"")
         for answer in (anext(asked.ask("rare", request)), asked.call("rare", PassedCall("ModelReady", b"", (), ""))):
-            with pytest.raises(OverloadError, match="no replica of pool rare can start: 'serve status' says why"):
+            with pytest.raises(OverloadError, match=words):
                 await answer
         assert serve.cancelled == 2, "they no longer hold a place in Serve's queue"
 
     began_s = time.monotonic()
     asyncio.run(run())
     assert time.monotonic() - began_s < 30
+
+
+@pytest.mark.parametrize(
+    ("replicas", "status", "state"),
+    [
+        ({ReplicaState.STOPPING: 1}, DeploymentStatus.DOWNSCALING, PoolState.ASLEEP),
+        ({ReplicaState.RUNNING: 0}, DeploymentStatus.HEALTHY, PoolState.ASLEEP),
+        ({ReplicaState.STARTING: 1}, DeploymentStatus.UPDATING, PoolState.STARTING),
+        ({ReplicaState.STOPPING: 1}, DeploymentStatus.UNHEALTHY, PoolState.STARTING),
+        ({ReplicaState.RECOVERING: 1}, DeploymentStatus.HEALTHY, PoolState.STARTING),
+        ({ReplicaState.STARTING: 1, ReplicaState.RUNNING: 1}, DeploymentStatus.UPSCALING, PoolState.AWAKE),
+    ],
+)
+def test_only_a_pool_that_wants_no_replica_is_asleep(
+    monkeypatch: pytest.MonkeyPatch, replicas: dict[ReplicaState, int], status: DeploymentStatus, state: PoolState
+) -> None:
+    trigger = DeploymentStatusTrigger.UNSPECIFIED
+    deployment = SimpleNamespace(replica_states=replicas, status=status, status_trigger=trigger)
+    application = SimpleNamespace(deployments={"ModelServer": deployment})
+    status_of_all = SimpleNamespace(applications={"rayloom-rare": application})
+    monkeypatch.setattr(pools.serve, "status", lambda: status_of_all)
+    assert asyncio.run(ServePools().state_of("rare")) is state
