@@ -18,7 +18,7 @@ from tenacity import RetryError, retry, retry_if_result, stop_after_delay, wait_
 
 from app.best_effort import best_effort
 from app.errors import ClusterError
-from app.process_state import sigterm_exits
+from app.process_state import sigterm_calls, sigterm_exits
 from app.serving.config import EndpointConfig
 from app.serving.demand import Demand
 from app.serving.pool_configs import PoolConfigs
@@ -104,7 +104,7 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
         ClusterError: a replica cannot load a model, or not in time. Then ``before`` is deployed again. Otherwise Serve
             would keep trying the failed configuration, and not replace dead replicas. If ``before`` fails, too, for
             example after a killed job, deploy the model in the error again, or undeploy it.
-        SystemExit: the job is asked to stop. Then ``before`` is deployed again, too.
+        SystemExit: the job was told to stop. ``before`` is deployed again first.
     """
     after, previous = after.on_new_replicas(pool), deployed_in(DEPLOYMENT)
     changed = after.changed_from(before)
@@ -116,12 +116,12 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
             for one in changed:
                 _run(one, after, previous, timeout_s)
     except (KeyboardInterrupt, SystemExit):
-        for one in reversed(changed):
-            _failed(one, before, previous, timeout_s=0)  # whoever stops the job does not wait for replicas
+        print("stopping: what was served before is deployed again", flush=True)
+        _roll_back(changed, before, previous, timeout_s=0)  # the job was told to stop, so it awaits no replicas
         raise
     except Exception as error:  # whatever Serve raises, no pool may stay half changed
         cause = f"{error} (serve.ready_timeout_s)" if isinstance(error, TimeoutError) else str(error)
-        if again := [failed for one in reversed(changed) if (failed := _failed(one, before, previous))]:
+        if again := _roll_back(changed, before, previous, _ROLLBACK_TIMEOUT_S):
             raise ClusterError(
                 f"{cause}; and what was served before does not start either: {again[0]}; deploy that model again, or "
                 "undeploy it"
@@ -131,15 +131,18 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
     best_effort(lambda: drop_code(kept), "the code of earlier replicas stays in Ray's memory", "the endpoint")
 
 
-def _failed(
-    pool: Pool, before: PoolConfigs, previous: Mapping[str, Deployed], timeout_s: float = _ROLLBACK_TIMEOUT_S
-) -> Exception | None:
-    """Deploy a pool as it was before. Return why it does not start; None if it does."""
-    try:
-        _run(pool, before, previous, timeout_s)
-    except Exception as error:
-        return error
-    return None
+def _roll_back(
+    changed: Sequence[Pool], before: PoolConfigs, previous: Mapping[str, Deployed], timeout_s: float
+) -> list[Exception]:
+    """Deploy pools as they were before. Return why some do not start. SIGTERM does not interrupt it."""
+    errors = []
+    with sigterm_calls(lambda: None):
+        for pool in reversed(changed):
+            try:
+                _run(pool, before, previous, timeout_s)
+            except Exception as error:
+                errors.append(error)
+    return errors
 
 
 def await_routes(url: str | None = None) -> None:
@@ -261,7 +264,7 @@ def _run(pool: Pool, pools: PoolConfigs, previous: Mapping[str, Deployed], timeo
     if config is None:
         # Nobody is sent there any more, so its last answers need not be awaited.
         with suppress(TimeoutError):
-            serve.delete(application)
+            serve.delete(application, _blocking=timeout_s > 0)
         return
     scaling, environment = config.scaling, _environment_of(previous.get(application), config)
     if may_grow() and config.revision:  # the node of the local cluster keeps it on its disk

@@ -31,8 +31,8 @@ def prepare(folder: Path) -> dict[str, str]:
         # 10 s for each, requests would be refused for half a minute.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
-        # HAProxy starts with the first deploy, and is killed if it is not ready after three checks. On a busy machine,
-        # Ray's default of 5 s is too short. These take as long as that deploy waits.
+        # HAProxy starts during the first deploy, and is killed after three failed readiness checks. Ray's 5 s each is
+        # too short on a busy machine. Three times 20 s match the minute that the deploy waits.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
         # A replica that does not answer gets no more requests after two checks, and is killed once Serve finds it
         # unhealthy.
