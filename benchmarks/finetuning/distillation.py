@@ -38,12 +38,12 @@ COMMON = (
     "train.workers=1",
     "train.linear_baseline=false",
     "train.resume=latest",
-    "train.epochs=10",
     "train.early_stopping.patience=100",
     "train.report_samples=0",
     "compile.engines=[onnxruntime]",
     "compile.precisions=[fp32]",
 )
+LARGE = ("train.epochs=10",)
 SMALL = ("train.epochs=20", "train.optimizer.lr=3.0e-3")
 PLAIN = (
     "model.args={layers: 1, width: 8, heads: 1, dropout: 0.3, embedding_dropout: 0.3}",
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(folder: Path) -> Findings:
     """Train the large model, publish it, and train each student twice."""
-    large = _trained("large", folder)
+    large = _trained("large", folder, *LARGE)
     repository = Repository(to_path(folder / "storage"))
     if "large" not in repository.names():
         _publish("large", large, repository)

@@ -81,7 +81,7 @@ def run_job(case: Case, _: Workload, folder: Path) -> Trial:
     """``rayloom submit train RECIPE``, data included, on a fresh Ray cluster, then a second job of a few steps."""
     with local_cluster() as cluster:
         trial = _submit(cluster, case.command(folder), folder)
-        second = _submit(cluster, [*case.command(folder), f"train.max_steps={WARM_UP_STEPS}"], folder)
+        second = _submit(cluster, replace(case, steps=WARM_UP_STEPS).command(folder), folder)
     return replace(trial, second_start_s=second.first_step_s)
 
 
