@@ -6,9 +6,12 @@ from typing import Any
 
 import yaml
 
-from app.config.yaml_text import ends_with_comment, parse_yaml, yaml_problem
+from app.config.yaml_text import has_comment, parse_yaml, yaml_problem
 from app.errors import RecipeError
 from app.uris import shown
+
+_QUOTED = """quote a text for the shell and for YAML, as in 'data.source="part #2.csv"'"""
+"""The way out if YAML does not read a value as the text that it is."""
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -17,8 +20,8 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
     A number in the key indexes a list. A value is read as YAML: ``a=[1, 2]``, ``a=null``.
 
     Raises:
-        RecipeError: an override has no ``=`` or no key, is broken YAML, ends with a comment, or has an index past the
-            end of a list.
+        RecipeError: an override has no ``=`` or no key, is broken YAML, has a comment, or has an index past the end
+            of a list.
     """
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -29,11 +32,11 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
         try:
             value = parse_yaml(text)
         except yaml.YAMLError as error:
-            raise RecipeError(f"override {key}: not a YAML value ({yaml_problem(error)}); put it in quotes").of(
+            raise RecipeError(f"override {key}: not a YAML value ({yaml_problem(error)}): {_QUOTED}").of(
                 "yaml.invalid", key
             ) from None
-        if ends_with_comment(text):
-            raise RecipeError(f"override {key}: YAML reads what follows # as a comment: put the value in quotes").of(
+        if has_comment(text):
+            raise RecipeError(f"override {key}: YAML reads what follows # as a comment: {_QUOTED}").of(
                 "override.comment", key
             )
         set_value(tree, key, value)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -27,14 +28,33 @@ _SCALARS = (
 class _Loader(yaml.SafeLoader):
     """Reads plain words by ``_SCALARS``. It refuses a key that is there twice, an infinite number, and other tags."""
 
-    _num_values = 0
-
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - those of YAML 1.1 are not inherited
     yaml_constructors = {
         tag: make
         for tag, make in yaml.SafeLoader.yaml_constructors.items()
         if tag is None or tag.removeprefix(_TAG) in ("null", "bool", "str", "seq", "map")
     } | {f"{_TAG}merge": yaml.SafeLoader.construct_yaml_str}
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._num_values = 0
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Count the values of a node, whose aliases PyYAML expands later. Refuse an alias that never ends, or many."""
+        event, before = self.peek_event(), self._num_values  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        if isinstance(event, yaml.AliasEvent):
+            if node not in self._sizes:
+                raise _refusal(event, f"alias *{event.anchor} is within its own anchor: write the values instead")
+            self._num_values += self._sizes[node]
+            if self._num_values > _MAX_VALUES:
+                problem = f"more than {_MAX_VALUES:,} values once aliases are expanded: use fewer aliases"
+                raise _refusal(event, problem)
+        elif node:
+            self._num_values += 1
+            self._sizes[node] = self._num_values - before
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Here, because the constructor puts merged keys among a mapping's own.
@@ -48,12 +68,9 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ARG002
-        """Return a new value for each alias, too, so that an override of one place leaves the others as they are."""
+        """Build a separate value for each alias, so that overriding one leaves the others unchanged."""
         self.constructed_objects.pop(node, None)
-        self._num_values += 1
-        if self._num_values > _MAX_VALUES:
-            raise _refusal(node, f"with its aliases, this has more than {_MAX_VALUES:,} values: write fewer")
-        return super().construct_object(node, deep=True)  # refuses an alias within its own anchor
+        return super().construct_object(node, deep=True)
 
     def construct_int(self, node: yaml.ScalarNode) -> int:
         """Return a number. A zero in front does not make it octal, and a colon does not make it a time."""
@@ -72,11 +89,11 @@ class _Loader(yaml.SafeLoader):
 _MAX_DIGITS = 1000
 """Python refuses to read integers of more than 4,300 digits."""
 _MAX_VALUES = 100_000
-"""Limit on aliases of aliases, which grow exponentially. A key counts as two values."""
+"""Limit on values after aliases are expanded: nested aliases grow exponentially."""
 
 
-def _refusal(node: yaml.Node, problem: str) -> ConstructorError:
-    return ConstructorError(None, None, problem, node.start_mark)
+def _refusal(place: Any, problem: str) -> ConstructorError:
+    return ConstructorError(None, None, problem, place.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -102,10 +119,10 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError("its sections are nested too deeply") from None
 
 
-def ends_with_comment(text: str) -> bool:
-    """Return whether a comment follows the last word of a YAML text that ``parse_yaml`` has read."""
-    *_, last, _ = yaml.scan(text, Loader=_Loader)
-    return bool(text[last.end_mark.index :].strip())
+def has_comment(text: str) -> bool:
+    """Return whether a comment lies between the tokens of a YAML text that ``parse_yaml`` has read."""
+    tokens = yaml.scan(text, Loader=_Loader)
+    return any("#" in text[token.end_mark.index : following.start_mark.index] for token, following in pairwise(tokens))
 
 
 def dump_yaml(value: Any) -> str:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,7 @@ def test_words_are_read_by_yaml_1_2_and_written_so_that_they_are_read_again(text
 
 MANY = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join(9 * [f'*a{n}'])}]\n" for n in range(9))
 """A few lines of aliases that stand for 9⁹ words."""
+MERGED = reduce(lambda text, n: f"{{<<: [&a{n} {text}, {', '.join(8 * [f'*a{n}'])}]}}", range(9), "{x: y}")
 
 
 @pytest.mark.parametrize(
@@ -181,8 +183,10 @@ MANY = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join(9 * [f'*a{n}'
         "model: {args: {lr: !!int 1_0}}",
         "model: {args: {lr: !!timestamp x}}",
         "model: &it {args: *it}",
+        "model: &it {<<: *it}",
         pytest.param("[" * 5000, id="deep"),
         pytest.param(MANY, id="many"),
+        pytest.param(MERGED, id="merged"),
     ],
 )  # fmt: skip
 def test_what_yaml_could_say_in_two_ways_is_refused(tmp_path: Path, text: str) -> None:
@@ -212,11 +216,16 @@ def test_an_override_is_read_by_the_same_rules(override: str) -> None:
         load_recipe(REVIEWS, [override])
 
 
-@pytest.mark.parametrize("text", ["#ff0000", "data/part #2.csv", "[1, 2] # two"])
+@pytest.mark.parametrize("text", ["#ff0000", "data/part #2.csv", "[1, 2] # two", "a: b #2", "- a #2", "{a: 1} #"])
 def test_an_override_with_a_comment_is_refused(text: str) -> None:
     with refused("override.comment", "model.args.given"):
         load_recipe(REVIEWS, [f"model.args.given={text}"])
     assert load_recipe(REVIEWS, [f"model.args.given='{text}'"]).model.args["given"] == text
+
+
+def test_a_file_without_aliases_may_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.config.yaml_text._MAX_VALUES", 9)
+    assert parse_yaml("[1, 2, 3, 4, 5, 6, 7, 8, 9]") == [*range(1, 10)]
 
 
 def test_a_number_that_is_computed_is_finite_too() -> None:
