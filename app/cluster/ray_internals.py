@@ -91,7 +91,7 @@ def visit_uploaded(folder: Path, visit: Callable[[Path], None]) -> None:
 
 
 def _default_excludes(folder: Path) -> Callable[[Path], bool]:
-    """Return what Ray leaves out of every working directory, such as .git and .venv."""
+    """Return a predicate for what Ray leaves out of every working directory, such as .git and .venv."""
     from ray._private.ray_constants import get_runtime_env_default_excludes
     from ray._private.runtime_env.packaging import _get_excludes
 

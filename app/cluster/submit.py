@@ -260,7 +260,7 @@ def _send(environment: Mapping[str, str], failure: str, **job: Any) -> None:
 
     Raises:
         ClusterError: Ray's client raised an error. The message is ``failure`` and the first line of this error, or what
-            makes the folder too large to send. Or the folder has a file that cannot be sent.
+            makes the folder too large to send; or the folder has a file that cannot be sent.
     """
     folder = Path(job["runtime_env"]["working_dir"]).resolve()
     try:

@@ -19,7 +19,9 @@ def require_uploaded(recipe: Recipe, folder: Path) -> None:
 
     Raises:
         RecipeError: a path is excluded by an ignore file, or lies in another folder of the project. The key is named.
+        ClusterError: the folder has a file that cannot be sent.
     """
+    require_sendable(folder)  # before folders are looked at, because of symlinks
     for key, given in local_paths(recipe):
         if reason := _reason_not_uploaded(given, folder):
             raise RecipeError(f"{key} {given!r} {reason}").of("path.not_uploaded", key)
@@ -44,16 +46,18 @@ def _reason_not_uploaded(given: str, folder: Path) -> str | None:
 
 def require_sendable(folder: Path) -> None:
     """Raise ClusterError if a working directory has a file that Ray fails to send, or would read without end."""
-    visit_uploaded(folder, _require_sendable)
+    visit_uploaded(folder, lambda path: _require_sendable(path, str(path.relative_to(folder))))
 
 
-def _require_sendable(path: Path) -> None:
+def _require_sendable(path: Path, name: str) -> None:
     if path.is_fifo():
-        problem = "it is a pipe"
-    elif path.is_symlink() and path.is_relative_to(os.path.realpath(path)):
-        problem = "it is a link to a folder that it lies in"
-    elif os.fsencode(path).decode(errors="ignore") != str(path):
-        problem = "its name is not in UTF-8"
+        problem = "it is a named pipe"
+    elif path.is_char_device() or path.is_block_device():
+        problem = "it is a device"
+    elif path.is_symlink() and os.path.realpath(path) in map(os.path.realpath, path.parents):
+        problem = "it is a symlink to one of its parent folders"
+    elif name.encode(errors="ignore").decode() != name:
+        problem = "its name is not valid UTF-8"
     else:
         return
     raise ClusterError(

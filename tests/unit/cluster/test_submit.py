@@ -203,18 +203,27 @@ def test_a_folder_too_large_to_send_is_told_with_its_largest_parts(
         submit("train", str(ROOT / "recipes/digits.yaml"), [])
 
 
-@pytest.mark.parametrize("name", ["caf\udce9.txt", "link", "pipe"])
+@pytest.mark.parametrize("name", ["caf\udce9.txt", "link", "outside", "pipe", "zeros"])
 def test_a_file_that_cannot_be_sent_is_named_unless_it_is_ignored(
     name: str, sent: Sent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    makes: dict[str, Callable[[Path], None]] = {"link": lambda path: path.symlink_to("."), "pipe": os.mkfifo}
-    (tmp_path / ".venv").mkdir()
-    for folder in (tmp_path, tmp_path / ".venv"):
+    outside, project = tmp_path / "caf\udce9", tmp_path / "caf\udce9/project"
+    makes: dict[str, Callable[[Path], None]] = {
+        "link": lambda path: path.symlink_to("."),
+        "outside": lambda path: path.symlink_to(outside / "other"),
+        "pipe": os.mkfifo,
+        "zeros": lambda path: path.symlink_to("/dev/zero"),
+    }
+    (outside / "other").mkdir(parents=True)
+    (outside / "other/loop").symlink_to(outside / "other")
+    (project / ".venv").mkdir(parents=True)
+    (project / "itself").symlink_to("itself")
+    for folder in (project, project / ".venv"):
         makes.get(name, Path.touch)(folder / name)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(project)
     with refused("path.not_sendable"):
         submit("train", str(ROOT / "recipes/digits.yaml"), [])
-    (tmp_path / ".rayignore").write_text(f"/{name[:3]}*\n", encoding="utf-8")
+    Path(".rayignore").write_text(f"/{name[:3]}*\n", encoding="utf-8")
     assert submit("train", str(ROOT / "recipes/digits.yaml"), []) == 0
 
 
@@ -296,7 +305,7 @@ def test_any_other_recipe_is_checked_and_sent_along(
         "standard input": "-",
     }[place]
     if recipe == "-":
-        monkeypatch.setattr("sys.stdin", io.StringIO(TEXT + "storage: kept\n"))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"{TEXT}storage: kept\n".encode())))
     else:
         Path(recipe).parent.mkdir(exist_ok=True)
         Path(recipe).write_text(TEXT + "storage: kept\n", encoding="utf-8")

@@ -196,3 +196,10 @@ def test_a_table_with_words_and_numbers_passes(project: Path) -> None:
     (project / FILE).write_text("age,town,label\n40,K\u00f6ln,a\n,Bonn,b\n", encoding="utf-8")
     with pytest.raises(Sent):
         submitted(f"data.source={FILE}", "data.test_fraction=null", recipe="breast_cancer")
+
+
+def test_symlinks_within_the_data_do_not_make_the_look_at_them_endless(project: Path) -> None:
+    for name in ("first", "second"):
+        (project / "data" / name).symlink_to(".")
+    with refused("path.not_sendable"):
+        submitted("data.source=data")
