@@ -160,7 +160,9 @@ def _to_json(body: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise RequestError("a text is not in UTF-8: convert it").of("text.encoding") from error
+        raise RequestError("the request contains text that is not valid UTF-8: convert it to UTF-8").of(
+            "text.encoding"
+        ) from error
 
 
 def _reason(answer: httpx.Response) -> str:

@@ -73,8 +73,9 @@ def _begin(
 
 def main() -> NoReturn:
     """Run the command line. An error is one sentence on standard error, and the exit code is 2."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # a file's name may not be UTF-8
+    for stream in (sys.stdin, sys.stdout):  # a message or a file's name may not be UTF-8
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="surrogateescape")
     sys.path.insert(0, str(Path.cwd()))  # for modules that a recipe names, as with 'python -m jobs.train'
     code = 0
     try:

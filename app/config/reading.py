@@ -24,7 +24,7 @@ def read_text(location: str | Path) -> str:
     """
     try:
         if str(location) == STANDARD_INPUT:
-            return sys.stdin.read()
+            return sys.stdin.buffer.read().decode()
         return to_path(location).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise RecipeError(f"recipe {title_of(location)!r} is not a text in UTF-8: give a YAML file").of(

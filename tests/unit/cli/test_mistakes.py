@@ -187,6 +187,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     ([*ASK, "--file", "picture.png"], ["'picture.png'", "UTF-8"]),
     ([*ASK, "--image", "nofile.png"], ["'nofile.png'", "No such file"]),
     ([*ASK, "--row", "age=3"], ["age=3", "such as"]),
+    ([*ASK, "--row", '{"age": NaN}'], ["NaN", "such as"]),
     ([*ASK, "--field", "x"], ["--field x", "NAME=VALUE"]),
     ([*ASK, "hello", "--token-file", "nofile"], ["'nofile'", "No such file"]),
     ([*ASK, "hello", "--token-file", "token"], ["'token'", "holds no token"]),
@@ -196,10 +197,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
         for url in ("http://[::1", "http://..", "ftp://host")
     ),
     *(
-        ([*ASK, *given], ["not in UTF-8", "convert"])
+        ([*ASK, *given], ["not valid UTF-8", "convert"])
         for given in (["caf\udce9"], ["--row", '{"a": "caf\udce9"}'], ["--field", "a=caf\udce9"])
     ),
-    (["chat", "writer", "caf\udce9", "--endpoint", "http://127.0.0.1:9"], ["not in UTF-8", "convert"]),
+    (["chat", "writer", "caf\udce9", "--endpoint", "http://127.0.0.1:9"], ["not valid UTF-8", "convert"]),
 ]
 
 
@@ -223,12 +224,27 @@ def test_output_that_cannot_be_written_is_told_in_one_sentence() -> None:
     assert done.stderr == "error: the output cannot be written (No space left on device): free some space\n"
 
 
-def test_a_name_that_is_not_utf_8_is_printed_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("errors", "printed"), [("strict", b"/caf\xe9"), ("backslashreplace", rb"/caf\udce9")])
+def test_a_name_that_is_not_utf_8_is_printed_as_it_is(tmp_path: Path, errors: str, printed: bytes) -> None:
     storage = os.fsencode(tmp_path) + b"/caf\xe9"
     os.makedirs(storage + b"/runs")
-    done = subprocess.run([f"{BIN}/rayloom", "runs", "list", "--storage", storage], capture_output=True, check=False)
+    command, environment = ["runs", "list", "--storage", storage], {**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"}
+    done = subprocess.run([f"{BIN}/rayloom", *command], env=environment, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
-    assert storage in done.stdout
+    assert os.fsencode(tmp_path) + printed in done.stdout
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize(
+    "arguments",
+    [["chat", "writer", "-", *ASK[2:]], ["chat", "writer", *ASK[2:]], [*ASK, "-"], ["submit", "train", "-"]],
+    ids=" ".join,
+)
+def test_standard_input_that_is_not_utf_8_is_refused(arguments: list[str], errors: str) -> None:
+    command, environment = [f"{BIN}/rayloom", *arguments], {**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"}
+    done = subprocess.run(command, input=b"caf\xe9\n", env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1), done.stderr
+    assert b"UTF-8" in done.stderr
 
 
 def test_a_refusal_of_the_endpoint_is_a_sentence_and_no_json(said: Said) -> None:
