@@ -18,7 +18,7 @@ from app.import_string import suggestion
 from app.reports.catalog import find_run
 from app.runs import CONFIG_FILE, RESULT_FILE, Result, newest_first, runs_folder
 from app.storage import list_names
-from app.telemetry.record import ReadingRecord, parse_line
+from app.telemetry.record import parse_line, parse_reading
 
 _SUMMARY = "profile/summary.json"
 _RECENT = "15m"
@@ -155,7 +155,7 @@ def _of_training(folder: UPath) -> Iterator[Finding]:
 
 def _why_data_stalls(folder: UPath, steps: Iterable[Mapping[str, Any]]) -> str:
     """Return what bounds the reading of the steps, and what to do."""
-    readings = [ReadingRecord.model_validate(step["reading"]) for step in steps if "reading" in step]
+    readings = [reading for step in steps if (reading := parse_reading(step.get("reading")))]
     if not readings:
         return ""
     is_auto = load_stored_recipe(str(folder / CONFIG_FILE)).train.loader.num_workers == "auto"

@@ -10,7 +10,7 @@ from upath import UPath
 from app.artifacts import METRICS_FILE
 from app.pages.content import Chart, Kind, Series
 from app.shared_files import read
-from app.telemetry.record import ReadingRecord, numbers, parse_line
+from app.telemetry.record import ReadingRecord, numbers, parse_line, parse_reading
 
 _SMOOTHED_OVER = 40.0
 """The weight of each new value, times the number of values. The mean is over about a twentieth of the curve."""
@@ -63,9 +63,8 @@ class Curves:
             # The kind of a record is not written. Only epochs have been validated.
             curves = self.of_epochs if "val_loss" in entry else self.of_steps
             step = entry.pop("step")
-            if reading := entry.pop("reading", None):
-                record = ReadingRecord.model_validate(reading)
-                self.reading = self.reading + record if self.reading else record
+            if reading := parse_reading(entry.pop("reading", None)):
+                self.reading = self.reading + reading if self.reading else reading
             for name, value in numbers(entry).items():
                 curve = curves.setdefault(name, Curve())
                 curve.steps.append(step)

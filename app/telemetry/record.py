@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 if TYPE_CHECKING:  # who only reads records, such as the command line, may lack torch
     import torch
@@ -167,6 +167,14 @@ class ReadingRecord(BaseModel):
     @property
     def _time(self) -> ReadTime:
         return ReadTime(self.seconds, self.cpu_s, self.queued_s)
+
+
+def parse_reading(given: object) -> ReadingRecord | None:
+    """Return the ``reading`` of a step's line; None if it has none, or a damaged one."""
+    try:
+        return ReadingRecord.model_validate(given) if given else None
+    except ValidationError:
+        return None
 
 
 def describe_readers(processes: int) -> str:

@@ -134,10 +134,10 @@ def test_a_growing_file_is_read_on_by_whole_lines_and_anew_once_it_was_replaced(
     assert file.new_lines() == (b"7\n8\n9\n", True)
 
 
-def test_curves_are_read_up_to_a_torn_line(root: UPath) -> None:
+def test_curves_are_read_without_what_is_damaged(root: UPath) -> None:
     folder = find_run(root, OLDER).path
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as torn:
-        torn.write('{"step": 7, "epo')
+        torn.write('{"step": 7, "reading": {"processes": "many"}}\n{"step": 7, "epo')
     assert read_curves(folder).of_steps["loss"].values == [2.0, 1.0]
     assert read_curves(folder).of_epochs["phase_s.forward"].values == [2.0]
 
