@@ -98,7 +98,8 @@ def two_triton_models(folder: Path) -> Path:
 
 def with_a_range_for_each_batch(folder: Path) -> Path:
     """A file with dynamic int8, which quantizes a batch by its largest number."""
-    weight = np.random.default_rng(5).integers(-127, 127, (WIDTH, WIDTH), np.int8)
+    # 7 bits: without VNNI, ONNX Runtime's sums of larger products saturate, and so rows differ before any is large.
+    weight = np.random.default_rng(5).integers(-64, 64, (WIDTH, WIDTH), np.int8)
     nodes = [
         helper.make_node("DynamicQuantizeLinear", ["pixels"], ["rounded", "scale", "zero"]),
         helper.make_node("MatMulInteger", ["rounded", "weight", "zero"], ["whole"]),
