@@ -123,7 +123,7 @@ def _read_row(text: str) -> dict[str, Any]:
     """Return a row. Raises RequestError if the text is not a JSON object."""
     try:
         row = json.loads(text)
-        json.dumps(row, allow_nan=False)
+        json.dumps(row, allow_nan=False)  # Python reads NaN and infinity, which are not JSON
     except ValueError as error:
         raise RequestError(f"a row is {text!r}, which is not JSON: expected an object such as {_ROW}").of(
             "json.invalid", "--row"
