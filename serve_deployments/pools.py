@@ -33,16 +33,25 @@ class ServePools:
         self._handles: dict[str, DeploymentHandle[Any]] = {}
         self._known: dict[str, PoolState] | None = None
         self._known_s = -_KNOWN_S
+        self._asking: asyncio.Task[None] | None = None
 
     async def state_of(self, pool: str) -> PoolState:
-        """Return a pool's state. While Serve's controller restarts, return the last state that it told."""
+        """Return a pool's state. While Serve's controller does not answer, return the last state that it told."""
         if time.monotonic() - self._known_s > _KNOWN_S:
-            with suppress(*_LOST):
-                self._known = await asyncio.to_thread(_states)
-                self._known_s = time.monotonic()
+            # One task for all, because each takes a thread for as long as the controller restarts.
+            self._asking = self._asking or asyncio.create_task(self._learn())
+            await asyncio.wait({self._asking}, timeout=None if self._known is None else _KNOWN_S)
         if self._known is None:
             return PoolState.STARTING
         return self._known.get(application_of(pool), PoolState.UNDEPLOYED)
+
+    async def _learn(self) -> None:
+        try:
+            with suppress(*_LOST):
+                self._known = await asyncio.to_thread(_states)
+                self._known_s = time.monotonic()
+        finally:
+            self._asking = None
 
     async def ask(self, pool: str, request: PassedRequest) -> AsyncGenerator[Message, None]:
         """Yield the messages of a pool's answer.

@@ -1,6 +1,7 @@
 """Requests for models of other pools, and pools whose replicas cannot start."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -172,3 +173,29 @@ def test_only_a_pool_that_wants_no_replica_is_asleep(
     status_of_all = SimpleNamespace(applications={"rayloom-rare": application})
     monkeypatch.setattr(pools.serve, "status", lambda: status_of_all)
     assert asyncio.run(ServePools().state_of("rare")) is state
+
+
+def test_the_last_state_is_told_while_the_controller_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, asked = threading.Event(), 0
+
+    def status() -> Any:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            answers.wait(60)
+        deployment = SimpleNamespace(replica_states={}, status=DeploymentStatus.HEALTHY, status_trigger=None)
+        return SimpleNamespace(applications={"rayloom-rare": SimpleNamespace(deployments={"ModelServer": deployment})})
+
+    monkeypatch.setattr(pools, "_KNOWN_S", 0.01)
+    monkeypatch.setattr(pools.serve, "status", status)
+
+    async def run() -> None:
+        told = ServePools()
+        assert await told.state_of("rare") is PoolState.ASLEEP
+        await asyncio.sleep(0.02)
+        states = await asyncio.wait_for(asyncio.gather(*(told.state_of("rare") for _ in range(50))), 30)
+        assert set(states) == {PoolState.ASLEEP}
+        assert asked == 2, "all of them share one question"
+        answers.set()
+
+    asyncio.run(run())
