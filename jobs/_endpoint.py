@@ -2,7 +2,7 @@
 
 import heapq
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from typing import Any
@@ -114,35 +114,44 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
     try:
         with sigterm_exits():
             for one in changed:
-                _run(one, after, previous, timeout_s)
+                _give(one, after, previous)
+                _await(one, after, timeout_s)
     except (KeyboardInterrupt, SystemExit):
-        print("stopping: what was served before is deployed again", flush=True)
-        _roll_back(changed, before, previous, timeout_s=0)  # the job was told to stop, so it awaits no replicas
+        failures = _give_back(changed, before, previous)  # the job was told to stop, so it awaits no replicas
+        outcome = f"cannot be deployed again: {failures[0]}; deploy it again" if failures else "is deployed again"
+        print(f"stopped: what was served before {outcome}", flush=True)
         raise
     except Exception as error:  # whatever Serve raises, no pool may stay half changed
         cause = f"{error} (serve.ready_timeout_s)" if isinstance(error, TimeoutError) else str(error)
-        if again := _roll_back(changed, before, previous, _ROLLBACK_TIMEOUT_S):
+        if failures := _give_back(changed, before, previous) or _await_back(changed, before):
             raise ClusterError(
-                f"{cause}; and what was served before does not start either: {again[0]}; deploy that model again, or "
-                "undeploy it"
+                f"{cause}; and what was served before does not start either: {failures[0]}; deploy that model again, "
+                "or undeploy it"
             ).of("rollback.fails") from error
         raise ClusterError(f"the endpoint goes on with what it served before: {cause}").of("rollout.fails") from error
     kept = {config.revision for config in after.by_pool.values()}
     best_effort(lambda: drop_code(kept), "the code of earlier replicas stays in Ray's memory", "the endpoint")
 
 
-def _roll_back(
-    changed: Sequence[Pool], before: PoolConfigs, previous: Mapping[str, Deployed], timeout_s: float
-) -> list[Exception]:
-    """Deploy pools as they were before. Return why some do not start. SIGTERM does not interrupt it."""
-    errors = []
+def _give_back(changed: Sequence[Pool], before: PoolConfigs, previous: Mapping[str, Deployed]) -> list[Exception]:
+    """Give Serve what pools had before. Return why it refuses some. SIGTERM does not interrupt it."""
     with sigterm_calls(lambda: None):
-        for pool in reversed(changed):
-            try:
-                _run(pool, before, previous, timeout_s)
-            except Exception as error:
-                errors.append(error)
-    return errors
+        return _failures(lambda pool: _give(pool, before, previous), reversed(changed))
+
+
+def _await_back(changed: Sequence[Pool], before: PoolConfigs) -> list[Exception]:
+    """Wait until pools run as before. Return why some do not."""
+    return _failures(lambda pool: _await(pool, before, _ROLLBACK_TIMEOUT_S), reversed(changed))
+
+
+def _failures(action: Callable[[Pool], None], pools: Iterable[Pool]) -> list[Exception]:
+    failures = []
+    for pool in pools:
+        try:
+            action(pool)
+        except Exception as error:
+            failures.append(error)
+    return failures
 
 
 def await_routes(url: str | None = None) -> None:
@@ -252,19 +261,15 @@ def require_calibration_room(before: PoolConfigs, reserved: Mapping[str, float])
     require(needed, "the calibration of serve.cascade" + (" and the running replicas" if before.deployed else ""))
 
 
-def _run(pool: Pool, pools: PoolConfigs, previous: Mapping[str, Deployed], timeout_s: float) -> None:
-    """Deploy a pool's configuration and wait for its replicas, or delete a pool that has none.
+def _give(pool: Pool, pools: PoolConfigs, previous: Mapping[str, Deployed]) -> None:
+    """Give Serve a pool's configuration, or delete a pool that has none. Await neither.
 
     Args:
         previous: the deployments before the change, by application. Serve keeps replicas whose revision is unchanged.
-
-    Raises RuntimeError or TimeoutError as ``_await_running``.
     """
     application, config = application_of(pool), pools.by_pool.get(pool)
     if config is None:
-        # Nobody is sent there any more, so its last answers need not be awaited.
-        with suppress(TimeoutError):
-            serve.delete(application, _blocking=timeout_s > 0)
+        serve.delete(application, _blocking=False)
         return
     scaling, environment = config.scaling, _environment_of(previous.get(application), config)
     if may_grow() and config.revision:  # the node of the local cluster keeps it on its disk
@@ -295,7 +300,19 @@ def _run(pool: Pool, pools: PoolConfigs, previous: Mapping[str, Deployed], timeo
     serve.run_many([target], wait_for_applications_running=False)
     if scaling.above_training:
         keep_claim(DEPLOYMENT)
-    _await_running(application, timeout_s)
+
+
+def _await(pool: Pool, pools: PoolConfigs, timeout_s: float) -> None:
+    """Wait until a pool's replicas run, or until a deleted pool is gone.
+
+    Raises RuntimeError or TimeoutError as ``_await_running``.
+    """
+    if pool in pools.by_pool:
+        _await_running(application_of(pool), timeout_s)
+    else:
+        # Nobody is sent there any more, so its last answers need not be awaited.
+        with suppress(TimeoutError):
+            serve.delete(application_of(pool))
 
 
 def _environment_of(previous: Deployed | None, config: EndpointConfig) -> dict[str, Any]:
