@@ -154,7 +154,7 @@ class Search:
         # The study could not be written. It stays as it is, and the search can be resumed.
         if callback.broken:
             raise callback.broken
-        self._end_running(table)
+        self._prune_open(table)
         metrics.update(at_once=True)
         # A trial that has ended never resumes. A stopped search still needs the checkpoints of the others.
         for trial in study.ended:
@@ -194,11 +194,12 @@ class Search:
     def _ray_files(self) -> UPath:
         return self.folder / "ray"
 
-    def _end_running(self, table: Table) -> None:
+    def _prune_open(self, table: Table) -> None:
         """Record the trials that are left as pruned."""
         # A search that was asked to stop resumes later, so its trials stay open.
         if not self.budget.stop_requested:
-            for number in self.study.end_running(self.budget.reason or "not promoted"):
+            for number in self.study.open_trials:
+                self.study.prune(number, self.budget.reason or "not promoted")
                 table.ended(self.study, number)
 
     def _notes(self) -> list[TrialNotes]:

@@ -286,12 +286,10 @@ class SearchStudy:
             trial.set_user_attr(EPOCHS, epoch)
             return True
 
-    def end_running(self, cause: str) -> list[int]:
-        """Record every running or paused trial as pruned, and return their numbers."""
-        numbers = sorted(self._open)
-        for number in numbers:
-            self.prune(number, cause)
-        return numbers
+    @property
+    def open_trials(self) -> list[int]:
+        """The numbers of the trials that run or are paused."""
+        return sorted(self._open)
 
     def _record_rung_result(self, number: int, value: float | None) -> None:
         """Record in the trial that it ended or was paused. A list in the study would outgrow MySQL's attributes."""

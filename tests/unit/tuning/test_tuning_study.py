@@ -311,7 +311,7 @@ def test_a_trial_that_waits_is_known_to_the_sampler_and_goes_on_after_a_restart(
     after.report(first.number, 2, 0.7, cost=(-0.7, 0.0))
     after.complete(first.number, [0.7], stopped_early=False)
     after.pause(second.number)
-    after.end_running("not promoted")
+    after.prune(second.number, "not promoted")
     states = [trial.state for trial in resume(url).ended]
     assert states == [TrialState.COMPLETE, TrialState.PRUNED]
 
