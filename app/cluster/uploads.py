@@ -6,7 +6,7 @@ from pathlib import Path
 
 from app.cluster.ray_internals import ignoring_rule, uploaded_files, visit_uploaded
 from app.config import Recipe, local_paths
-from app.errors import ClusterError, RecipeError
+from app.errors import ClusterError, RecipeError, first_line
 
 _PROJECT_FILES = (".git", "pyproject.toml")
 """Each lies in the top folder of a project."""
@@ -46,10 +46,17 @@ def _reason_not_uploaded(given: str, folder: Path) -> str | None:
 
 def require_sendable(folder: Path) -> None:
     """Raise ClusterError if a working directory has a file that Ray fails to send, or would read without end."""
-    visit_uploaded(folder, lambda path: _require_sendable(path, str(path.relative_to(folder))))
+    try:
+        visit_uploaded(folder, lambda path: _require_sendable(path, str(path.relative_to(folder))))
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"{str(folder)!r} cannot be sent with the job ({first_line(error)}): make its folders readable and its "
+            "ignore files valid, or move them elsewhere"
+        ).of("path.not_readable") from error
 
 
 def _require_sendable(path: Path, name: str) -> None:
+    way_out = "remove it, or name it in .rayignore, which is written like .gitignore"
     if path.is_fifo():
         problem = "it is a named pipe"
     elif path.is_char_device() or path.is_block_device():
@@ -57,13 +64,12 @@ def _require_sendable(path: Path, name: str) -> None:
     elif path.is_symlink() and os.path.realpath(path) in map(os.path.realpath, path.parents):
         problem = "it is a symlink to one of its parent folders"
     elif name.encode(errors="ignore").decode() != name:
-        problem = "its name is not valid UTF-8"
+        problem, way_out = "its name is not valid UTF-8", "rename or remove it"  # .rayignore is read as UTF-8
     else:
         return
-    raise ClusterError(
-        f"{str(path)!r} cannot be sent with the job, because {problem}: remove it, or name it in .rayignore, which is "
-        "written like .gitignore"
-    ).of("path.not_sendable")
+    raise ClusterError(f"{str(path)!r} cannot be sent with the job, because {problem}: {way_out}").of(
+        "path.not_sendable"
+    )
 
 
 def _place_in_project(given: str, folder: Path) -> str | None:

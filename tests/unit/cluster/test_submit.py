@@ -227,6 +227,17 @@ def test_a_file_that_cannot_be_sent_is_named_unless_it_is_ignored(
     assert submit("train", str(ROOT / "recipes/digits.yaml"), []) == 0
 
 
+def test_an_ignore_file_that_cannot_be_read_is_told_in_one_sentence(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/.gitignore").write_bytes(b"caf\xe9\n")
+    monkeypatch.chdir(tmp_path)
+    with refused("path.not_readable"):
+        submit("train", str(ROOT / "recipes/digits.yaml"), [])
+    assert not AcceptingClient.entrypoints
+
+
 def test_submit_ends_when_the_job_does_and_not_when_ray_closes_its_log(
     sent: Sent, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
