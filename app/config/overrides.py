@@ -36,7 +36,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
                 "yaml.invalid", key
             ) from None
         if has_comment(text):
-            raise RecipeError(f"override {key}: YAML reads what follows # as a comment: {_QUOTED}").of(
+            raise RecipeError(f"override {key}: YAML reads what follows # as a comment: leave it out, or {_QUOTED}").of(
                 "override.comment", key
             )
         set_value(tree, key, value)
