@@ -40,9 +40,9 @@ def _title(found: Findings) -> str:
 
 `python -m benchmarks.training --rounds {rounds}`.
 {machine()}. {found.versions}.
-{found.conditions} Anything above 0.5 before
-means that other work took part of the cores, and that single numbers are worth little; ratios of runs
-that follow each other are worth more."""
+{found.conditions} A load above 0.5 before
+the run means that other work used part of the cores. Single figures are then unreliable; ratios of consecutive
+runs are more reliable."""
 
 
 def _goals(found: Findings) -> str:
@@ -69,8 +69,8 @@ def _goals(found: Findings) -> str:
     ]
     return (
         table(("what", "goal", "reached", ""), rows)
-        + "\n\nRatios are medians over the rounds, of the worse case. The best peer is the one beside which Rayloom is "
-        "worst. The sections below explain the misses."
+        + "\n\nRatios are medians over the rounds, for the worse of the two cases. The best peer is the one against "
+        "which Rayloom's ratio is worst. The sections below explain the misses."
     )
 
 
@@ -112,28 +112,31 @@ def _speed(found: Findings) -> str:
     )
     seconds = ", ".join(f"{comparison.preparation_s:.1f} s" for comparison in found.comparisons)
     return f"""
-## Beside torchrun with DeepSpeed, and accelerate with DeepSpeed
+## Compared with DeepSpeed under torchrun and under accelerate
 
 {table(header, rows)}
 
-Medians, with the least and the most; a ratio is taken in each round, then its median. Two processes; the same GPT,
-batches, ZeRO stage, clipping and optimizer (AdamW, fused). The contenders take turns, each round begins with another.
-Rayloom is run as a person runs it, with its log, metrics, TensorBoard files and watchdog: by torchrun and without Ray,
-`torchrun -m app.training recipes/stdlib_gpt.yaml KEY=VALUE…`, and as a job on a Ray cluster of its own on this machine,
-`rayloom submit train` with the same words. The peers, [bare_deepspeed.py](bare_deepspeed.py) and
-[with_accelerate.py](with_accelerate.py), do nothing but train and print a loss every 50 steps.
+Each cell is a median, with the minimum and maximum. Ratios are computed within each round, and the table has their
+median. All contenders use two processes and the same GPT, batches, ZeRO stage, clipping and optimizer (AdamW, fused).
+They take turns, and each round starts with a different one. Rayloom runs as in normal use, with its log, metrics,
+TensorBoard files and watchdog. It runs in two ways: with torchrun and without Ray,
+`torchrun -m app.training recipes/stdlib_gpt.yaml KEY=VALUE…`, and as a job on its own Ray cluster on this machine,
+`rayloom submit train` with the same arguments. The peers, [bare_deepspeed.py](bare_deepspeed.py) and
+[with_accelerate.py](with_accelerate.py), only train and print a loss every 50 steps.
 
-- **steps/s**: steps / wall time, from the first step ≥ {WARM_UP_STEPS} that a contender tells of to the last. Each
-  script stamps the ends of its steps; Rayloom's stamps are those of its TensorBoard records. Validation and
-  checkpoints come after the last step.
-- **CPU**: time of all processes of the machine between the same two steps, sampled every 50 ms. On Ray it includes
+- **steps/s**: steps / wall time, from the first recorded step ≥ {WARM_UP_STEPS} to the last recorded step. The peers'
+  scripts record when each step ends. Rayloom's times are those of its TensorBoard records. Validation and checkpoints
+  come after the last step.
+- **CPU**: CPU time of all processes on the machine between the same two steps, sampled every 50 ms. On Ray it includes
   Ray's own processes.
-- **first step**: from the start of the command to the end of step 1, on a Ray cluster that is up already. Rayloom's
-  includes making tokens of the text ({seconds}, measured alone); the peers read blocks that are there already.
-- **loss**: mean over all ranks and the steps after step {WARM_UP_STEPS}, to see that all train alike: on the same
-  batches in the same order. accelerate deals a batch's samples out otherwise, so sums are rounded otherwise.
-- The peers skip the kernel for inference that DeepSpeed else compiles for a minute on CPUs, as Rayloom does.
-  accelerate has to be told of `gloo`: by default its DeepSpeed takes each process on a CPU for the only one."""
+- **first step**: from the start of the command to the end of step 1. The Ray cluster is already running. Rayloom's time
+  includes tokenizing the text ({seconds}, measured separately). The peers read blocks that already exist.
+- **loss**: mean over all ranks and all steps after step {WARM_UP_STEPS}. It checks that all contenders train on the
+  same batches in the same order. accelerate assigns the samples of a batch to ranks differently, so its sums round
+  differently.
+- DeepSpeed normally compiles an inference kernel on CPUs, which takes a minute. The peers skip it, as Rayloom does.
+  accelerate needs an explicit `gloo` backend. By default, on CPUs, its DeepSpeed treats each process as the only
+  one."""
 
 
 def _speed_rows(measured: Comparison) -> list[tuple[str, ...]]:
@@ -168,33 +171,36 @@ def _memory(found: Findings) -> str:
         for holding in found.holdings
     ]
     return f"""
-## What a rank holds
+## Memory of a rank
 
-Bytes for each parameter of the model: parameters + gradients + optimizer state, in bf16 with AdamW, of the rank that
-holds most. Measured in the live engine between the backward pass and the step: all storages of its tensors, each
-counted once. The formulas are of the ZeRO paper ([arXiv:1910.02054](https://arxiv.org/abs/1910.02054), figure 1):
-2 Ψ + 2 Ψ + 12 Ψ, where stage 1 divides the third by the workers, stage 2 also the second, stage 3 all. Where
-micro-batches are added up, the sums are float32, and the second term is 4 Ψ.
+The table shows bytes per model parameter: parameters + gradients + optimizer state, in bf16 with AdamW, on the rank
+that holds the most. They are measured in the running engine between the backward pass and the optimizer step. Each
+tensor storage is counted once. The formula is from the ZeRO paper
+([arXiv:1910.02054](https://arxiv.org/abs/1910.02054), figure 1): 2 Ψ + 2 Ψ + 12 Ψ. Stage 1 divides the third term by
+the number of workers, stage 2 also the second, stage 3 all three. With gradient accumulation the sums are float32, and
+the second term is 4 Ψ.
 
 {table(header, rows)}
 
-Where it is not the formula:
+Differences from the formula:
 
-- **ZeRO 0**: gradients are summed in float32 with any number of micro-batches, 4 Ψ.
-- **ZeRO 1 without accumulation holds less**: DeepSpeed frees a gradient once it is reduced, in stage 1 as in stage 2.
-- **Gradients of stages 1 and 2 on 4 workers**: a parameter that lies across two ranks' parts is kept whole by both.
-- **Several micro-batches**: Rayloom adds gradients up in float32, and frees each bf16 gradient once it is added.
-- **Other tensors of ZeRO 3**: a bucket of `reduce_bucket_size`. Rayloom sets it to a 64th of the model, but at least
-  1 Mi elements. DeepSpeed's default is 5·10⁸ elements. Stages 1 and 2 use such buckets, two with `overlap_comm`, during
-  the backward pass only. [MEMORY.md](MEMORY.md) has the peak memory of a rank."""
+- **ZeRO 0**: gradients are summed in float32 (4 Ψ) for any number of micro-batches.
+- **ZeRO 1 without accumulation**: it holds less. DeepSpeed frees each gradient after reducing it, in stage 1 as in
+  stage 2.
+- **Gradients of stages 1 and 2 on 4 workers**: a parameter that spans two ranks' partitions is kept whole on both.
+- **Several micro-batches**: Rayloom accumulates gradients in float32, and frees each bf16 gradient after adding it.
+- **Other tensors of ZeRO 3**: one bucket of `reduce_bucket_size` elements. Rayloom sets it to 1/64 of the model, but at
+  least 1 Mi elements. DeepSpeed's default is 5·10⁸ elements. Stages 1 and 2 use such buckets during the backward pass
+  only, and two of them with `overlap_comm`. [MEMORY.md](MEMORY.md) has the peak memory of a rank."""
 
 
 _GPU = """
 ## On a GPU
 
-Not measured by `make bench-training`, which runs on CPUs. Where there is a GPU:
+`make bench-training` runs on CPUs and does not measure this. On a machine with a GPU, run:
 
     torchrun --nproc-per-node 1 -m benchmarks.gpu.pretraining benchmarks/gpu/gpt_{350m,1_3b}.yaml
 
-prints tokens/s, MFU and peak memory of both models in bf16 (`train.plan.activation_checkpointing=true` and
-`train.torch_compile=false` are the options); the goal is an MFU of 0.50 or more on one H100-class GPU."""
+It prints tokens/s, MFU and peak memory of both models in bf16. Two options are
+`train.plan.activation_checkpointing=true` and `train.torch_compile=false`. The goal is an MFU of at least 0.50 on one
+H100-class GPU."""
