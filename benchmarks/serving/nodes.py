@@ -40,11 +40,12 @@ _BIN = Path(sys.executable).parent
 _CONNECTIONS, _GOAL = (16, 64), 0.97
 _HOW = """\
 Both clusters have one node on this machine, and serve the same file of the tiny CNN with one replica and one thread.
-One was started first, then the other, and both were up while they were measured. After half of the rounds both were
-started again, in the other order, because two starts of the same cluster can differ by 10 %. In a round each endpoint
-was loaded by wrk with 16 connections, then with 64. Each round began with the other endpoint. Before its turn all its
-answers were compared with those of ONNX Runtime. Of each round the ratio, of the rounds the median, with the least and
-the most. The second cluster has what `rayloom node` prints. Its ports were moved, so that both can share the machine.
+The clusters were started one after the other, and both were running while they were measured. After half of the
+rounds both were restarted in the other order, because two starts of the same cluster can differ by 10 %. In each
+round, wrk loaded each endpoint with 16 connections and then with 64. The endpoint that went first alternated between
+rounds. Before its turn, all answers of an endpoint were compared with those of ONNX Runtime. Ratios are computed
+within each round. The table of goals has their median, with the minimum and maximum. The second cluster uses the
+settings that `rayloom node` prints. Its ports were changed, so that both clusters can share the machine.
 """
 
 Loads = dict[str, dict[int, list[Load]]]

@@ -47,8 +47,8 @@ class Rayloom:
         serving = card.serving
         by_length = ", ".join(f"{rows} at length {length}" for length, rows in serving.max_batch_size_by_length.items())
         measured = (
-            f"batches of {by_length or serving.max_batch_size} at most, "
-            f"{list(serving.preferred_batch_sizes)} preferred, waits {serving.timeout_us} µs at most"
+            f"batch size at most {by_length or serving.max_batch_size}, "
+            f"preferred {list(serving.preferred_batch_sizes)}, delay at most {serving.timeout_us} µs"
         )
         variant = f"{card.engine_key.engine} {card.engine_key.precision}, cosine to PyTorch {card.cosine:.4f}"
         return f"{variant}; {', '.join(self.settings) or measured}"

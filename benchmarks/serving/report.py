@@ -19,34 +19,40 @@ _PACKAGES = ("rayloom", "ray", "onnxruntime", "openvino", "torch")
 _HOW = """
 ## How
 
-One server runs at a time; in a round they take turns, and each round begins with another. Each is started anew and
-warmed up, then loaded by wrk: one thread, so many connections, each of which sends its next request once the last one
-is answered; it takes turns through 32 rows that differ. Before each load the server is asked for every row, several at
-once, and its answers are compared with those of ONNX Runtime run directly: in float32 no number may be more than 0.001
-off, of a variant in a narrower precision the cosine of each row must be 0.97 or more. Percentiles are wrk's, in which a
-pause that held up a connection counts as often as requests would have been sent meanwhile. Errors are answers with
-status 400 or more, broken connections and waits over 10 s. "Generator busy" is the share of its one core that wrk took,
-in the worst round; beyond 90 %, in bold, it may have been what held the server back. "CPU" is the CPU time that all
-processes of the machine, including wrk, took for each answer. "Stolen" is how much of a core the
-hypervisor gave to other machines, likewise: what runs in several processes loses more by it than a bare loop. A load
-that lost more than 5 % of a core is made again, four times at most, and the one that lost least counts.
+One server runs at a time. In each round the servers take turns, and each round starts with a different one. Each
+server is started afresh, warmed up and then loaded by wrk in a closed loop. wrk has one thread and the given number
+of connections. Each connection sends its next request when the last one is answered. The requests cycle through 32
+different rows.
 
-One replica each, one thread for each engine. Peers run the same file on the same ONNX Runtime, each as its own
-documentation shows (`peers/`), without batching and with it, and are sent what they natively take. Models are
-compiled by `jobs.compile` with `compile.objective.goal=max_throughput`, on one core; compile's choice is among fp32,
-bf16 and int8. Its settings of batching are the version's own, unless a line above says otherwise. A bare loop calls the
-engine in a process of its own, with the batch size that gives most.
+Before each load every row is sent to the server, several rows at once. The answers are compared with those of ONNX
+Runtime, run directly. In float32 no value may differ by more than 0.001. For a variant in a lower precision, the
+cosine similarity of each row must be at least 0.97.
 
-PyTorch eager is behind Ray Serve with the fast ingress, as Rayloom is, and answers one request after the other. All are
-asked for texts that the tokenizer has padded to 32, 64 or 128 tokens; PyTorch cuts the padding off."""
+Percentiles are wrk's. They are corrected for coordinated omission: a stall of a connection counts as often as
+requests would have been sent during it. Errors are answers with status 400 or higher, broken connections and waits
+over 10 s. "Generator busy" is the share of its one core that wrk used, in the worst round. Above 90 % (in bold), wrk
+may have been the bottleneck. "CPU" is the CPU time of all processes on the machine, including wrk, per answer.
+"Stolen" is the share of a core that the hypervisor gave to other machines, in the worst round. A server with several
+processes loses more by it than a bare loop. A load that lost more than 5 % of a core is repeated, at most four
+times. The load that lost the least counts.
+
+Each server has one replica, and each engine one thread. Peers run the same model file on the same ONNX Runtime, with
+and without batching. Each peer is set up as its own documentation shows (`peers/`), and gets requests in its native
+format. Models are compiled by `jobs.compile` with `compile.objective.goal=max_throughput`, on one core. Compile
+chooses among fp32, bf16 and int8. Rayloom uses the version's own batching settings, unless a line above says
+otherwise. A bare loop calls the engine in a separate process, with the batch size that gives the highest throughput.
+
+PyTorch eager runs behind Ray Serve with the fast ingress, as Rayloom does, and answers one request at a time. All
+servers get texts that the tokenizer has padded to 32, 64 or 128 tokens. PyTorch removes the padding."""
 
 _HOW_GRPC = """
 
-gRPC is loaded by h2load instead: one thread, so many connections, each with one unary ModelInfer call at a time. It
-sends one row again and again. All rows are checked before each load, as over HTTP. A short load estimates how many
-calls fill the time, and that number is made, so no call is cancelled. h2load does not read gRPC's status, but a refused
-call has no message. So errors are calls without the bytes of an answer, on broken connections, or after a wait of 10 s.
-Percentiles are h2load's, in which a pause counts once for each connection that it held up."""
+gRPC is loaded by h2load instead. It has one thread and the given number of connections, each with one unary
+ModelInfer call at a time. It sends the same row every time. As over HTTP, all rows are checked before each load. A
+short load estimates how many calls fill the time, and that number of calls is sent. So no call is cancelled. h2load
+does not read gRPC's status, but a refused call returns no message. Errors are therefore calls without the bytes of
+an answer, calls on broken connections, and waits of 10 s. Percentiles are h2load's. They count a stall once for each
+connection."""
 
 
 def report(found: Findings, picture: Path) -> str:
@@ -74,8 +80,8 @@ def _title(found: Findings) -> str:
 `make bench-serving`, {found.num_rounds} rounds, {found.seconds} s of load with
 1 and 16 connections, {2 * found.seconds} with 64. {machine()}, shared between the server and the load generator.
 {versions(_PACKAGES)}; {", ".join(found.versions)}.
-{found.conditions} Anything above 0.5 before
-means that other work took part of the cores, and that single numbers are worth little."""
+{found.conditions} A load above 0.5 before
+the run means that other work used part of the cores. Single figures are then unreliable."""
 
 
 def _goals(found: Findings) -> str:
@@ -83,8 +89,9 @@ def _goals(found: Findings) -> str:
     return f"""
 {table(("what", "goal", "reached, beside", ""), rows)}
 
-Of each round the ratio, of the rounds the median, with the least and the most. The best peer is the one with the most
-good answers a second at that number of connections; without batching, the one that answers soonest."""
+Ratios are computed within each round. The table has their median, with the minimum and maximum. The best peer is the
+one with the most good answers per second at that number of connections. Without batching it is the one with the
+lowest p50."""
 
 
 def _race(raced: Raced) -> str:
@@ -128,17 +135,17 @@ def _steady(steady: Steady) -> str:
     ]
     absent = "".join(f"\n- **{name}** was left out: {why}" for name, why in steady.absent.items())
     return f"""
-## {steady.title}, at one rate
+## {steady.title}, at a fixed rate
 
 {table(header, rows)}
 
-The rate is {steady.rate:.0f} requests a second, {steady.share:.0%} of what {steady.baseline} answers to 16 connections
-that ask without a pause. Requests are due at the times of a Poisson process, whether or not earlier ones have been
-answered. The times are the same for both servers. Latency is counted from the time that a request is due.{absent}"""
+The rate is {steady.rate:.0f} requests per second. It is {steady.share:.0%} of the closed-loop rate of {steady.baseline}
+with 16 connections. Requests arrive as a Poisson process, whether or not earlier ones have been answered. Both servers
+get the same arrival times. Latency is measured from the scheduled arrival of a request.{absent}"""
 
 
 def _setting(result: Result) -> str:
-    return f"{result.setting}; sent {result.sent}"
+    return f"{result.setting}; requests: {result.sent}"
 
 
 def _whole(rate: Spread) -> str:
@@ -150,7 +157,7 @@ def _busy(share: float) -> str:
 
 
 def _sweep(swept: Swept, picture: Path) -> str:
-    heading = "## Preferred size, largest size, delay"
+    heading = "## Preferred batch size, maximum batch size and delay"
     absent = "".join(f"\n- `{setting.override}` was left out: {why}" for setting, why in swept.absent.items())
     if not swept.outcomes:
         return f"{heading}\n{absent}"
@@ -160,6 +167,7 @@ def _sweep(swept: Swept, picture: Path) -> str:
 
 ![Good answers a second by the settings of batching]({picture.name})
 
-The encoder's variant that compile chose, with 64 connections; below each rate the median of one connection alone.
-The highest rate: {best.max_size} rows at most, {best.preferred or "no size"} preferred, a delay of {best.delay_us} µs.
-{sum(outcome.errors for outcome in swept.outcomes.values())} errors in all settings together.{absent}"""
+The figure shows the encoder's variant that compile chose, with 64 connections. Below each rate is the p50 of a single
+connection. The highest rate has a maximum batch size of {best.max_size}, {best.preferred or "no size"} preferred and a
+delay of {best.delay_us} µs.
+There were {sum(outcome.errors for outcome in swept.outcomes.values())} errors in all settings together.{absent}"""

@@ -25,8 +25,8 @@ class Batching:
     def __str__(self) -> str:
         if self.max_size == 1:
             return "one request at a time"
-        waits = "waits as it sees fit" if self.wait_us is None else f"waits {self.wait_us} µs"
-        return f"batches of {self.max_size} at most, {waits}"
+        delay = "adaptive delay" if self.wait_us is None else f"delay {self.wait_us} µs"
+        return f"batch size at most {self.max_size}, {delay}"
 
 
 ALONE = Batching(max_size=1, wait_us=0)
@@ -127,7 +127,7 @@ EAGER = Server(
     "eager_torch",
     "torch",
     NamedLists("/"),
-    "behind Ray Serve with its fast ingress, padding cut off",
+    "behind Ray Serve with its fast ingress, padding removed",
     (ALONE,),
     _ray_with_this_checkout,
 )

@@ -90,7 +90,7 @@ def test_the_report_has_every_goal_and_every_server() -> None:
     latency = "256.000 (256.000 to 256.000)"
     row = f"| a | 64 | 250 (250 to 250) | {latency} | {latency} | 90 (90 to 90) | 0 | 50% |"
     assert row in text
-    assert "- **a**: as it comes; sent lists" in text
+    assert "- **a**: as it comes; requests: lists" in text
     assert f"| {SAME_FILE_LOOP} |  | 200 (200 to 200) |" in text
     assert "3 errors in all settings together" in text
     assert f"- `{SETTINGS[1].override}` was left out: no such key" in text
