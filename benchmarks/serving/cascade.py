@@ -229,16 +229,16 @@ def report(found: Findings, conditions: Conditions, curve: str) -> str:
 
 ![Accuracy against operations]({curve})
 
-The blue curve shows the cascade with every threshold. The dashed line shows a cascade that passes rows on at random.
+The blue curve shows the cascade at every threshold. The dashed line shows a cascade that passes rows on at random.
 
 {table(header, rows)}
 
 The data is Fashion-MNIST. Both models are trained on its training files, compiled in float32 and run by OpenVINO with
 {_THREADS} thread. The thresholds are chosen on the {rule.rows:,} images of the validation split. Each floor is met
 there with confidence {rule.confidence:g} (`app/serving/cascade/calibration.py`). Accuracy is measured on the
-{len(tradeoff.classes):,} images of the test files, which no training and no calibration saw. ± is a standard error.
+{len(tradeoff.classes):,} images of the test files, which are not used in training or calibration. ± is a standard error.
 
-PyTorch counts the operations: {tradeoff.small_flops / 1e6:.2f} million per image in the small model,
+Operations are counted by PyTorch: {tradeoff.small_flops / 1e6:.2f} million per image in the small model,
 {tradeoff.large_flops / 1e6:.1f} million in the large one. A row that is passed on costs both. Times are the median and
 the range of {_ROUNDS} rounds with {_TIMED_ROWS:,} images each.
 

@@ -223,14 +223,14 @@ def report(answers: Sequence[Answer], server: str, conditions: Conditions) -> st
 {versions(("rayloom", "onnxruntime", "openvino", "tritonclient"))}, {server}.
 {conditions}
 
-Each version was published, exported by `rayloom models export` and loaded from that folder as it is. Goal: floats
-within {TOLERANCE:.0e} of the version's own engine, all else equal.
+Each version was published and exported by `rayloom models export`. Triton loaded the exported folder without changes.
+The goal: floats within {TOLERANCE:.0e} of the version's own engine, and all other outputs equal.
 
 {table(("version", "kind", "engine", "largest difference", "other outputs equal", ""), rows)}
 
-The wheel `nvidia-pytriton` carries Triton with its Python backend alone. One in Python stands in for `onnxruntime`
-and `openvino`, and runs the file in ONNX Runtime. So this shows that Triton reads the folder, the configuration and the
-tensors. Its own C++ backends have not run. Versions of TensorRT need a GPU.
+The wheel `nvidia-pytriton` contains Triton with its Python backend only. A Python backend stands in for
+`onnxruntime` and `openvino`, and runs the file in ONNX Runtime. So this benchmark shows that Triton reads the
+folder, the configuration and the tensors. Triton's own C++ backends have not been run. TensorRT versions need a GPU.
 """
 
 
