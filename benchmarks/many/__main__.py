@@ -29,17 +29,17 @@ _HEAD = """# The cost of many runs, trials, versions and models
 
 Written by `python -m benchmarks.many`. Each cell is the time of one call and, on S3, its number of requests. S3 is a
 moto server on the same machine. It answers one request at a time, in a few milliseconds each. Over a network, the
-number of requests matters most; lists send 32 at a time.
+number of requests matters most. Lists send 32 requests at a time.
 
-"Trials of a study" is the time of the search process, without the training of trials. The study already has the given
-number of trials. `resume` is measured once; the other rows are medians of 5 trials, after one to warm up.
-The space is `tune_spaces.image:space`, the sampler `tpe`.
+"Trials of a study" is the time of the search process, without the training of trials. The study already has the
+given number of trials. `resume` is measured once. The other rows are medians of 5 trials, after one warm-up trial.
+The space is `tune_spaces.image:space`, and the sampler is `tpe`.
 
-"Nodes of a cluster" has the costs of our own parts beside simulated nodes, each with one rank and one replica: the time
-of a call, and the bytes that it reads or sends. Our parts are real, and so are torch's store, HAProxy and the S3
-server. The nodes exist only in simulated answers of Ray, so Ray's own work is not counted. The last column but one
-compares the cost per node on the largest and the smallest cluster, in bytes, or in time where no bytes are given. The
-cost of a part that runs once for all nodes is divided by their number.
+"Nodes of a cluster" has the costs of Rayloom's own parts on a cluster of simulated nodes, each with one rank and one
+replica. A cell is the time of a call, and the bytes that it reads or sends. Rayloom's parts, PyTorch's store,
+HAProxy and the S3 server are real. The nodes exist only in simulated answers of Ray, so Ray's own work is not
+counted. The second-to-last column compares the cost per node on the largest and the smallest cluster, in bytes, or
+in time where no bytes are given. The cost of a part that runs once for all nodes is divided by the number of nodes.
 """
 _MODELS = 100
 _BUCKET = "s3://many"
@@ -87,7 +87,7 @@ def _stored(measure: Callable[[UPath, int], Costs], counts: Sequence[int], on_s3
 
 
 def _deploys() -> str:
-    return _table(["beside 1 model", f"beside {_MODELS} models"], of_deploys(_MODELS))
+    return _table(["with 1 other model", f"with {_MODELS} other models"], of_deploys(_MODELS))
 
 
 def _table(columns: Sequence[str], costs: Mapping[str, Sequence[Cost]]) -> str:

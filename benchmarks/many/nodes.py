@@ -385,37 +385,37 @@ PARTS = (
     Part("train: check the resources for the workers", "a job", True, _resources),
     Part(
         "deploy: check the memory for the replicas", "a deploy", True, _room,
-        "took 206 ms for 1,000 nodes while each replica scanned all nodes; now a heap finds the roomiest",
+        "took 206 ms for 1,000 nodes when each replica scanned all nodes; a heap now finds the node with the most room",
     ),
     Part(
         "deploy: check whether each replica is ready", "10 times a second", True, _serve_status,
-        "Serve lists all its actors; each poll now waits at least ten times as long as the last answer took",
+        "Serve lists all its actors; each poll now waits at least ten times as long as the last one took",
     ),
     Part(
         "list of models with those of other pools: check which pools run", "a second at most", False, _serve_status,
-        "the same answer of Serve, in each replica that is asked for a list; inference does not wait for it",
+        "the same answer from Serve, in each replica that gets a list request; inference does not wait for it",
     ),
     Part(
         "HAProxy: edit and read its configuration", "a change of replicas", False, _haproxy,
-        "Ray Serve starts one HAProxy on each node, and each checks all replicas",
+        "Ray Serve starts one HAProxy per node, and each checks all replicas",
     ),
     Part("watchdog: send a heartbeat", "1 s", False, _beat),
     Part(
         "watchdog: read all heartbeats", "a hang", False, _blame,
-        "two calls to the one store, by all ranks at once; two calls for each rank took 30 ms",
+        "two calls to the store by all ranks at once; two calls per rank took 30 ms",
     ),
     Part(
         "sync of the workers: losses, requests, stragglers", "1 s", False, _sync,
-        "8 bytes per rank find the straggler; the gradients of a second are many times larger",
+        "the straggler is found with 8 bytes per rank; the gradients of one second are many times larger",
     ),
     Part(
         "checkpoint: gather checksums", "a checkpoint", True, _gathered,
-        "all ranks received them; now only the first does, which writes them",
+        "all ranks used to receive them; now only the first rank does, and writes them",
     ),
     Part("checkpoint: commit on S3", "a checkpoint", True, _commit),
     Part(
         "checkpoint: read checksums on S3", "a start", False, _restore,
-        "each rank reads the one file that lists all checksums",
+        "each rank reads the single file that lists all checksums",
     ),
     Part("checkpoint: remove on S3", "a checkpoint", True, _remove),
 )  # fmt: skip
