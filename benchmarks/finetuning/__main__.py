@@ -104,24 +104,29 @@ def report(found: Measured, num_rounds: int, conditions: Conditions) -> str:
 
 {table(("what", "goal", "reached", ""), rows)}
 
-Ratios are of runs in the same round: the median, then the least and the greatest.
+Ratios compare runs of the same round. The table has their median, with the minimum and maximum.
 
 {table(("contender", "steps/s", "validation accuracy", "useful tokens/s"), figures)}
 
-Every contender is one process with 2 threads in fp32. AdamW has a constant rate and clips gradients at 1. The first
-{WARM_UP} steps are not timed. Accuracies of chats are shares of tokens.
+Every contender runs as one process with 2 threads, in fp32. AdamW uses a constant learning rate, and gradients are
+clipped at 1. The first {WARM_UP} steps are not timed. For chats, accuracy is the share of correctly predicted
+tokens.
 
-- **Classifiers** start from all-MiniLM-L6-v2 and name the package of a docstring of the standard library, one of eight.
-  They train for {STEPS} steps of {BATCH} samples, with the same head, batches and order. Dropout draws differ.
-- **LoRA** has rank 8 in queries and values, and trains for {LORA_STEPS} steps. PEFT runs in a plain loop of torch.
-  Rayloom also trains the encoder's pooler with the head, which PEFT freezes. Accuracies differ by that.
-- **Chats** are questions about functions of the standard library, answered by their docstrings. A GPT of 4 layers
-  trains for {CHAT_STEPS} steps of {CHAT_BLOCKS} packed blocks, or of {CHATS} conversations padded to the longest.
-  Rayloom batches conversations of similar length. Random batches are a plain loop of torch.
+- **Classifiers** start from all-MiniLM-L6-v2. They predict which of eight packages a docstring of the standard
+  library belongs to. They train for {STEPS} steps of {BATCH} samples, with the same head and the same batches in the
+  same order. Dropout masks differ.
+- **LoRA** has rank 8 in queries and values, and trains for {LORA_STEPS} steps. PEFT runs in a plain PyTorch loop.
+  Rayloom also trains the encoder's pooler with the head, and PEFT freezes it. This explains the difference in
+  accuracy.
+- **Chats** are questions about functions of the standard library, answered by their docstrings. A GPT with 4 layers
+  trains for {CHAT_STEPS} steps. A step has {CHAT_BLOCKS} packed blocks, or {CHATS} conversations padded to the
+  longest. Rayloom batches conversations of similar length. Random batches run in a plain PyTorch loop.
 - **Packing is no faster than Rayloom's own padding**: 96 % of the tokens in batches of similar length are useful,
-  against 34 % in random ones. So packing has little to gain. A packed block of 256 tokens computes 255 attention scores
-  per useful token, including masked ones between conversations. Batches of similar length compute 109.
-- **Steps/s beside the Trainer**: a round lasts 35 steps, and its ratio varies more than the distance from the goal.
+  compared with 34 % in random batches. So packing has little to gain. A packed block of 256 tokens computes 255
+  attention scores per useful token, including masked ones between conversations. Batches of similar length compute
+  109.
+- **Steps/s compared with Trainer**: a round has 35 timed steps. Its ratio varies by more than the distance to the
+  goal.
 """
 
 

@@ -181,16 +181,16 @@ def report(found: Findings, conditions: Conditions) -> str:
 
 {table(("model", "parameters", "accuracy on the test split"), rows)}
 
-The large model is that of `{RECIPE}`, trained for 10 epochs. The students have these keys:
+The large model is the one of `{RECIPE}`, trained for 10 epochs. The students use these keys:
 
 {table(("student", "keys"), keys)}
 
-All keep the epoch with the best validation accuracy. Results of the seeds {", ".join(map(str, SEEDS))} are in
-brackets. With one
+All models keep the epoch with the best validation accuracy. The results of seeds {", ".join(map(str, SEEDS))} are in
+brackets. With the same
 seed, both students start from the same weights and see the same batches. The large model was trained with one seed.
 
-The keys were chosen on the validation split with seed 0. For labels alone, dropout of 0.1 was worse. Label smoothing of
-0.1 beside dropout of 0.3 was no better. With the teacher, one setting was tried.
+The keys were chosen on the validation split with seed 0. With labels alone, a dropout of 0.1 was worse, and label
+smoothing of 0.1 with a dropout of 0.3 was no better. With the teacher, only one setting was tried.
 
 The test split has {found.rows:,} reviews, which were not used in training. The standard error of one
 accuracy is {error:.4f}. All models are measured on the same reviews.

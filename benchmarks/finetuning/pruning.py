@@ -107,12 +107,12 @@ def report(found: Sequence[Accuracies], conditions: Conditions) -> str:
 
 {table(("what", "goal", "reached", ""), goals)}
 
-{table(("seed", "whole", "pruned", "pruned and trained on"), rows)}
+{table(("seed", "dense", "pruned", "pruned, then trained further"), rows)}
 
-The model is that of `{RECIPE}`, trained with `{" ".join(WHOLE)}`. It trains on with
-`train.prune` and `{" ".join(TRAINED_ON)}`, while the zeros stay. All keep the epoch with the
-best validation accuracy, and one process trains. Accuracies are of the validation split of 374 pictures. One picture is
-0.27 points.
+The model is the one of `{RECIPE}`, trained with `{" ".join(WHOLE)}`. Training continues with
+`train.prune` and `{" ".join(TRAINED_ON)}`, and the zeros are kept. Each run uses one process
+and keeps the epoch with the best validation accuracy. Accuracies are measured on the validation split of 374
+pictures. One picture corresponds to 0.27 points.
 """
 
 

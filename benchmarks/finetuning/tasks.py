@@ -41,13 +41,15 @@ MAX_NARROW_APART = 2e-2
 """For a variant below fp32, whose calls may have other shapes."""
 T = TypeVar("T")
 _EXPLANATION = f"""\
-- **Ranks**: each recipe trains for {STEPS} steps with its own optimizer, by one process and by two with ZeRO 1.
-  Dropout is 0, because each rank draws its own. The largest relative difference counts.
-- **Compile**: each recipe trains with its dropout, some for fewer epochs. Metrics are of the validation split. Gates
-  are those of the recipe. Refused variants failed a gate, or the machine lacks something. They are not published.
-- **Answers**: the version is deployed on a cluster. {ASKED} rows are sent to `predict`, and compared with the answers
-  of the version's engine in another process. Numbers may differ by {MAX_ANSWER_APART["fp32"]:.0e} in fp32, and by
-  {MAX_NARROW_APART:.0e} below, because requests are batched. All else is equal.
+- **Ranks**: each recipe trains for {STEPS} steps with its own optimizer, in one process and in two with ZeRO 1.
+  Dropout is 0, because each rank draws its own masks. The table shows the largest relative difference.
+- **Compile**: each recipe trains with its own dropout, some for fewer epochs. Metrics are measured on the validation
+  split, and gates are those of the recipe. A refused variant failed a gate, or the machine cannot run it. It is not
+  published.
+- **Answers**: the version is deployed on a cluster. {ASKED} rows are sent to `predict`. The answers are compared
+  with those of the version's engine in another process. Numbers may differ by {MAX_ANSWER_APART["fp32"]:.0e} in
+  fp32, and by {MAX_NARROW_APART:.0e} in lower precisions, because requests are batched. Everything else must be
+  equal.
 - Language models are not compiled."""
 
 
@@ -109,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             keep(kept / f"{model.name}.json", Imported, partial(measure_import, model, cluster, folder / "storage"))
             for model in foreign_models(folder)
         ]
-    note = f" {earlier} rows are of earlier runs." if earlier else ""
+    note = f" {earlier} rows come from earlier runs." if earlier else ""
     text = report(found, imported, f"{conditions}{note}")
     arguments.output.write_text(text, encoding="utf-8")
     print(text)
@@ -290,8 +292,8 @@ def report(found: Sequence[Measured], imported: Sequence[Imported], conditions: 
 
 {table(("imported model", "exporter", "inputs and outputs", "bit-equal"), models)}
 
-Each file is imported with ONNX Runtime and fp32 alone, deployed by its name and asked over HTTP in requests of
-{", ".join(map(str, ROWS))} rows. Values, types and shapes are compared with a session of ONNX Runtime on the file.
+Each file is imported with ONNX Runtime and fp32 only, deployed by name, and called over HTTP with requests of
+{", ".join(map(str, ROWS))} rows. Values, types and shapes are compared with an ONNX Runtime session on the same file.
 """
 
 

@@ -236,7 +236,7 @@ The blue curve shows the cascade at every threshold. The dashed line shows a cas
 The data is Fashion-MNIST. Both models are trained on its training files, compiled in float32 and run by OpenVINO with
 {_THREADS} thread. The thresholds are chosen on the {rule.rows:,} images of the validation split. Each floor is met
 there with confidence {rule.confidence:g} (`app/serving/cascade/calibration.py`). Accuracy is measured on the
-{len(tradeoff.classes):,} images of the test files, which are not used in training or calibration. ± is a standard error.
+{len(tradeoff.classes):,} images of the test files. Neither training nor calibration uses them. ± is a standard error.
 
 Operations are counted by PyTorch: {tradeoff.small_flops / 1e6:.2f} million per image in the small model,
 {tradeoff.large_flops / 1e6:.1f} million in the large one. A row that is passed on costs both. Times are the median and
