@@ -16,46 +16,52 @@ from benchmarks.planning.this_machine import machine_section
 RESULTS = Path(__file__).with_name("RESULTS.md")
 _HEAD = """# What the planner predicts, and what was measured
 
-Written by `python -m benchmarks.planning`. 422 published runs are in `published.csv`, each with its source. Constants
-were fitted on the tuning split alone (`python -m benchmarks.planning.fit`).
+Written by `python -m benchmarks.planning`. 422 published runs are in `published.csv`, each with its source.
+Constants were fitted on the tuning split only (`python -m benchmarks.planning.fit`).
 
-**The held-out figures are not blind.** Their errors were looked at from the first version on. These parts of the model
-were changed after such looks:
+**The held-out figures are not blind.** Their errors were inspected from the first version on. These parts of the
+model were changed after such inspections:
 
-- Megatron-Core's traffic of tensor and pipeline groups overlaps with computation.
+- The traffic of Megatron-Core's tensor and pipeline groups overlaps with computation.
 - torch.compile fuses memory-bound operations, which halves the bytes that they move.
-- The H100 of torchtitan's rows draw 500 W, so their peak is lower.
+- The H100 GPUs in torchtitan's rows draw 500 W, so their peak is lower.
 - Two terms were dropped.
-- bigscience: gradients of 16 bits, and `CUDA_LAUNCH_BLOCKING=1`, as its log says. All 68 rows are from before its bf16
-  optimizer, so the table's `precision` now says fp16.
-- Megatron-Core calls cuDNN's attention: 609 for 368 TFLOP/s of FlashAttention 2 on H100 (arXiv:2407.08608, figure 5).
-- Groups of the choice have one shape and one number of heads. Before, some mixed several models.
+- bigscience: gradients have 16 bits, and `CUDA_LAUNCH_BLOCKING=1` is set, as its log says. All 68 rows predate its
+  bf16 optimizer, so the table's `precision` now says fp16.
+- Megatron-Core uses cuDNN's attention. It reaches 609 TFLOP/s on H100, compared with 368 for FlashAttention 2
+  (arXiv:2407.08608, figure 5).
+- In the choice of a plan, each group has a single shape and number of heads. Before, some groups mixed several
+  models.
 
-The factor 0.6 of Omni-Path was set by hand, not fitted. The records of the work give the first version a mean of the
-sources' medians of 11.7 %, a 90th percentile of 23.7 %, and memory up to 28 % off. That version is not in the
-history, so nobody can compute these again. Read the held-out rows as a second tuning set. The test of the planner is
-the section of runs that were not in the table.
+The factor 0.6 for Omni-Path was set by hand, not fitted. According to the records of this work, the first version
+had a mean of the sources' medians of 11.7 %, a 90th percentile of 23.7 %, and memory errors of up to 28 %. That
+version is not in the history, so these figures cannot be reproduced. Treat the held-out rows as a second tuning set.
+The real test of the planner is the section on runs that were not in the table.
 """
-_CAUSES = """Why goals were missed, and what was looked at:
+_CAUSES = """Reasons for the missed goals, and errors that were fixed:
 
-- Worst source, mt-nlg: all 3 rows are predicted too fast, by 14 to 18 %. Each spreads 530 B over 280 nodes and more.
-  No tuning run has so many nodes, so what stragglers and a shared network cost is fitted as nothing.
-- megatron-h100 was the worst before, at 18.7 %. A third of that was attention: its kernels are cuDNN's, not
-  FlashAttention 2. What is left is the rate of products, which FSDP rows of 2023 alone show, and unstated plans.
-- Scaled by one run: the first run of a source is not typical of it, and it scales all others. The first of
-  megatron-h100 is its smallest model.
-- Memory too low: one row, 196 B of bigscience with micro-batch 2, which took 65 GB. The same plan with micro-batch 4
-  took 56 GB, which no allocation explains. In the log, the same plan took 45 GB for 194 B with micro-batch 2, and 56 GB
-  with 4. The predictions for 196 B are 46 and 58 GB. The next, 182 B with 96 heads, took 59 GB and is predicted 6 %
-  lower. With 128 heads it took 54 GB. No other row is more than 5 % too low.
-- Memory of one copy of the model, fixed: it was 15 to 21 % too low in the log's first tables. In the optimizer
-  step, DeepSpeed holds up to three copies of a rank's part of the gradients.
-- Memory of published runs, fixed: rows with many parameters a rank were up to 31 % too high, because their gradients
-  had 16 bits. What was missing then did not grow with the model: NCCL's buffers. The largest gradient that is about to
-  be added to others, DeepSpeed's bucket and the gradients of logits were missing, too.
-- Memory on this machine, fixed: torch's cross-entropy makes two gradients of the logits, in 32 bits. DeepSpeed's
-  pipeline keeps the logits of two micro-batches. Checkpointing and DeepSpeed's pipeline, which runs tensor plans too,
-  import 75 MB of sympy and torch's compiler. glibc's heap grows by 40 % of the activations."""
+- **Worst source, mt-nlg**: the predictions for all 3 rows are too fast, by 14 to 18 %. Each row spreads 530 B
+  parameters over at least 280 nodes. No tuning run has that many nodes, so the cost of stragglers and of a shared
+  network was fitted as zero.
+- **megatron-h100** was the worst source before, at 18.7 %. A third of that error came from attention: the runs use
+  cuDNN's kernels, not FlashAttention 2. The rest comes from the rate of matrix products, which only FSDP rows of
+  2023 show, and from plans that the source does not state.
+- **Scaled by one run**: the first run of a source scales all its other runs, and is not typical of them. The first
+  run of megatron-h100 is its smallest model.
+- **Memory too low**: this is one row, bigscience's 196 B with micro-batch 2, which used 65 GB. The same plan with
+  micro-batch 4 used 56 GB, and no allocation explains that. In the log, the same plan for 194 B used 45 GB with
+  micro-batch 2, and 56 GB with 4. The predictions for 196 B are 46 and 58 GB. The next row, 182 B with 96 heads,
+  used 59 GB, and its prediction is 6 % lower. With 128 heads it used 54 GB. No other prediction is more than 5 % too
+  low.
+- **Memory of one copy of the model** (fixed): predictions were 15 to 21 % too low for the log's first tables. In the
+  optimizer step, DeepSpeed holds up to three copies of a rank's part of the gradients.
+- **Memory of published runs** (fixed): predictions for rows with many parameters per rank were up to 31 % too high,
+  because their gradients had 16 bits. The memory that was missing afterwards did not grow with the model. It was
+  NCCL's buffers. The largest gradient that is about to be accumulated, DeepSpeed's bucket and the gradients of the
+  logits were also missing.
+- **Memory on this machine** (fixed): PyTorch's cross-entropy creates two gradients of the logits, in 32 bits.
+  DeepSpeed's pipeline keeps the logits of two micro-batches. Checkpointing and DeepSpeed's pipeline, which also runs
+  tensor plans, import 75 MB of sympy and PyTorch's compiler. glibc's heap grows by 40 % of the activations."""
 
 
 def main() -> None:

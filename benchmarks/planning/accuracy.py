@@ -13,26 +13,28 @@ from benchmarks.markdown import Goal, table, verdict
 from benchmarks.planning.published import EARLIER_TABLE, LATER_TABLE, Errors, PublishedRun, published_runs
 
 _CAUSES = {
-    "megatron-h100": "the source does not say micro-batch, interleaving or recomputation, and uses kernels of "
-    "Transformer Engine, while the rate of H100's products comes from PyTorch FSDP in 2023",
-    "mt-nlg": "280 nodes and more: no tuning run is as large, and what stragglers cost was fitted as nothing",
-    "vtrain-multi": "its 39.1 B rows with tensor 2 are up to 48 % slower than with 4 and 8, unexplained",
+    "megatron-h100": "the source does not state micro-batch, interleaving or recomputation, and uses Transformer "
+    "Engine kernels, while the rate of matrix products on H100 comes from PyTorch FSDP in 2023",
+    "mt-nlg": "at least 280 nodes: no tuning run is as large, and the cost of stragglers was fitted as zero",
+    "vtrain-multi": "unexplained: its 39.1 B rows with tensor 2 are up to 48 % slower than with 4 and 8",
 }
 
 
-_LATER = """The last tables of bigscience's log, of 28 February 2022, were in neither split. They use its new bf16
-optimizer, which keeps sums in 32 bits beside 16-bit gradients: 4 bytes a parameter more, as the log says. The embedding
-and the output count as layers. These rows were predicted once, when all formulas and constants that they use stood, and
-nothing was fitted to them since. The log's text, which explains them, had been read before."""
+_LATER = """\
+The last tables of bigscience's log, of 28 February 2022, are in neither split. They use the new bf16 optimizer,
+which keeps 32-bit sums in addition to 16-bit gradients. That takes 4 more bytes per parameter, as the log says. The
+embedding and the output count as layers. These rows were predicted once, when all formulas and constants that they
+use were final. Nothing has been fitted to them since. The log's text, which explains them, had been read before."""
 
 
 _EARLIER = """The first tables of bigscience's log, of 17 to 21 February 2022, were collected last. They are in
 `published_earlier.csv`. Some rows do not state the number of layers. For these, only one multiple of the pipeline's
 stages gives the stated size, with or without the embedding. Rows with 4 or more copies of the model were predicted
-once, and nothing was changed for them. Predictions for rows with fewer copies were 10 to 21 % too low, with a median of
-18.6 %. They lacked the copies of gradients that DeepSpeed makes in the optimizer step (`stage_1_and_2.py`). No constant
-was fitted for these copies, and no other row of this page changed. The lowest row has 2 copies. nvidia-smi also counts
-memory that torch's allocator keeps but cannot use, because the tensor is larger than each free block."""
+once, and nothing was changed for them. Predictions for rows with fewer copies were 10 to 21 % too low, with a median
+of 18.6 %. They lacked the copies of gradients that DeepSpeed makes in the optimizer step (`stage_1_and_2.py`). No
+constant was fitted for these copies, and no other row of this page changed. The row with the lowest prediction has
+2 copies. nvidia-smi also counts memory that PyTorch's allocator keeps but cannot use, because a tensor is larger than
+each free block."""
 
 
 @cache
@@ -144,7 +146,7 @@ def time_section() -> str:
             ["all", str(len(errors.all)), f"{median(errors.all):.1%}", "", f"{max(errors.all):.0%}",
              f"mean of medians {errors.mean_of_medians:.1%}, p90 {errors.percentile(90):.1%}"]
         )  # fmt: skip
-        header = [title, "runs", "median error", "median, signed", "largest", "cause of what is large"]
+        header = [title, "runs", "median error", "median, signed", "largest", "cause of large errors"]
         parts.append(table(header, rows))
     scaled = calibrated_errors(held_out())
     rows = [[source, str(len(found)), f"{scaled.median_of(source):.1%}"] for source, found in scaled.by_source.items()]
@@ -166,10 +168,11 @@ def memory_section() -> str:
             rows.append([source, split, str(len(found)), f"{errors.median_of(source):.1%}", f"{min(found):+.0%}",
                          f"{max(found):+.0%}"])  # fmt: skip
     doubt = (
-        "Two constants are fitted on the tuning rows: 5 % of fragmentation and 1.56 GB for a process group. bigscience "
-        "added gradients up in 16 bits, as it writes, and reads nvidia-smi. torchtitan prints what PyTorch reserves, "
-        "without CUDA's context. The lowest and the highest row contradict their neighbours: 196 B with micro-batch 2 "
-        "took 65 GB, with 4 it took 56. 181 B with tensor 4 and pipeline 12 took 44 GB, and 38 in the next line."
+        "Two constants are fitted on the tuning rows: 5 % of fragmentation and 1.56 GB per process group. bigscience "
+        "accumulated gradients in 16 bits, as it states, and reports memory from nvidia-smi. torchtitan reports the "
+        "memory that PyTorch reserves, without CUDA's context. The lowest and the highest row contradict their "
+        "neighbours. 196 B used 65 GB with micro-batch 2, but 56 GB with 4. 181 B with tensor 4 and pipeline 12 used "
+        "44 GB, but 38 GB in the next line."
     )
     return f"{table(['source', 'split', 'runs', 'median error', 'lowest', 'highest'], rows)}\n\n{doubt}\n\n{_EARLIER}"
 

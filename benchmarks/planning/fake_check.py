@@ -21,11 +21,13 @@ from benchmarks.markdown import table, verdict
 from benchmarks.planning.fake_world import Counted, FakeRank, count_all
 
 _MAX_STATES_ERROR = 0.01
-_REMARKS = """Each row is one rank, run in one process with torch's `fake` backend: our own engine, and a GPT of 230,528
-parameters. Bytes are equal apart from the padding that DeepSpeed adds for data-parallel ranks. Norms, losses and shapes
-are left out: at most 1 KB a step. ZeRO 3 ran on rank 0 only, and its buffer of gathered parameters was switched off,
-because a whole small model fits in it. In fp32 ZeRO 2 keeps the whole gradient of each parameter of which a rank holds
-a part, so at least that of the largest. ZeRO 3 pads each parameter to a multiple of the ranks."""
+_REMARKS = """\
+Each row is one rank, run in one process with PyTorch's `fake` backend. It uses Rayloom's own engine and a GPT with
+230,528 parameters. Bytes are equal apart from the padding that DeepSpeed adds for data-parallel ranks. Norms, losses
+and shapes are left out; they are at most 1 KB per step. ZeRO 3 ran on rank 0 only. Its buffer of gathered parameters
+was switched off, because a small model fits in it completely. In fp32, ZeRO 2 keeps the whole gradient of each
+parameter that a rank holds a part of, so at least that of the largest parameter. ZeRO 3 pads each parameter to a
+multiple of the number of ranks."""
 Key = tuple[str, str]
 """Kind and group of collectives."""
 _PARAMETER_GROUPS = 2

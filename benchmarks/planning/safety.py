@@ -11,9 +11,11 @@ from benchmarks.planning.transformer import TransformerShape, transformer_profil
 
 _MARGINS = (0.0, 0.04, 0.08, 0.3)
 _TOLERATED = 0.08
-_TEXT = """The planner's plan may fill a device to the last byte. With a margin, a plan must also fit if it needs
-that much more than predicted. The first columns count published runs, also those that were not in the table. The
-others are searches on A100 with 80 GB: how much slower the fastest plan is that still fits, and how many fit."""
+_TEXT = """\
+The planner's plan may fill a device to the last byte. With a margin, a plan must also fit if it needs that much more
+memory than predicted. The first columns count published runs, including those that were not in the table. The other
+columns are searches on A100 with 80 GB. They show how much slower the fastest plan is that still fits, and how many
+plans fit."""
 
 
 @dataclass(frozen=True)

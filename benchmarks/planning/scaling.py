@@ -34,19 +34,19 @@ def scaling_figures() -> list[ScalingFigure]:
         ScalingFigure(
             "92 % at 1,024 GPUs (Horovod)",
             "arXiv:1802.05799: 90 % at 512 Pascal GPUs for Inception V3 and ResNet-101, 68 % for VGG-16. 25 Gb/s "
-            "a node",
+            "per node",
             f"{horovod}, at 512 GPUs, 64 images each",
         ),
         ScalingFigure(
             "91.5 % (BytePS)",
-            "github.com/bytedance/byteps: about 90 % for BERT-large at 256 V100. 100 Gb/s a node",
+            "github.com/bytedance/byteps: about 90 % for BERT-large at 256 V100. 100 Gb/s per node",
             f"BERT-large {_bert():.0%} with all-reduces, 64 samples of 512 tokens each (assumed). BytePS itself uses "
             "servers",
         ),
         ScalingFigure(
             "76 % for 3D at 512 GPUs",
             "arXiv:1909.08053, table 1 and section 5.1: 8.3 B parameters, tensor 8 x data 64 without a pipeline, "
-            "against 1.2 B on one V100",
+            "compared with 1.2 B on one V100",
             f"{_megatron():.0%}",
         ),
     ]

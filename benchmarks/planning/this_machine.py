@@ -88,8 +88,8 @@ def _report(calibration: Calibration, candidates: list[Candidate], runs: list[Me
     header = ["plan", "predicted ms", "measured ms", "error", "predicted MB", "measured MB", "error"]
     rates, latency = calibration, calibration.link_latency_s * 1e6
     measured = (
-        f"A worker: {rates.matmul_flops / 1e9:.0f} GFLOP/s, {rates.memory_bandwidth / 1e9:.1f} GB/s of memory, "
-        f"all-reduces {rates.link_bandwidth / 1e9:.2f} GB/s after {latency:.0f} µs. "
+        f"A worker has {rates.matmul_flops / 1e9:.0f} GFLOP/s and {rates.memory_bandwidth / 1e9:.1f} GB/s of memory "
+        f"bandwidth. All-reduces run at {rates.link_bandwidth / 1e9:.2f} GB/s with a latency of {latency:.0f} µs. "
         "Times are scaled by one measured plan: ZeRO 1 with micro-batches of 16."
     )
     return "\n\n".join([table(["what", "goal", "reached", ""], goals), measured, table(header, rows)])
