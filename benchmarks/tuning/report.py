@@ -64,10 +64,11 @@ def _head(found: Findings) -> str:
 `make bench-tuning`, {repeats} seeds. {machine()}. {versions(_PACKAGES)}.
 {found.conditions}
 
-Counted in epochs, which do not depend on the machine. Every epoch is real training; a configuration that several
-searches propose is trained once, for training is deterministic. One trial runs at a time, so that searches can be
-repeated. Nobody starts from the recipe's own values, which Rayloom's first trial would have. The value is the best
-validation accuracy of any epoch so far, of whichever trial: what best.yaml names when a search is ended there."""
+Cost is counted in epochs, which do not depend on the machine. Every epoch is real training. A configuration that
+several searches propose is trained only once, because training is deterministic. One trial runs at a time, so that
+searches can be repeated. No search starts from the recipe's own values, which Rayloom's first trial would have by
+default. The value of a search is the best validation accuracy of any epoch of any trial so far. If the search ended
+there, best.yaml would name that trial."""
 
 
 def _goals(found: Findings) -> str:
@@ -83,22 +84,23 @@ def _goals(found: Findings) -> str:
         seconds = found.overhead.per_turn
         is_short = seconds.value <= GOAL_OVERHEAD_S
         rows += [_row("digits, on Ray", "overhead of a trial", f"≤ {GOAL_OVERHEAD_S} s", f"{seconds} s", is_short)]
-    return "## Goals\n\n" + table(["case", "what", "goal", "reached", ""], rows) + "\n\nMedians over seeds."
+    return "## Goals\n\n" + table(["case", "what", "goal", "reached", ""], rows) + "\n\nFigures are medians over seeds."
 
 
 def _overhead(found: Overhead) -> str:
     turns, epochs = (sum(getattr(window, name) for window in found.windows) for name in ("turns", "epochs"))
-    rows = [["a turn, beside its training", str(found.per_turn)], ["an epoch", str(found.per_epoch)]]
+    rows = [["a turn, without its training", str(found.per_turn)], ["an epoch", str(found.per_epoch)]]
     return f"""## Overhead of a trial
 
-A search by `rayloom submit tune` as it is by default, on a local cluster, one trial at a time in one actor. After the
-first trial: {len(found.windows)} more, in {turns} turns of {epochs} epochs; a trial that is promoted has a second turn.
-The time from a trial's start to the next one's, as a sum of turns and epochs, by least squares.
+A search by `rayloom submit tune` with default settings ran on a local cluster, one trial at a time in one actor.
+After the first trial there were {len(found.windows)} more, with {turns} turns and {epochs} epochs in total. A
+promoted trial has a second turn. The time from the start of one trial to the start of the next is fitted by least
+squares as a sum of turns and epochs.
 
 {table(["seconds", "with 95 % confidence"], rows)}
 
-A turn, beside its epochs, is the overhead: asking the study, the model and its engine, the trial's folder, Ray Tune's
-turn. An epoch is one with validation, its checkpoint and Ray Tune's turn between epochs."""
+The overhead is a turn without its epochs: asking the study, creating the model, its engine and the trial's folder,
+and Ray Tune's own work. An epoch includes validation, its checkpoint and Ray Tune's work between epochs."""
 
 
 def _details(comparison: Comparison) -> str:

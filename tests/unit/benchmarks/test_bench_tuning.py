@@ -85,7 +85,7 @@ def test_the_overhead_is_what_a_turn_takes_beside_its_epochs() -> None:
     races = {name: Race([0.5], trials=1) for name in CONTENDERS}
     text = report(Findings([Comparison(CASE, [races])], overhead, Conditions()))
     assert "| digits, on Ray | overhead of a trial | ≤ 1.5 s | 0.70 ± 0.36 s | reached |" in text
-    assert "6 more, in 8 turns of 12 epochs" in text
+    assert "6 more, with 8 turns and 12 epochs" in text
 
 
 @pytest.mark.parametrize("windows", [[Window(1, 1, 2.0), Window(2, 4, 5.0)], [Window(1, 1, 2.0)] * 4])
