@@ -14,14 +14,14 @@ _PACKAGES = ("rayloom", "openvino", "onnxruntime", "torch", "transformers")
 
 _HOLDS_BACK = """
 
-What holds them back:
+What limits these results:
 
-- **Speed of bf16**: OpenVINO is faster in it by AMX. On a CPU with AMX, on 2026-11-22, minilm was 2.6 to 4.7 times as
-  fast in bf16 as ONNX Runtime in fp32. int8 gains from VNNI.
-- **Speed of int8**: what is left in float of an int8 file, attention's products, softmax, norms, GELU and layers which
-  the gate on the cosine keeps there, OpenVINO computes in float32, where it computes it in bf16 of a bf16 variant. It
-  weighs more the longer the text.
-- **First answer**: imports, before anything is loaded; the last table says what each part takes."""
+- **Speed of bf16**: OpenVINO's bf16 speed depends on AMX. On a CPU with AMX, on 2026-11-22, minilm was 2.6 to 4.7
+  times as fast in bf16 as ONNX Runtime in fp32. int8 gains from VNNI.
+- **Speed of int8**: an int8 file keeps some operations in float: attention's products, softmax, norms, GELU, and
+  layers that the cosine gate keeps in float. OpenVINO computes these in float32, but in bf16 for a bf16 variant.
+  Their share grows with the length of the text.
+- **First answer**: imports take time before anything is loaded. The last table shows the time of each part."""
 
 
 def report(found: Findings) -> str:
@@ -35,12 +35,12 @@ def _title(found: Findings) -> str:
 # Compile: results
 
 `make bench-compile`, {found.num_rounds} rounds, {found.threads} threads for
-every engine. {machine()}; of the instructions that matter it has
+every engine. {machine()}. Relevant instruction sets:
 {", ".join(cpu_features()) or "none"}.
 {versions(_PACKAGES)}.
-{found.conditions} Anything above 0.5 before
-means that other work took part of the cores, and that single numbers are worth little; ratios of calls
-that follow each other are worth more."""
+{found.conditions} A load above 0.5 before
+the run means that other work used part of the cores. Single figures are then unreliable; ratios of consecutive
+calls are more reliable."""
 
 
 def _goals(found: Findings) -> str:
@@ -48,8 +48,8 @@ def _goals(found: Findings) -> str:
     return (
         table(("what", "goal", "reached", ""), rows)
         + (
-            "\n\nTimes as fast: of each round the ratio, of the rounds the median; the worst setting decides. "
-            "The goals of speed are for a CPU with AVX-512 VNNI and BF16."
+            '\n\n"Times as fast" is the median over the rounds of the ratio within each round. The worst setting '
+            "decides. The speed goals assume a CPU with AVX-512 VNNI and BF16."
         )
         + _HOLDS_BACK
     )
@@ -69,11 +69,12 @@ def _variants(found: Findings) -> str:
 
 {table(header, rows)}
 
-As `jobs.compile` makes and judges them, by the recipe's gates, on the whole validation split. Cosine: of a row's
-answers to PyTorch's, the mean and the least; difference: the largest of one answer. Both Transformers are padded to
-buckets. digits, reviews and fashion are trained by the benchmark, for fewer epochs than their recipes say; resnet50 has
-fresh weights and sees cuts of two photographs; minilm, a pretrained sentence encoder, sees docstrings and Chinese
-reviews, and answers embeddings. Of the last two accuracy says nothing.{others}{left_out}"""
+Variants are built and evaluated as by `jobs.compile`, with the recipe's gates, on the whole validation split. The
+cosine similarity compares a row's outputs with PyTorch's. The table has its mean and its minimum. "Difference" is
+the largest difference of a single output. Inputs of both Transformers are padded to buckets. digits, reviews and
+fashion are trained by the benchmark, for fewer epochs than in their recipes. resnet50 has random weights and gets
+crops of two photographs. minilm is a pretrained sentence encoder. It gets docstrings and Chinese reviews, and
+returns embeddings. Accuracy is not meaningful for resnet50 and minilm.{others}{left_out}"""
 
 
 def _variant_rows(one: Compiled) -> Iterator[tuple[str, ...]]:
@@ -104,7 +105,7 @@ def _notes(record: VariantRecord, is_chosen: bool) -> Iterator[str]:
 
 
 def _speed(found: Findings) -> str:
-    header = ("model", "setting", "engine", "ms a call", f"{BASELINE} / it")
+    header = ("model", "setting", "engine", "ms per call", f"{BASELINE} / it")
     rows = [
         (
             one.model.name,
@@ -127,10 +128,11 @@ def _speed(found: Findings) -> str:
 
 {table(header, rows)}
 
-Medians over rounds, with the least and the most; a ratio is taken in each round, then its median. Each engine has a
-process of its own, {found.threads} threads and one stream; all are warm. In a round they take turns at each setting,
-and each round begins with another. A call is `Engine.infer`, from numpy arrays to numpy arrays, inputs checked; rows
-are real, those of texts of that length in tokens, padding included.{absent}"""
+Each cell is the median over the rounds, with the minimum and maximum. Ratios are computed within each round, and the
+table has their median. Each engine runs in its own process, with {found.threads} threads and one stream, and is
+warmed up. In each round the engines take turns at each setting, and each round starts with a different one. A call
+is `Engine.infer`, from NumPy arrays to NumPy arrays, with input checks. Rows are real data. Rows of texts have the
+stated number of tokens, including padding.{absent}"""
 
 
 def _starts(found: Findings) -> str:
@@ -144,9 +146,8 @@ def _starts(found: Findings) -> str:
 
 {table(header, rows)}
 
-The published encoder, in a process of its own each time. **interpreter**: from starting the process to the first line
-of Python. **imports**: `app.published.loaded` and what it needs. **load**: `load_model`, which fetches the
-version's files, compares each with its sha256, loads tokenizer and engine and runs one row. **answer**: one text, from
-tokens to the embedding. The version's files are in the page cache; a cold cache of OpenVINO is an empty folder, a warm
-one was filled by an earlier process. The first goal is of load and answer, the second also of
-the imports."""
+Each start of the published encoder runs in a new process. **interpreter**: from starting the process to the first line
+of Python. **imports**: `app.published.loaded` and its dependencies. **load**: `load_model`, which fetches the version's
+files, verifies the sha256 of each, loads the tokenizer and the engine, and runs one row. **answer**: one text, from
+tokens to the embedding. The version's files are in the page cache. A cold OpenVINO cache is an empty folder. A warm one
+was filled by an earlier process. The first goal covers load and answer, and the second also the imports."""
