@@ -45,10 +45,10 @@ _RATIOS: Sequence[tuple[str, str, int, float]] = (
 )
 """Two contenders whose tokens per CPU-second are divided, the number of streams, and the goal."""
 
-_VNNI = "With AVX-512 VNNI, int8 computes four products in an instruction, so it is faster in batches, too."
+_VNNI = "With AVX-512 VNNI, one instruction computes four int8 products, so int8 is also faster in batches."
 _NO_VNNI = (
     "The goals were set on a processor with AVX-512 and VNNI. Without them, OpenVINO computes int8 no faster than "
-    "float32 in batches, and llama.cpp, whose kernels for AVX2 are better, is faster at one stream. `jobs.compile` "
+    "float32 in batches. llama.cpp has better kernels for AVX2, and is faster with one stream. `jobs.compile` "
     "times every variant on the machine, and publishes the fastest."
 )
 """Explanations of missed goals, by the processor."""
@@ -170,18 +170,19 @@ def _page(speeds: Speeds, firsts: Mapping[tuple[str, int], float], parts: Sequen
 Written by `python -m benchmarks.generation`. {machine()}, {", ".join(cpu_features())}; {versions(_PACKAGES)};
 {run}
 
-A Llama of 31.6 million random weights, {PROMPT_TOKENS} tokens of a prompt and {NEW_TOKENS} of an answer, greedy. Each
-contender computes with 1 thread. All take turns in each round. Rayloom, llama.cpp and vLLM answer over HTTP with
-server-sent events. Their client is another process, whose CPU time does not count. The bare pipeline is OpenVINO GenAI
-in one process, without a server. transformers answers one prompt after the other.
+The model is a Llama with 31.6 million random weights. A prompt has {PROMPT_TOKENS} tokens and an answer
+{NEW_TOKENS}, decoded greedily. Each contender computes with 1 thread, and all take turns in each round. Rayloom,
+llama.cpp and vLLM answer over HTTP with server-sent events. Their client is a separate process, and its CPU time is
+not counted. The bare pipeline is OpenVINO GenAI in one process, without a server. transformers answers one prompt at
+a time.
 
 {goals_table(goals)}
 
-## Tokens a CPU-second
+## Tokens per CPU-second
 
-{table(["", *(f"{n} stream{'s' if n > 1 else ''}" for n in _STREAMS), "first token at 1"], rows)}
+{table(["", *(f"{n} stream{'s' if n > 1 else ''}" for n in _STREAMS), "first token, 1 stream"], rows)}
 
-vLLM's server and its engine wait actively for each other, which counts as CPU time.
+vLLM's server and engine busy-wait for each other. This counts as CPU time.
 
 {_VNNI if "avx512_vnni" in cpu_features() else _NO_VNNI}
 

@@ -54,9 +54,9 @@ class Beside:
         """A sentence that describes the run."""
         return (
             "One process serves the tiny CNN and the language model, whose engine has 1 thread. The CNN gets "
-            f"{_RATE:.0f} requests a second for {_SECONDS:.0f} s, {len(self.streams)} times in turns. The 99th "
-            f"percentile is {_p99(self.streams)} ms beside {_STREAMS} streams, {_p99(self.load)} ms beside a process "
-            f"that multiplies matrices with 1 thread, and {self.alone.p99_ms:.3f} ms beside neither."
+            f"{_RATE:.0f} requests per second for {_SECONDS:.0f} s, {len(self.streams)} times in turns. Its p99 is "
+            f"{_p99(self.streams)} ms with {_STREAMS} streams, {_p99(self.load)} ms with a process that multiplies "
+            f"matrices with 1 thread, and {self.alone.p99_ms:.3f} ms without either."
         )
 
 

@@ -65,8 +65,8 @@ class Churn:
         return (
             f"Clients kept {_STREAMS} streams open for {self.seconds:.0f} s, with prompts of up to "
             f"{_PROMPT_TOKENS[1]} tokens and answers of up to {_MAX_TOKENS[1]}. {self.complete} were read to their "
-            f"end, and {self.cancelled} were cut off by their clients. Then {len(self.freed_s)} of {_STREAMS} running "
-            "answers were cancelled, one after another. The median time until the place was free was "
+            f"end, and {self.cancelled} were cancelled by their clients. Then {len(self.freed_s)} of {_STREAMS} "
+            "running answers were cancelled, one after another. The median time until the place was free was "
             f"{1e3 * median(self.freed_s):.0f} ms."
         )
 

@@ -48,12 +48,12 @@ class Kills:
     def summary(self) -> str:
         """The sentences that describe the run."""
         return (
-            f"{_STREAMS} answers of {_TOKENS} tokens ran {self.kills} times, half of them greedy and half with a seed. "
-            f"Each time, the engine's process got SIGKILL at a random time. {self.wrong} answers differ from the same "
-            f"ones without a kill. The longest pause was {self.greedy_pause_s:.2f} s in a greedy answer and "
-            f"{self.seeded_pause_s:.2f} s in one with a seed. The next process starts, then reads all prompts and "
-            "delivered tokens again with 1 thread. An answer with a seed waits longer, because its random numbers "
-            "begin with the process: its delivered tokens are generated again."
+            f"{_STREAMS} answers of {_TOKENS} tokens ran {self.kills} times. Half of them were greedy, and half had a "
+            f"seed. Each time, the engine's process got SIGKILL at a random time. {self.wrong} answers differ from the "
+            f"same answers without a kill. The longest pause was {self.greedy_pause_s:.2f} s in a greedy answer and "
+            f"{self.seeded_pause_s:.2f} s in one with a seed. After a kill, a new process starts and reads all prompts "
+            "and delivered tokens again, with 1 thread. An answer with a seed waits longer. Its random numbers restart "
+            "with the process, so its delivered tokens are generated again."
         )
 
 
