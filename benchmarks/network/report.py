@@ -66,53 +66,56 @@ def report(findings: Findings) -> str:
 
 {goals_table(_goals(findings))}
 
-Two network namespaces, joined by a bridge, stand for two machines. Each runs one rank with one thread. `tc tbf` limits
-what each sends and receives. A GPT of {number:,} parameters trains with AdamW. A step has {SAMPLES} samples a rank,
-of {LENGTH} bytes each. Cells are medians over the rounds, which run all cases in the same order. The namespaces share
-two cores and a kernel, so "no limit" shows the speed of memory. No rate comes with a real network's latency or
-packet loss.
+Two network namespaces, joined by a bridge, simulate two machines. Each runs one rank with one thread. `tc tbf`
+limits the rate at which each sends and receives. A GPT with {number:,} parameters trains with AdamW. A step has
+{SAMPLES} samples per rank, of {LENGTH} bytes each. Cells are medians over the rounds, which run all cases in the
+same order. The namespaces share two cores and a kernel, so "no limit" shows the speed of memory. The latency and
+packet loss of a real network are not simulated.
 
-## Steps a second
+## Steps per second
 
 {_speed_table(findings)}
 
-![Steps a second by rate](steps.svg)
+![Steps per second by rate](steps.svg)
 
-## Bytes that a machine sends in a step
+## Bytes sent per machine and step
 
 {_bytes_table(findings)}
 
-The counters of the network interface measured the bytes. Plain ZeRO 0 sends 4 bytes per parameter.
-ZeRO 1 also sends half of the parameters, which the other rank gathers. `communication_data_type` halves the bytes of
-gradients, but not those of gathered parameters.
+Bytes are read from the counters of the network interface. Plain ZeRO 0 sends 4 bytes per parameter. ZeRO 1 also
+sends half of the parameters, which the other rank gathers. `communication_data_type` halves the bytes of gradients,
+but not those of gathered parameters.
 
 ## What the planner predicts
 
 {_predicted_table(findings)}
 
-Milliseconds of a step, predicted / measured. The planner knows the processor's rates from `measure_machine`, and the
-network's limit. Nothing was fitted to these runs. `rayloom plan --calibrate` would scale predictions by a measured
-plan, and was not used. Without a limit and at 1 Gbit/s most of the error is in computation, which takes longer than
-predicted. At lower rates the predictions for ZeRO 1 are the worst. Its all-gathers are slower than the ring that the
-planner assumes, for a reason that was not investigated. The planner does not count the arithmetic of PowerSGD.
+Cells are milliseconds per step, predicted / measured. The planner gets the processor's rates from `measure_machine`,
+and the network's limit. Nothing was fitted to these runs. `rayloom plan --calibrate` would scale predictions by a
+measured plan, and was not used. Without a limit and at 1 Gbit/s, most of the error is in computation, which takes
+longer than predicted. At lower rates the predictions for ZeRO 1 are the worst. Its all-gathers are slower than the
+ring that the planner assumes, for a reason that was not investigated. The planner does not count the arithmetic of
+PowerSGD.
 
 ## What compression costs
 
 {_loss_table(findings)}
 
-Mean loss of the last 20 of {LOSS_STEPS} steps without a limit. All cases start from the same weights and see the same
-samples. Over a slow network, the loss after a given time matters more than after a given number of steps.
+The loss is the mean of the last 20 of {LOSS_STEPS} steps without a limit. All cases start from the same weights and
+see the same samples. Over a slow network, the loss after a given time matters more than the loss after a given
+number of steps.
 
 ## Within machines first
 
 {_reductions_table(findings)}
 
-Measured once. Two ranks on each of two machines sum a gradient of {4 * number / 1e6:.1f} MB in fp32.
-"All ranks at once" is gloo's all-reduce over all ranks. "Within machines first" is `torch.distributed`'s `reduce`
-within each machine, `all_reduce` between the first ranks, and `broadcast` within each machine. **Rayloom has no such
-plan on CPUs**, and ZeRO++ is for GPUs. The table shows what such a plan could gain. In a ring of `n` machines with
-`r` ranks each, each machine's link carries 2 (nr - 1) / nr of the gradient. In a ring of machines alone it carries
-2 (n - 1) / n. The gain falls from 1.5 with two machines of two ranks to 1.02 with 32 machines of two.
+These times were measured once. Two ranks on each of two machines sum a gradient of {4 * number / 1e6:.1f} MB in
+fp32. "All ranks at once" is gloo's all-reduce over all ranks. "Within machines first" is `torch.distributed`'s
+`reduce` within each machine, `all_reduce` between the first ranks, and `broadcast` within each machine. **Rayloom
+has no such plan on CPUs**, and ZeRO++ is for GPUs. The table shows what such a plan could gain. In a ring of `n`
+machines with `r` ranks each, each machine's link carries 2 (nr - 1) / nr of the gradient. In a ring of machines
+alone it carries 2 (n - 1) / n. The gain falls from 1.5 with two machines of two ranks to 1.02 with 32 machines of
+two.
 """
 
 
