@@ -41,17 +41,19 @@ _GOALS = {
 """What is compared: the states of a process, and the goal for the overhead of the first."""
 _HEAD = f"""# What watching costs
 
-Written by `python -m benchmarks.monitoring`. It starts a cluster with `rayloom up --monitoring`, whose Prometheus reads
-all metrics every five seconds. The replica and the worker of training change their state in turns of {TURN_S:g} s:
+Written by `python -m benchmarks.monitoring`. It starts a cluster with `rayloom up --monitoring`. Its Prometheus
+scrapes all metrics every five seconds. The replica and the training worker switch between these states every
+{TURN_S:g} s:
 
-- on: metrics as always. The replica has no tracer.
+- on: metrics as usual. The replica has no tracer.
 - off: the replica counts no requests, keeps no histograms and reports nothing. The worker publishes nothing.
-- traced: metrics as always, and one request in a hundred is traced, with a collector that takes the spans.
+- traced: metrics as usual, and one request in a hundred is traced. A collector receives the spans.
 
-Each process notes the CPU time of all its threads. So all states are of one process, under the same load.
+Each process records the CPU time of all its threads. So all states are measured in the same process, under the same
+load.
 
-The model is that of `{_RECIPE}`, one of the smallest there are. With larger models the overhead is smaller.
-The load is {_CONNECTIONS} connections of wrk, with one picture in a request.
+The model is the one of `{_RECIPE}`, which is very small. With larger models the overhead is smaller. The
+load is {_CONNECTIONS} connections of wrk, with one picture per request.
 """
 
 
@@ -159,10 +161,10 @@ def report(costs: Costs, watchers: float) -> str:
     return "\n\n".join(
         [
             table(["overhead", "goal", "reached", ""], goals),
-            table(["", "states", "rounds", "µs", "µs of the other", "ratio"], rows),
-            "A ratio is the median of the rounds, with the smallest and the largest.",
-            f"Prometheus, Alertmanager, the node exporter and Rayloom's own watcher took {watchers:.1%} of one core "
-            "together, while the endpoint\nwas under load.",
+            table(["", "states", "rounds", "µs", "µs, baseline", "ratio"], rows),
+            "A ratio is the median over the rounds, with the minimum and maximum.",
+            "Together, Prometheus, Alertmanager, the node exporter and Rayloom's own watcher used "
+            f"{watchers:.1%} of one core while the\nendpoint was under load.",
         ]
     )
 
