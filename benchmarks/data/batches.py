@@ -149,7 +149,7 @@ def page(runs: Mapping[str, Sequence[Trained]], recipe: str, epochs: int, condit
 Written by `python -m benchmarks.data.batches --epochs {epochs} --rounds {len(lost)}`. A process trains the model of
 `{recipe}` with each kind of batches, in turns. Each round has its own seed. Epochs: {epochs}. A token is useful unless
 it is padding. The time is CPU time. Ratios and accuracy losses compare runs with the same seed. With random
-batches, seeds alone are {spread:.4f} of accuracy apart.
+batches, the accuracies of different seeds differ by up to {spread:.4f}.
 
 {machine()}.
 {versions(["torch", "deepspeed"])}.

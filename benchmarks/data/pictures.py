@@ -205,13 +205,14 @@ def page(
     return f"""# Pictures on S3
 
 Written by `python -m benchmarks.data.pictures`. {count:,} JPEGs of {_SIZE} × {_SIZE} pixels, {kilobytes:.1f} kB each,
-are made from Fashion-MNIST and noise. {_DRAWN:,} are drawn, and come again with other comments. They lie in shards on
-`rclone serve s3` on this machine. A round reads the first {read:,} pictures of an epoch, with an empty cache.
+are made from Fashion-MNIST and noise. {_DRAWN:,} of them are distinct, and the others repeat these with different
+JPEG comments. They are stored in shards on `rclone serve s3` on this machine. A round reads the first {read:,}
+pictures of an epoch, with an empty cache.
 
-{cores} processes decode and cut pictures, mirror them, change their color and make tensors. Rayloom's reader also
-passes the tensors to the training process. From memory, as many processes do the same with {_IN_MEMORY:,} pictures
-that they hold, and drop the tensors. The server and the downloads share the cores with the readers. Time begins at
-the first batch. The ways take turns.
+{cores} processes decode and crop pictures, mirror them, change their color and create tensors. Rayloom's reader also
+passes the tensors to the training process. "Decoded from memory" uses the same number of processes. They do the same
+with {_IN_MEMORY:,} pictures that they hold in memory, and drop the tensors. The server and the downloads share the
+cores with the readers. Timing starts at the first batch. The methods take turns.
 
 {machine()}.
 {versions(["torch", "pillow", "s3fs"])}.
@@ -219,10 +220,10 @@ the first batch. The ways take turns.
 
 {goals_table(goals)}
 
-{table(["way", "pictures/s, median", "rounds"], rows)}
+{table(["method", "pictures/s, median", "rounds"], rows)}
 
-Reading from S3 costs little: the same reader is about as fast on shards on the disk. Unlike plain decoding, a reader
-passes tensors to the training process: 602 kB a picture in float32.
+Reading from S3 costs little: the same reader is about as fast with shards on the disk. Unlike plain decoding, a
+reader passes tensors to the training process. A picture takes 602 kB in float32.
 """
 
 

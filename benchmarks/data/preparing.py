@@ -12,13 +12,13 @@ from benchmarks.rounds import turns
 
 TITLE = "Preparing data that does not fit into memory"
 HEAD = """\
-The texts are drawn from 30,000 words by a power law. Each is one of 120,000 texts with its own number appended, so
-there are no duplicates. They lie in uncompressed Parquet files: a tenth in one file, and the rest in files of
+Words are drawn from a vocabulary of 30,000 by a power law. Each text is one of 120,000 with its own number appended, so
+there are no duplicates. The texts are stored in uncompressed Parquet files: a tenth in one file, the rest in files of
 100 MB. `rclone serve s3` serves them on the same two cores. Shards are written to a disk.
 
 Ray tasks prepare labelled examples on two CPUs, as `jobs.prepare` does. Memory is the sum over the process and its
-children (PSS), sampled five times a second. Ray's own services are its scheduler, object store and the like,
-but not its workers.
+children (PSS), sampled five times per second. Ray's own services are its scheduler, object store and similar
+processes, but not its workers.
 
 Language modelling reads its texts from a disk. "Plain" learns the same tokenizer from a sample of the same size,
 encodes, and writes blocks as Arrow. It does not look for duplicates, split by content or write checksums. Each runs

@@ -16,22 +16,23 @@ _ROUNDS, _PEER_ROWS, _LARGE_ROWS = 2, 200_000, 2_000_000
 TITLE = "Reading texts from S3"
 HEAD = f"""\
 The texts are those of [preparation](PREPARING.md). Two new processes read each row at most once. `rclone serve s3`
-serves them, on the same two cores. Cold means an empty cache of shards, warm that the shards are in it. Rayloom's
-processes stop after {_LARGE_ROWS:,} rows each, which is more than the smaller corpus has. Peers read the Parquet files,
-and stop after {_PEER_ROWS:,} rows a process. Ray Data reads in one process, with both CPUs. All shuffle in memory.
+serves them, on the same two cores. "Cold" means that the cache of shards is empty, and "warm" that it holds all
+shards. Rayloom's processes stop after {_LARGE_ROWS:,} rows each, which is more than the smaller corpus has. Peers
+read the Parquet files, and stop after {_PEER_ROWS:,} rows per process. Ray Data reads in one process, with both
+CPUs. All readers shuffle in memory.
 
 "rows/s" and "MB/s" include the start of the processes, imports and the first batch. "rows/s from the first batch on"
-leave them out, and so do the first two goals: peers start more slowly. Rows a CPU second leave out the server and the
-workers of Ray Data. Memory is the private memory (USS) of a process above what it took before it read, and includes
-the pages of shards that it has mapped. mosaicml-streaming is not here: it does not install beside numpy 2.2 and
-transformers 5."""
+excludes them, because peers start more slowly. The first two goals use it. "Rows a CPU second" excludes the server
+and the workers of Ray Data. Memory is the growth of a process's private memory (USS) since it began to read. It
+includes the pages of shards that the process has mapped. mosaicml-streaming is not included, because it cannot be
+installed together with numpy 2.2 and transformers 5."""
 _LIMITS = """\
-Ray Data and datasets have read ahead for seconds when their first batch comes, and their rates from then on count these
-rows. In three runs of 2026-11-30, this rate was 123,000 to 226,000 for Ray Data, and 383,000 to 395,000 for Rayloom,
-warm. So the first two ratios were 1.7 and 3.1 in one of the runs.
+When their first batch arrives, Ray Data and datasets have already read ahead for seconds. Their rates from the first
+batch on include these rows. In three runs of 2026-11-30, this rate was 123,000 to 226,000 for Ray Data, and 383,000
+to 395,000 for Rayloom, warm. So the first two ratios were 1.7 and 3.1 in one of the runs.
 
-Before its first batch, a seek reads a window of 256 MB: one or two shards of 8 MB for each of 16 streams. The S3 server
-runs on the same two cores and takes 5 to 9 ms of CPU per MB. So the window takes a second or more."""
+Before its first batch, a seek reads a window of 256 MB: one or two shards of 8 MB for each of 16 streams. The
+S3 server runs on the same two cores and uses 5 to 9 ms of CPU per MB. So the window takes a second or more."""
 _COLD, _WARM, _DATASETS, _RAY_DATA = "Rayloom, cold", "Rayloom, warm", "datasets", "Ray Data"
 Readings = Mapping[str, Sequence[Reading]]
 
