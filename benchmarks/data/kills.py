@@ -104,7 +104,7 @@ def _page(phases: list[Phase], total: int, lost: int, twice: int, seed: int, con
         ]
         for phase in phases
     ]
-    return f"""# Training that is killed
+    return f"""# Killed training runs
 
 Written by `python -m benchmarks.data.kills --seed {seed}`. A small model trains on texts in shards, with a checkpoint
 every five steps. After each start, a random rank gets SIGKILL up to {_MAX_PAUSE_S:g} s after the first new

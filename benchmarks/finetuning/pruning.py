@@ -99,7 +99,7 @@ def report(found: Sequence[Accuracies], conditions: Conditions) -> str:
         (str(seed), f"{one.whole:.4f}", f"{one.pruned:.4f}", f"{one.trained_on:.4f}")
         for seed, one in zip(SEEDS, found, strict=True)
     ]
-    return f"""# Training on after 2:4 pruning
+    return f"""# Further training after 2:4 pruning
 
 `python -m benchmarks.finetuning.pruning` wrote this. {machine()}.
 {versions(("rayloom", "torch", "deepspeed"))}.

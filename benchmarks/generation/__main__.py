@@ -165,7 +165,7 @@ def _page(speeds: Speeds, firsts: Mapping[tuple[str, int], float], parts: Sequen
         for name in CONTENDERS
         if (name, 1) in speeds
     ]
-    return f"""# Language models beside their peers
+    return f"""# Language models compared with their peers
 
 Written by `python -m benchmarks.generation`. {machine()}, {", ".join(cpu_features())}; {versions(_PACKAGES)};
 {run}

@@ -39,7 +39,7 @@ _GOALS = {
     ("replica", State.TRACED, State.ON): ("traces of 1 % of the requests, CPU of a request", 0.03),
 }
 """What is compared: the states of a process, and the goal for the overhead of the first."""
-_HEAD = f"""# What watching costs
+_HEAD = f"""# The overhead of monitoring
 
 Written by `python -m benchmarks.monitoring`. It starts a cluster with `rayloom up --monitoring`. Its Prometheus
 scrapes all metrics every five seconds. The replica and the training worker switch between these states every

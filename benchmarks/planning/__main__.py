@@ -14,7 +14,7 @@ from benchmarks.planning.scaling import scaling_figures
 from benchmarks.planning.this_machine import machine_section
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
-_HEAD = """# What the planner predicts, and what was measured
+_HEAD = """# Predictions of the planner and measurements
 
 Written by `python -m benchmarks.planning`. 422 published runs are in `published.csv`, each with its source.
 Constants were fitted on the tuning split only (`python -m benchmarks.planning.fit`).

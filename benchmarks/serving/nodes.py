@@ -170,7 +170,7 @@ def report(loads: Loads, num_rounds: int, seconds: int, conditions: Conditions) 
     header = ["cluster", "connections", "answers/s", "p50, ms", "p99, ms", "errors"]
     return "\n\n".join(
         [
-            "# The endpoint of a cluster that 'ray start' has started",
+            "# The endpoint of a cluster started by 'ray start'",
             f"`python -m benchmarks.serving.nodes --rounds {num_rounds} --seconds {seconds}`. {machine()}.\n"
             f"{versions(['rayloom', 'ray', 'onnxruntime'])}.\n{conditions}",
             goals_table(goals),

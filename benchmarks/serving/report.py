@@ -52,7 +52,7 @@ ModelInfer call at a time. It sends the same row every time. As over HTTP, all r
 short load estimates how many calls fill the time, and that number of calls is sent. So no call is cancelled. h2load
 does not read gRPC's status, but a refused call returns no message. Errors are therefore calls without the bytes of
 an answer, calls on broken connections, and waits of 10 s. Percentiles are h2load's. They count a stall once for each
-connection."""
+connection that it held up."""
 
 
 def report(found: Findings, picture: Path) -> str:
