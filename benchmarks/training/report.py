@@ -136,7 +136,13 @@ TensorBoard files and watchdog. It runs in two ways: with torchrun and without R
   differently.
 - DeepSpeed normally compiles an inference kernel on CPUs, which takes a minute. The peers skip it, as Rayloom does.
   accelerate needs an explicit `gloo` backend. By default, on CPUs, its DeepSpeed treats each process as the only
-  one."""
+  one.
+
+**As a job on Ray** the goal is missed because Ray's own processes share the cores with the workers. They were sampled
+for 30 s in a separate run of the larger case on 2026-12-01. They used 0.21 of a core. The dashboard, its agent, the
+GCS, Ray Train's controller and the log monitor used 0.02 each. An idle cluster used 0.10. The workers wait for each
+other in every step, so a delay of one delays both. On another machine, whose CPU trained twice as fast, the ratio was
+0.950 (2026-11-25)."""
 
 
 def _speed_rows(measured: Comparison) -> list[tuple[str, ...]]:
