@@ -141,8 +141,10 @@ TensorBoard files and watchdog. It runs in two ways: with torchrun and without R
 **As a job on Ray** the goal is missed because Ray's own processes share the cores with the workers. They were sampled
 for 30 s in a separate run of the larger case on 2026-12-01. They used 0.21 of a core. The dashboard, its agent, the
 GCS, Ray Train's controller and the log monitor used 0.02 each. An idle cluster used 0.10. The workers wait for each
-other in every step, so a delay of one delays both. On another machine, whose CPU trained twice as fast, the ratio was
-0.950 (2026-11-25)."""
+other in every step, so a delay of one delays both. In another run the dashboard, its agents and the log monitor
+alternated between nice 0 and nice 10 every 12 s. With nice 10 the median rate was 1.06 times as high (7 intervals
+against 6). Rayloom does not set this. On another machine, whose CPU trained twice as fast, the ratio was 0.950
+(2026-11-25)."""
 
 
 def _speed_rows(measured: Comparison) -> list[tuple[str, ...]]:
