@@ -3,8 +3,11 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from app.errors import ClusterError, first_line
 
 _TALKATIVE = (
     "ray.dashboard.modules.dashboard_sdk",  # a line for each upload
@@ -13,6 +16,9 @@ _TALKATIVE = (
     "ray._private.runtime_env.working_dir",  # that it leaves out .git
 )
 """Loggers of Ray's client. Importing some of them sets their level, so that a level above them has no effect."""
+
+_INVALID = (ValueError, IndexError)
+"""Errors of Ray for an ignore file that is not UTF-8, or has a pattern such as a lone exclamation mark."""
 
 
 def silence_client() -> None:
@@ -32,18 +38,22 @@ def uploaded_files(path: Path, folder: Path) -> set[Path]:
 
     Both are absolute. Ray leaves out what the ``.gitignore`` and ``.rayignore`` of each folder on the way exclude, also
     outside a repository. Only its own code knows exactly what that is.
+
+    Raises:
+        ClusterError: a folder or an ignore file cannot be read.
     """
     from ray._private.runtime_env.packaging import _dir_travel, get_excludes_from_ignore_files
 
     silence_client()
     reads_gitignore, excluded = _reads_gitignore(), [_default_excludes(folder)]
-    # From the folder down: an ignore file holds for everything below it.
-    for parent in _parents_within(path, folder):
-        excluded += get_excludes_from_ignore_files(parent, reads_gitignore)
-        if any(excludes(parent) for excludes in excluded):
-            return set()
     travelled: list[Path] = []
-    _dir_travel(path, excluded, travelled.append, include_gitignore=reads_gitignore)
+    with _reading(folder):
+        # From the folder down: an ignore file holds for everything below it.
+        for parent in _parents_within(path, folder):
+            excluded += get_excludes_from_ignore_files(parent, reads_gitignore)
+            if any(excludes(parent) for excludes in excluded):
+                return set()
+        _dir_travel(path, excluded, travelled.append, include_gitignore=reads_gitignore)
     return {file for file in travelled if file.is_file()}
 
 
@@ -83,11 +93,45 @@ def uploaded_bytes(folder: Path) -> Counter[str]:
 
 
 def visit_uploaded(folder: Path, visit: Callable[[Path], None]) -> None:
-    """Call ``visit`` on each file and folder that Ray uploads of a working directory, which is absolute."""
+    """Call ``visit`` on each file and folder that Ray uploads of a working directory, which is absolute.
+
+    Raises:
+        ClusterError: a folder or an ignore file cannot be read.
+    """
     from ray._private.runtime_env.packaging import _dir_travel
 
     quiet = logging.Logger("", logging.CRITICAL)  # Ray logs the errors of ``visit``, too
-    _dir_travel(folder, [_default_excludes(folder)], visit, include_gitignore=_reads_gitignore(), logger=quiet)
+    with _reading(folder):
+        _dir_travel(folder, [_default_excludes(folder)], visit, include_gitignore=_reads_gitignore(), logger=quiet)
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Raise ClusterError if something in a working directory cannot be read within the block."""
+    try:
+        yield
+    except OSError as error:
+        raise ClusterError(
+            f"{str(folder)!r} cannot be sent with the job ({first_line(error)}): make it readable, or move it elsewhere"
+        ).of("path.not_readable") from error
+    except _INVALID as error:
+        raise ClusterError(
+            f"{str(_invalid_ignore_file(folder))!r} cannot be read ({first_line(error)}): write it in UTF-8, with the "
+            "patterns of .gitignore"
+        ).of("ignore_file.invalid") from error
+
+
+def _invalid_ignore_file(folder: Path) -> Path:
+    """Return the ignore file that Ray cannot read. Return ``folder`` if there is none."""
+    from ray._private.runtime_env.packaging import _get_ignore_file
+
+    for name in (".gitignore", ".rayignore"):
+        for file in folder.rglob(name):
+            try:
+                _get_ignore_file(file.parent, ignore_file=name)
+            except _INVALID:
+                return file
+    return folder
 
 
 def _default_excludes(folder: Path) -> Callable[[Path], bool]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from app.cluster.ray_internals import ignoring_rule, uploaded_files, visit_uploaded
 from app.config import Recipe, local_paths
-from app.errors import ClusterError, RecipeError, first_line
+from app.errors import ClusterError, RecipeError
 
 _PROJECT_FILES = (".git", "pyproject.toml")
 """Each lies in the top folder of a project."""
@@ -46,13 +46,7 @@ def _reason_not_uploaded(given: str, folder: Path) -> str | None:
 
 def require_sendable(folder: Path) -> None:
     """Raise ClusterError if a working directory has a file that Ray fails to send, or would read without end."""
-    try:
-        visit_uploaded(folder, lambda path: _require_sendable(path, str(path.relative_to(folder))))
-    except (OSError, ValueError) as error:
-        raise ClusterError(
-            f"{str(folder)!r} cannot be sent with the job ({first_line(error)}): make its folders readable and its "
-            "ignore files valid, or move them elsewhere"
-        ).of("path.not_readable") from error
+    visit_uploaded(folder, lambda path: _require_sendable(path, str(path.relative_to(folder))))
 
 
 def _require_sendable(path: Path, name: str) -> None:

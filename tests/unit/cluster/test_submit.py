@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -227,14 +228,18 @@ def test_a_file_that_cannot_be_sent_is_named_unless_it_is_ignored(
     assert submit("train", str(ROOT / "recipes/digits.yaml"), []) == 0
 
 
-def test_an_ignore_file_that_cannot_be_read_is_told_in_one_sentence(
-    sent: Sent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("place", [".gitignore", "data/.rayignore"])
+@pytest.mark.parametrize("content", [b"caf\xe9\n", b"!\n"])
+def test_an_ignore_file_that_cannot_be_read_is_named(
+    content: bytes, place: str, sent: Sent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/.gitignore").write_bytes(b"caf\xe9\n")
+    (tmp_path / place).write_bytes(content)
+    shutil.copy(ROOT / "recipes/digits.yaml", tmp_path)
     monkeypatch.chdir(tmp_path)
-    with refused("path.not_readable"):
-        submit("train", str(ROOT / "recipes/digits.yaml"), [])
+    with refused("ignore_file.invalid") as caught:
+        submit("train", "digits.yaml", [])
+    assert str(tmp_path / place) in str(caught.value)
     assert not AcceptingClient.entrypoints
 
 
