@@ -23,6 +23,7 @@ _LOST = RayError, RayServeException
 _ENDING = {ReplicaState.STOPPING, ReplicaState.STOPPED}
 _AS_WANTED = DeploymentStatus.HEALTHY, DeploymentStatus.DOWNSCALING
 """Statuses of a deployment that wants no more replicas than it has."""
+_CANNOT_ANSWER = PoolState.FAILING, PoolState.UNDEPLOYED
 Part = TypeVar("Part")
 
 
@@ -43,7 +44,10 @@ class ServePools:
             await asyncio.wait({self._asking}, timeout=None if self._known is None else _KNOWN_S)
         if self._known is None:
             return PoolState.STARTING
-        return self._known.get(application_of(pool), PoolState.UNDEPLOYED)
+        state = self._known.get(application_of(pool), PoolState.UNDEPLOYED)
+        is_old = time.monotonic() - self._known_s > _KNOWN_S
+        # A pool that could not start may have been deployed again since.
+        return PoolState.STARTING if is_old and state in _CANNOT_ANSWER else state
 
     async def _learn(self) -> None:
         try:
@@ -96,7 +100,7 @@ class ServePools:
         waiting = asyncio.ensure_future(part)
         try:
             while not (await asyncio.wait({waiting}, timeout=2 * _KNOWN_S))[0]:
-                if (state := await self.state_of(pool)) in (PoolState.FAILING, PoolState.UNDEPLOYED):
+                if (state := await self.state_of(pool)) in _CANNOT_ANSWER:
                     raise OverloadError(f"pool {pool} {state}")
             return waiting.result()
         finally:

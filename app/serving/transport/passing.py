@@ -97,7 +97,7 @@ class Pools(Protocol):
     """The other pools."""
 
     async def state_of(self, pool: str) -> PoolState:
-        """Return a pool's state, at most a second old."""
+        """Return a pool's state, at most a second old if Serve's controller answers."""
         ...
 
     def ask(self, pool: str, request: PassedRequest) -> AsyncGenerator[Message, None]:

@@ -193,9 +193,12 @@ def test_the_last_state_is_told_while_the_controller_does_not_answer(monkeypatch
         told = ServePools()
         assert await told.state_of("rare") is PoolState.ASLEEP
         await asyncio.sleep(0.02)
-        states = await asyncio.wait_for(asyncio.gather(*(told.state_of("rare") for _ in range(50))), 30)
-        assert set(states) == {PoolState.ASLEEP}
-        assert asked == 2, "all of them share one question"
-        answers.set()
+        try:
+            states = await asyncio.wait_for(asyncio.gather(*(told.state_of("rare") for _ in range(50))), 30)
+            assert set(states) == {PoolState.ASLEEP}
+            assert await told.state_of("other") is PoolState.STARTING, "it may have been deployed since"
+            assert asked <= 2, "all of them share one question"
+        finally:
+            answers.set()
 
     asyncio.run(run())
