@@ -118,11 +118,12 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
                 _await(one, after, timeout_s)
     except (KeyboardInterrupt, SystemExit):
         failures = _give_back(changed, before, previous)  # the job was told to stop, so it awaits no replicas
-        outcome = f"cannot be deployed again: {failures[0]}; deploy it again" if failures else "is deployed again"
+        outcome = f"was not restored ({failures[0]}): deploy its models again" if failures else "is deployed again"
         print(f"stopped: what was served before {outcome}", flush=True)
         raise
     except Exception as error:  # whatever Serve raises, no pool may stay half changed
         cause = f"{error} (serve.ready_timeout_s)" if isinstance(error, TimeoutError) else str(error)
+        print(f"{cause}: what was served before is deployed again", flush=True)
         if failures := _give_back(changed, before, previous) or _await_back(changed, before):
             raise ClusterError(
                 f"{cause}; and what was served before does not start either: {failures[0]}; deploy that model again, "

@@ -267,7 +267,8 @@ def _check_outputs(engine: Engine, rows: ImportRows) -> None:
         if not _is_same(alone[name], output):
             raise CompileError(
                 f"output {name!r} of a row depends on the other rows of its batch, so clients would change each "
-                "other's answers: put the batch first, and quantize with fixed ranges"
+                "other's answers: export it with the batch first or with a batch size of 1; if it is quantized, use "
+                "fixed ranges"
             ).of("rows.dependent")
     _check_large_row(engine, inputs, alone)
 
