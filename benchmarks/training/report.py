@@ -129,22 +129,23 @@ TensorBoard files and watchdog. It runs in two ways: with torchrun and without R
   come after the last step.
 - **CPU**: CPU time of all processes on the machine between the same two steps, sampled every 50 ms. On Ray it includes
   Ray's own processes.
-- **first step**: from the start of the command to the end of step 1. The Ray cluster is already running. Rayloom's time
-  includes tokenizing the text ({seconds}, measured separately). The peers read blocks that already exist.
-- **loss**: mean over all ranks and all steps after step {WARM_UP_STEPS}. It checks that all contenders train on the
-  same batches in the same order. accelerate assigns the samples of a batch to ranks differently, so its sums round
-  differently.
+- **first step**: from the start of the command to the end of step 1. The Ray cluster has started, and has run no job.
+  Rayloom's time includes tokenizing the text ({seconds}, measured separately). The peers read blocks that already
+  exist.
+- **loss**: mean over all ranks and all steps after step {WARM_UP_STEPS}. Rayloom and torchrun train on the same
+  batches in the same order, with equal losses. accelerate assigns the samples to ranks differently. The cause of its
+  other loss has not been found.
 - DeepSpeed normally compiles an inference kernel on CPUs, which takes a minute. The peers skip it, as Rayloom does.
-  accelerate needs an explicit `gloo` backend. By default, on CPUs, its DeepSpeed treats each process as the only
-  one.
+  accelerate needs an explicit `gloo` backend. By default, on CPUs, DeepSpeed under accelerate runs each process as a
+  world of size 1.
 
-**As a job on Ray** the goal is missed because Ray's own processes share the cores with the workers. They were sampled
-for 30 s in a separate run of the larger case on 2026-12-01. They used 0.21 of a core. The dashboard, its agent, the
-GCS, Ray Train's controller and the log monitor used 0.02 each. An idle cluster used 0.10. The workers wait for each
-other in every step, so a delay of one delays both. In another run the dashboard, its agents and the log monitor
-alternated between nice 0 and nice 10 every 12 s. With nice 10 the median rate was 1.06 times as high (7 intervals
-against 6). Rayloom does not set this. On another machine, whose CPU trained twice as fast, the ratio was 0.950
-(2026-11-25)."""
+**As a job on Ray** the goal is missed, largely because Ray's own processes share the cores with the workers. They
+were sampled for 30 s in a separate run of the larger case on 2026-12-01. They used 0.21 of a core, and 0.10 before
+the job. The dashboard, its agent, the GCS, Ray Train's controller and the log monitor used 0.02 each, and ten others
+the rest. The workers wait for each other in every step, so a delay of one delays both. In another run the dashboard,
+its agents and the log monitor alternated between nice 0 and nice 10 every 12 s. With nice 10 the median rate was 1.06
+times as high (7 intervals against 6). Rayloom does not set this. On another machine, whose CPU trained twice as fast,
+the ratio was 0.950 (2026-11-25)."""
 
 
 def _speed_rows(measured: Comparison) -> list[tuple[str, ...]]:
@@ -209,6 +210,6 @@ _GPU = """
 
     torchrun --nproc-per-node 1 -m benchmarks.gpu.pretraining benchmarks/gpu/gpt_{350m,1_3b}.yaml
 
-It prints tokens/s, MFU and peak memory of both models in bf16. Two options are
+It prints tokens/s, MFU and peak memory of both models in bf16. Try also
 `train.plan.activation_checkpointing=true` and `train.torch_compile=false`. The goal is an MFU of at least 0.50 on one
 H100-class GPU."""
