@@ -123,7 +123,7 @@ def roll_out(before: PoolConfigs, after: PoolConfigs, pool: Pool, timeout_s: flo
         raise
     except Exception as error:  # whatever Serve raises, no pool may stay half changed
         cause = f"{error} (serve.ready_timeout_s)" if isinstance(error, TimeoutError) else str(error)
-        print(f"{cause}: what was served before is deployed again", flush=True)
+        print(f"{cause}: deploying again what was served before", flush=True)
         if failures := _give_back(changed, before, previous) or _await_back(changed, before):
             raise ClusterError(
                 f"{cause}; and what was served before does not start either: {failures[0]}; deploy that model again, "

@@ -41,7 +41,8 @@ class ServePools:
         if time.monotonic() - self._known_s > _KNOWN_S:
             # One task for all, because each takes a thread for as long as the controller restarts.
             self._asking = self._asking or asyncio.create_task(self._learn())
-            await asyncio.wait({self._asking}, timeout=None if self._known is None else _KNOWN_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._asking), None if self._known is None else _KNOWN_S)
         if self._known is None:
             return PoolState.STARTING
         state = self._known.get(application_of(pool), PoolState.UNDEPLOYED)

@@ -17,9 +17,6 @@ _TALKATIVE = (
 )
 """Loggers of Ray's client. Importing some of them sets their level, so that a level above them has no effect."""
 
-_INVALID = (ValueError, IndexError)
-"""Errors of Ray for an ignore file that is not UTF-8, or has a pattern such as a lone exclamation mark."""
-
 
 def silence_client() -> None:
     """Let Ray's client report errors only. Call this once it is imported."""
@@ -114,10 +111,9 @@ def _reading(folder: Path) -> Iterator[None]:
         raise ClusterError(
             f"{str(folder)!r} cannot be sent with the job ({first_line(error)}): make it readable, or move it elsewhere"
         ).of("path.not_readable") from error
-    except _INVALID as error:
+    except (ValueError, IndexError) as error:
         raise ClusterError(
-            f"{str(_invalid_ignore_file(folder))!r} cannot be read ({first_line(error)}): write it in UTF-8, with the "
-            "patterns of .gitignore"
+            f"{str(_invalid_ignore_file(folder))!r} is not UTF-8, or has an invalid pattern: correct it"
         ).of("ignore_file.invalid") from error
 
 
@@ -129,7 +125,7 @@ def _invalid_ignore_file(folder: Path) -> Path:
         for file in folder.rglob(name):
             try:
                 _get_ignore_file(file.parent, ignore_file=name)
-            except _INVALID:
+            except (ValueError, IndexError):  # an IndexError for a lone exclamation mark
                 return file
     return folder
 

@@ -19,18 +19,29 @@ def is_earlier(pools: PoolConfigs) -> bool:
     return {config.revision for config in pools.by_pool.values()} == {"earlier"}
 
 
-def test_a_job_that_is_asked_to_stop_gives_back_what_was_served_before(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(None, "is deployed again"), (RuntimeError("no room"), "was not restored (no room): deploy its models again")],
+)
+def test_a_job_that_is_asked_to_stop_gives_back_what_was_served_before_and_awaits_nothing(
+    error: Exception | None, outcome: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     given: list[Pool] = []
 
-    def give(pool: Pool, *_: object) -> None:
+    def give(pool: Pool, pools: PoolConfigs, _: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # the second one comes while it gives back
+        assert is_earlier(pools)
         given.append(pool)
+        if error and pool == "rare":
+            raise error
 
     monkeypatch.setattr(_endpoint, "deployed_in", lambda _: {})
     monkeypatch.setattr(_endpoint, "_give", give)
+    monkeypatch.setattr(_endpoint, "_await", lambda *_: given.clear())
     with pytest.raises(SystemExit):
         _endpoint.roll_out(BEFORE, AFTER, SHARED, 60.0)
     assert set(given) == set(BEFORE.by_pool)
+    assert capsys.readouterr().out == f"stopped: what was served before {outcome}\n"
 
 
 def test_a_failed_change_gives_every_pool_back_before_it_awaits_one(monkeypatch: pytest.MonkeyPatch) -> None:
