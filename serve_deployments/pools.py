@@ -37,7 +37,7 @@ class ServePools:
         self._asking: asyncio.Task[None] | None = None
 
     async def state_of(self, pool: str) -> PoolState:
-        """Return a pool's state. While Serve's controller does not answer, return the last state that it told."""
+        """Return a pool's state. While Serve's controller does not answer, return the last state that it reported."""
         if time.monotonic() - self._known_s > _KNOWN_S:
             # One task for all, because each takes a thread for as long as the controller restarts.
             self._asking = self._asking or asyncio.create_task(self._learn())

@@ -255,8 +255,9 @@ class GrpcMethods:
             return await self._ask(pool, method, message, origin), pool
         answer = await here()
         if method in _LISTS and not name:
-            for other in sorted(set(elsewhere.values())):
-                state = await self._pools.state_of(other)
+            others = sorted(set(elsewhere.values()))
+            states = await asyncio.gather(*(self._pools.state_of(other) for other in others))
+            for other, state in zip(others, states, strict=True):
                 reason = f"pool {other} {state}"
                 if state is PoolState.AWAKE:
                     try:

@@ -207,7 +207,7 @@ class PassOn:
         if own.status_code != HTTPStatus.OK:
             await own(scope, receive, send)
             return
-        listed = [await self._listed(pool, request) for pool in pools]
+        listed = await asyncio.gather(*(self._listed(pool, request) for pool in pools))
         key = _LISTS.get((scope["method"], scope["path"]), "")
         await _joined([own, *(one for one in listed if one is not None)], key)(scope, receive, send)
 

@@ -62,6 +62,34 @@ def test_the_repository_of_a_model_is_that_of_its_pool(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+class MeetingPools(Pools):
+    """Other pools, which tell their states once all have been asked."""
+
+    def __init__(self, pools: int) -> None:
+        self.asked = asyncio.Barrier(pools)
+
+    async def state_of(self, _: str) -> PoolState:
+        await self.asked.wait()
+        return PoolState.STARTING
+
+
+def test_a_list_waits_for_the_states_of_all_pools_at_once() -> None:
+    async def run() -> None:
+        shared = Endpoint()
+        await shared.update(EndpointConfig(elsewhere={"toy": "rare", "other": "tiny"}))
+        pools = MeetingPools(2)
+        api = httpx.ASGITransport(HttpApi(Admission(shared), pools))
+        async with asyncio.timeout(30), httpx.AsyncClient(transport=api, base_url="http://replica") as client:
+            listed = (await client.post("/v2/repository/index", json={})).json()
+            assert [model["name"] for model in listed] == ["toy", "other"]
+            index = await GrpcMethods(Admission(shared), pools).answer_passed(
+                PassedCall("RepositoryIndex", b"", (), "")
+            )
+        assert [model.name for model in pb.RepositoryIndexResponse.FromString(index.message).models] == ["toy", "other"]
+
+    asyncio.run(run())
+
+
 class SleepingPools(Pools):
     """One other pool, which has no replica until it is asked something."""
 
