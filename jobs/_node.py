@@ -31,8 +31,8 @@ class _Done(Generic[Result]):
 def run_on_node(name: str, work: Work[Result], placement: Placement) -> Result:
     """Run ``work`` in a Ray task of this job, and return its result.
 
-    This process prints each line that ``work`` logs, and a line while no node has room. Like all tasks of a job, the
-    task ends with this process, so ``ray job stop`` stops it, too.
+    This process prints each line that ``work`` logs. It also prints a message if the task has not started after a few
+    seconds. Like all tasks of a job, the task ends with this process, so ``ray job stop`` also stops it.
 
     Args:
         name: the task's name in Ray's dashboard and in messages.
@@ -57,7 +57,8 @@ def run_on_node(name: str, work: Work[Result], placement: Placement) -> Result:
     if not ray.wait([stream], timeout=_USUAL_START_S)[0]:
         required = " and ".join(f"{amount:g} {kind}" for kind, amount in resources.items() if amount)
         print(
-            f"{name} waits until a node has {required or 'room'} free: other jobs and deployed models hold the rest",
+            f"{name} has not started yet: it is waiting for a node with {required or 'capacity'} free, or for Ray to "
+            "start its process",
             flush=True,
         )
     try:
