@@ -16,7 +16,8 @@ from tenacity import retry, stop_after_delay, wait_fixed
 from upath import UPath
 
 from app import ports
-from app.storage import open_storage, to_path
+from app.process_state import sigterm_exits
+from app.storage import open_storage, to_path, write_atomically
 from benchmarks.machine import Conditions, machine, versions
 from benchmarks.many.deploys import of_deploys
 from benchmarks.many.measures import Cost, of_endpoint, of_runs, of_versions
@@ -51,14 +52,15 @@ def main() -> None:
     """Measure the chosen sections and write the page. Keep its other sections as they are."""
     arguments = _arguments()
     page = _sections_of(arguments.results)
-    with _s3():
+    with sigterm_exits(), _s3():
         for title in arguments.sections:
             conditions = Conditions()
             rows = _SECTIONS[title]()
             packages = versions(["s3fs", "moto", "ray", "optuna", "sqlalchemy"])
             page[title] = f"{machine()}; {packages}; {conditions}\n\n{rows}\n"
-    text = "\n".join([_HEAD, *(f"## {title}\n\n{page[title]}" for title in _SECTIONS if title in page)])
-    arguments.results.write_text(text, encoding="utf-8")
+            text = "\n".join([_HEAD, *(f"## {name}\n\n{page[name]}" for name in _SECTIONS if name in page)])
+            # Save after each section: 10,000 entries on S3 take minutes, and the run may be stopped.
+            write_atomically(to_path(str(arguments.results)), text.encode())
     print(text)
 
 
