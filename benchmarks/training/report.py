@@ -132,9 +132,11 @@ TensorBoard files and watchdog. It runs in two ways: with torchrun and without R
 - **first step**: from the start of the command to the end of step 1. The Ray cluster has started, and has run no job.
   Rayloom's time includes tokenizing the text ({seconds}, measured separately). The peers read blocks that already
   exist.
-- **loss**: mean over all ranks and all steps after step {WARM_UP_STEPS}. Rayloom and torchrun train on the same
-  batches in the same order, with equal losses. accelerate assigns the samples to ranks differently. The cause of its
-  other loss has not been found.
+- **loss**: mean over all ranks and all steps after step {WARM_UP_STEPS}. Rayloom and torchrun train on the same batches
+  in the same order, with equal losses. accelerate distributes the samples of each batch differently over the ranks. The
+  first four losses agree to four digits. After that, rounding differences grow, because early training is unstable.
+  With accelerate's sample assignment, a plain DeepSpeed script reproduces its losses exactly (30 steps of the larger
+  case).
 - DeepSpeed normally compiles an inference kernel on CPUs, which takes a minute. The peers skip it, as Rayloom does.
   accelerate needs an explicit `gloo` backend. By default, on CPUs, DeepSpeed under accelerate runs each process as a
   world of size 1.
@@ -142,10 +144,16 @@ TensorBoard files and watchdog. It runs in two ways: with torchrun and without R
 **As a job on Ray** the goal is missed, largely because Ray's own processes share the cores with the workers. They
 were sampled for 30 s in a separate run of the larger case on 2026-12-01. They used 0.21 of a core, and 0.10 before
 the job. The dashboard, its agent, the GCS, Ray Train's controller and the log monitor used 0.02 each, and ten others
-the rest. The workers wait for each other in every step, so a delay of one delays both. In another run the dashboard,
-its agents and the log monitor alternated between nice 0 and nice 10 every 12 s. With nice 10 the median rate was 1.06
-times as high (7 intervals against 6). Rayloom does not set this. On another machine, whose CPU trained twice as fast,
-the ratio was 0.950 (2026-11-25)."""
+the rest. A timer also wakes every Ray actor 100 times a second. In the larger case a worker had 782 involuntary
+context switches a second on Ray, and 299 under torchrun (2026-12-01, over 12 s). The workers wait for each other in
+every step, so a delay of one delays both. On another machine, whose CPU trained twice as fast, the ratio was 0.950
+(2026-11-25).
+
+Lowering the priority of Ray's processes does not reliably help, so Rayloom does not do it. On 2026-12-01, one run of
+each case switched between default and lowered priority every 8 s. With the dashboard, its agents and the log monitor
+at nice 10, the median rate was 1.07 times the default in the small case, and 0.99 times in the larger one. With
+`SCHED_BATCH` for all of Ray's processes except the workers, it was 1.06 and 1.02 times the default. Each setting was
+measured in 10 to 13 intervals. Rates within a setting varied by a factor of up to 1.6."""
 
 
 def _speed_rows(measured: Comparison) -> list[tuple[str, ...]]:
